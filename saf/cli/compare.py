@@ -17,7 +17,7 @@ from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import JUDGED, Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.records.events import heads_in_words
-from saf.records.files import naming_unsealed, write_json
+from saf.records.files import write_json
 from saf.records.paths import Kind, expect, kind_of
 from saf.records.run import RecordedRun
 from saf.records.table import Part, Table
@@ -53,11 +53,6 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         """Compare, write compare.json, show and return it."""
-        with naming_unsealed([self.ordinary, self.frozen]):
-            return self._compared()
-
-    def _compared(self) -> dict[str, Any]:
-        """Compare what both are, show and return it."""
         kinds = {path: kind_of(path) for path in (self.ordinary, self.frozen)}
         if set(kinds.values()) == {Kind.EVALUATION}:
             return self._evaluations()

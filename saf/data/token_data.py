@@ -108,7 +108,7 @@ class DataIndex:
 
     def save(self, folder: Path):
         """Write index.json into a folder."""
-        write_json(folder / INDEX_FILE, self.to_dict(), seal=False)
+        write_json(folder / INDEX_FILE, self.to_dict())
 
     @classmethod
     def load(cls, folder: Path) -> "DataIndex":

@@ -5,13 +5,10 @@ came and why, which heads it concerns, what it cost in seconds and what came of 
 controller losses around it, where a run carried it out; the rest depends on the kind. `undone_by` is the number of the
 event that took it back, null for an event that was kept. `saf freeze` writes the line of
 its event into the folder of the checkpoint that it makes.
-
-Earlier runs have the record of their only event in freeze.json and freeze.safetensors; it reads as the same.
 """
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import InputError, SafWarning
+from saf.errors import InputError
 from saf.records.files import (
     append_line,
     check_file,
     file_hash,
-    naming_unsealed,
     read_json,
     read_lines,
     read_tensors,
@@ -37,8 +33,6 @@ from saf.records.paths import Kind, kind_of
 from saf.records.result import read_result
 
 EVENTS = "events.jsonl"
-SINGLE = "freeze.json"
-SINGLE_TENSORS = "freeze.safetensors"
 SUM = "tensors_sha256"
 """Entry of an event's line: the SHA-256 of the file of its tensors."""
 MADE = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
@@ -122,11 +116,6 @@ class EventRecord:
         path = self.tensors_path
         if path is None:
             return None
-        if not self.values.get(SUM):
-            raise InputError(
-                f"the SHA-256 of {path} is not recorded: its run, of an earlier version, has not ended, or the record "
-                "was changed. Go on with the run (`saf pretrain --resume`), or move the file away"
-            )
         check_file(path, sha256=self.values[SUM], advice="move it away to go on without patterns and statistics")
         return path
 
@@ -134,17 +123,15 @@ class EventRecord:
 def read_events(path: Path | str) -> list[EventRecord]:
     """Return the events recorded in a folder, in order; none where there are none.
 
-    The folder is a run's, or a checkpoint's that `saf freeze` wrote; `path` may also be the record itself, events.jsonl
-    or an earlier run's freeze.json. Raises InputError when the record cannot be read.
+    The folder is a run's, or a checkpoint's that `saf freeze` wrote; `path` may also be its events.jsonl. Raises
+    InputError when the record cannot be read.
     """
     path = events_file(path)
-    if path.is_dir() and path.name not in (EVENTS, SINGLE):
+    if path.is_dir() and path.name != EVENTS:
         return []
-    if path.suffix != ".jsonl":
-        return [_read_single(path)]
     if not path.exists():
         raise InputError(f"{path} does not exist; {_EXPECTED}")
-    lines = read_lines(path, by="number")
+    lines = read_lines(path)
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():
             raise InputError(f"{path}, line {number}, is not an event: it has no kind or lists no heads; {_EXPECTED}")
@@ -154,35 +141,7 @@ def read_events(path: Path | str) -> list[EventRecord]:
 def events_file(path: Path | str) -> Path:
     """Return the file that holds a folder's record of events; `path` itself where it is one, or none is in it."""
     path = Path(path)
-    return next((path / name for name in (EVENTS, SINGLE) if os.path.lexists(path / name)), path)
-
-
-def _read_single(path: Path) -> EventRecord:
-    """Read the record that a run of one event had before there were lines; its losses are among the evaluations."""
-    record = read_json(path, advice=_EXPECTED)
-    if not _is_heads(record.get("heads")):
-        raise InputError(f"{path} is not the record of an event: it lists no heads as [layer, head]; {_EXPECTED}")
-    warnings.warn(
-        f"{path} is of an earlier version, which kept no sum of it: whether it was changed cannot be told",
-        SafWarning,
-        stacklevel=3,
-    )
-    losses = {line.get("when"): line.get("loss") for line in read_lines(path.parent / "evaluations.jsonl")}
-    around = {"loss_before": losses.get("before_freeze"), "loss_after": losses.get("after_freeze")}
-    # The sum of its tensors was recorded at the end of the run.
-    result = path.parent / "result.json"
-    with naming_unsealed([result]):
-        ended = read_json(result).get("provenance", {}) if result.is_file() else {}
-        tensors = {"tensors": SINGLE_TENSORS, SUM: ended.get("patterns_hash")}
-    line = {"number": 1, "kind": "freeze", **tensors, "undone_by": None}
-    return EventRecord(path.parent, {**line, **around, **record})
-
-
-def _is_heads(value: Any) -> bool:
-    """Return whether a value is a list of heads, `[[layer, head], ...]`."""
-    if not isinstance(value, list):
-        return False
-    return all(isinstance(head, list) and [type(part) for part in head] == [int, int] for head in value)
+    return path / EVENTS if os.path.lexists(path / EVENTS) else path
 
 
 def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> list[list[int]]:
@@ -227,17 +186,11 @@ def _heads_of_model(path: Path) -> list[list[int]]:
     steps = [(re.findall(r"\d+", state.parent.name), state) for state in folder.glob("checkpoints/step-*/saf.json")]
     newest = max(steps, key=lambda step: (int(step[0][0]), step[1].parent.name), default=(None, folder / "saf.json"))[1]
     result = folder / "result.json"
-    with naming_unsealed([result, newest]):
-        if result.is_file():
-            provenance = read_result(result)["provenance"]
-            heads = [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
-        else:
-            layers = enumerate(read_json(newest).get("layers") or [] if newest.is_file() else [])
-            edited = [(layer, told.get(made) or []) for layer, told in layers for made in MADE.values()]
-            heads = [[layer, head] for layer, heads in edited for head in heads]
-        if not _is_heads(heads):
-            raise TypeError(f"expected heads as [layer, head], got {str(heads)[:100]}")
-    return heads
+    if result.is_file():
+        provenance = read_result(result)["provenance"]
+        return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
+    layers = enumerate(read_json(newest).get("layers") or [] if newest.is_file() else [])
+    return [[layer, head] for layer, edited in layers for made in MADE.values() for head in edited.get(made) or []]
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
@@ -321,30 +274,21 @@ def append_event(
 
 
 def keep_events_(folder: Path, keep: Callable[[EventRecord], bool]) -> None:
-    """Forget the events of a folder that `keep` refuses, with their tensors; an earlier run's record becomes lines."""
+    """Forget the events of a folder that `keep` refuses, with their tensors."""
     events = read_events(folder)
     if not events:
         return
-    kept = [_with_sum(event) for event in events if keep(event)]
+    kept = [event for event in events if keep(event)]
     _write(folder, kept)
-    (folder / SINGLE).unlink(missing_ok=True)
     for event in events:
         if event.number not in {each.number for each in kept} and event.tensors_path is not None:
             event.tensors_path.unlink()
 
 
-def _with_sum(event: EventRecord) -> EventRecord:
-    """Return an event whose record is an earlier run's with the sum of its tensors, which were recorded without one."""
-    path = event.tensors_path
-    if path is None or path.name != SINGLE_TENSORS or event.values.get(SUM):
-        return event
-    return EventRecord(event.folder, {**event.values, SUM: file_hash(path)})
-
-
 def inherit_events(source: Path, folder: Path) -> None:
     """Record in `folder`, instead of what it had, the events of `source`, marked as `inherited`."""
     keep_events_(folder, lambda event: False)
-    events = [_with_sum(event) for event in read_events(source)]
+    events = read_events(source)
     for event in events:
         if (path := event.checked_tensors_path()) is not None:
             write_atomically(folder / path.name, path.read_bytes())

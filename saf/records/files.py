@@ -1,8 +1,4 @@
-"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and say what to do.
-
-Every JSON object that is written here, a file's or a line's, has a seal: the SHA-256 of its other entries, its first 16
-digits in a line. Reading compares it and leaves it out; what an earlier version wrote has none.
-"""
+"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and the remedy."""
 
 import hashlib
 import json
@@ -19,9 +15,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from saf.errors import InputError, SafError
-
-SEAL = "seal"
-_LINE_DIGITS = 16
 
 
 def to_json(value: Any) -> Any:
@@ -106,25 +99,9 @@ def entries_hash(entries: Mapping[str, Any], *, without: str = "hash") -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _sealed(record: Mapping[str, Any], digits: int | None = None) -> dict[str, Any]:
-    plain = to_json(record)
-    return {**plain, SEAL: entries_hash(plain, without=SEAL)[:digits]}
-
-
-def _broken_seal(record: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the seal of a record; None when it holds, or there is none."""
-    if SEAL not in record:
-        return None
-    recorded, found = record[SEAL], entries_hash(record, without=SEAL)
-    if recorded in (found, found[:_LINE_DIGITS]):
-        return None
-    return f"its entries have SHA-256 {found}, its seal says {recorded!r}"
-
-
-def write_json(path: Path, record: Mapping[str, Any], *, seal: bool = True) -> Path:
-    """Write one record as indented JSON, with a seal unless it has a sum of its own; NaN and infinities become null."""
-    plain = _sealed(record) if seal else to_json(record)
-    return write_atomically(path, (json.dumps(plain, indent=2, allow_nan=False) + "\n").encode())
+def write_json(path: Path, record: Mapping[str, Any]) -> Path:
+    """Write one record as indented JSON; NaN and infinities become null."""
+    return write_atomically(path, (json.dumps(to_json(record), indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
@@ -147,9 +124,6 @@ def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "
     record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
         raise error(_advised(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
-    if problem := _broken_seal(record):
-        raise error(_advised(f"{path} was changed or damaged: {problem}", advice))
-    record.pop(SEAL, None)
     return record
 
 
@@ -165,41 +139,10 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
         raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 
-@contextmanager
-def naming_unsealed(places: Iterable[Path]) -> Iterator[None]:
-    """Hold the use of records: where one fails that no seal vouches for, raise InputError that names those files.
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON-lines file of objects; a last line that a crash cut short, which has no end, is left out.
 
-    `places` are files, or folders with files in them; those of checkpoints have sums of their own. With a seal a record
-    holds what was written, so its failure is a fault of this program and stays what it is.
-    """
-    try:
-        yield
-    except SafError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        found = (file for place in places for file in (sorted(place.rglob("*.json")) if place.is_dir() else [place]))
-        if not (named := [str(file) for file in found if "checkpoints" not in file.parts and _is_unsealed(file)]):
-            raise
-        raise InputError(
-            f"a record cannot be shown ({type(error).__name__}: {error}), and no seal says that these are as they were "
-            f"written: {', '.join(named)}; restore them or measure again"
-        ) from error
-
-
-def _is_unsealed(file: Path) -> bool:
-    """Return whether a file holds a record without a seal."""
-    with suppress(InputError):
-        record = read_json_value(file)
-        return isinstance(record, dict) and SEAL not in record
-    return False
-
-
-def read_lines(path: Path, *, by: str | None = None) -> list[dict[str, Any]]:
-    """Read a JSON-lines file of objects; a last line cut short by a crash, which has no end, is left out.
-
-    `by` is the entry, a whole number, by which lines follow one another. Raises InputError naming the file and the line
-    for any other that is no object, has no such number, was changed, stands twice or out of order, and for a file that
-    cannot be read. Lines of earlier versions have no seal, and may stand twice.
+    Raises InputError naming the file and the line for any other that is no object, and for a file that cannot be read.
     """
     if not os.path.lexists(path):
         return []
@@ -211,27 +154,7 @@ def read_lines(path: Path, *, by: str | None = None) -> list[dict[str, Any]]:
     if rest:
         with suppress(InputError):
             records.append(_parsed(path, len(lines) + 1, rest))
-    _check_order_(path, records, by)
     return records
-
-
-def _check_order_(path: Path, records: list[dict[str, Any]], by: str | None) -> None:
-    """Take the seals out of lines; raise InputError for one that cannot stand where it does."""
-    seen: dict[str, int] = {}
-    last = None
-    for number, record in enumerate(records, start=1):
-        seal = record.pop(SEAL, None)
-        if seal is None and seen:
-            raise InputError(f"{path}, line {number}, was changed or damaged: it has no seal, those before it have")
-        if seal in seen:
-            raise InputError(f"{path}, line {number}, is line {seen[seal]} again; remove one of them")
-        if by is not None:
-            if type(record.get(by)) is not int:
-                raise InputError(f"{path}, line {number}, must have a whole number {by!r}; got {record.get(by)!r}")
-            if seal and last is not None and record[by] < last:
-                raise InputError(f"{path}, line {number}, is out of order: {by} {record[by]} comes after {last}")
-        if seal:
-            seen[seal], last = number, record[by] if by else None
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -242,8 +165,6 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}, must hold a JSON object; got {type(record).__name__}")
-    if problem := _broken_seal(record):
-        raise InputError(f"{path}, line {number}, was changed or damaged: {problem}")
     return record
 
 
@@ -381,4 +302,4 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_sealed(record, _LINE_DIGITS), allow_nan=False) + "\n"
+    return json.dumps(to_json(record), allow_nan=False) + "\n"

@@ -177,7 +177,7 @@ def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
-    write_json(folder / MANIFEST, entries, seal=False)
+    write_json(folder / MANIFEST, entries)
     return str(entries["hash"])
 
 

@@ -21,13 +21,7 @@ from saf.records.files import file_hash, read_json, to_json
 from saf.records.provenance import command, commit, source_hash, versions
 
 SCHEMA = "saf.result/2"
-_ANALYSIS = "saf.analysis/"
-# Earlier versions had a schema for each kind.
-_EARLIER = {"saf.result/1": "run", "saf.evaluation/1": "evaluation", "saf.compare/1": "comparison"}
-_EARLIER_BENCH = "saf.bench/1"
-_CHECKPOINTS = {"parent_hash": "parent", "branch_hash": "branch", "final_hash": "final"}
 _WRITTEN = "a file that `saf bench`, `saf analyze`, `saf evaluate`, `saf compare` or a run wrote"
-_PROVENANCE = ("commit", "source_hash", "command", "versions", "device", "date")
 
 
 def result_header(
@@ -70,63 +64,19 @@ def result_header(
     }
 
 
-def is_result(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is a result, of this version or an earlier one."""
-    schema = str(record.get("schema"))
-    return schema in (SCHEMA, _EARLIER_BENCH, *_EARLIER) or _analysis_name(schema) is not None
-
-
 def read_result(path: Path, *, advice: str = f"give {_WRITTEN}") -> dict[str, Any]:
-    """Read a result of this version or an earlier one, with the header that results have now.
-
-    `advice` says what to do about a file that cannot be used, for the end of the message.
+    """Read a result; `advice` ends the message about a file that is none.
 
     Raises:
         InputError: The file is missing, not JSON, or not a result.
     """
     record = read_json(path, advice=advice)
-    if not is_result(record):
+    if record.get("schema") != SCHEMA:
         raise InputError(
             f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; {advice}"
         )
-    if not isinstance(provenance := record.get("provenance") or {}, Mapping):
-        raise InputError(
-            f"{path} is not a result: its provenance must be an object; got {type(provenance).__name__}; {advice}"
-        )
-    return with_header(record)
-
-
-def with_header(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result with the header that results have now; what an earlier version did not record is None or empty.
-
-    Raises:
-        InputError: The record is not a result.
-    """
-    if not is_result(record):
-        raise InputError(f"expected a result, schema {SCHEMA!r}; got schema {record.get('schema')!r}")
-    rest, schema = dict(record), record["schema"]
-    if schema == SCHEMA:
-        return rest
-    kind = _EARLIER.get(schema) or _analysis_name(schema) or rest["kind"]
-    given = rest.pop("environment", None) or rest.pop("provenance", None) or {}
-    checkpoints = {role: given.get(name) for name, role in _CHECKPOINTS.items()}
-    provenance = {
-        **dict.fromkeys(_PROVENANCE),
-        **{name: value for name, value in given.items() if name not in _CHECKPOINTS},
-        "checkpoints": _known(checkpoints),
-        "data": _known({"report": rest.get("data_fingerprint")}),
-    }
-    settings = rest.pop("settings", {})
-    rest.pop("kind", None)
-    rest.pop("schema")
-    return {"schema": SCHEMA, "kind": kind, "settings": settings, "provenance": provenance, **rest}
+    return record
 
 
 def _known(hashes: Mapping[str, str | None] | None) -> dict[str, str]:
     return {role: value for role, value in (hashes or {}).items() if value is not None}
-
-
-def _analysis_name(schema: str) -> str | None:
-    """Return the name of an analysis from a schema of an earlier version, saf.analysis/NAME/1; None for another."""
-    name, slash, version = schema.removeprefix(_ANALYSIS).rpartition("/")
-    return name if schema.startswith(_ANALYSIS) and slash and version == "1" else None

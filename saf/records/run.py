@@ -63,8 +63,8 @@ class RecordedRun:
             result=result,
             evaluation=_optional(folder / "evaluation.json", read_result),
             events=read_events(folder),
-            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl", by="update")),
-            evaluations=read_lines(folder / "evaluations.jsonl", by="update"),
+            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
+            evaluations=read_lines(folder / "evaluations.jsonl"),
         )
 
     @property
@@ -85,8 +85,7 @@ class RecordedRun:
     @property
     def arm(self) -> str:
         """Return "frozen", "pruned" or both when the run did that to heads, or is to, else "ordinary"."""
-        both = self.frozen_heads and self.pruned_heads  # earlier versions recorded that as "frozen"
-        if self.result is not None and not both:
+        if self.result is not None:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
             return MADE[freeze.get("operation", "freeze")]
@@ -176,11 +175,6 @@ class RecordedRun:
         if self.result is None:
             return []
         lacking = list(self.result.get("lacks", []))
-        if "time" not in self.result:
-            lacking.append(
-                "time: an earlier version counted updates and freezing of the run's own part alone, without loading, "
-                "evaluations, checkpoints and the part of its parent"
-            )
         gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
         lacking += [f"{name}: the file is missing" for name in gone if name != EVENTS]
         inherited = "weights_of_update" in (self.config.get("parent") or {})
@@ -196,7 +190,7 @@ class RecordedRun:
 
 
 def _recorded(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the SHA-256 of a run's files that its result holds, by name; earlier versions kept none."""
+    """Return the SHA-256 of a run's files that its result holds, by name."""
     files = ((result or {}).get("provenance") or {}).get("files") or {}
     return {name: value for name, value in files.items() if name in RECORDS}
 

@@ -16,7 +16,7 @@ from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.schedules import setting_of_moment
 from saf.train.checkpoint import Checkpoint
-from saf.train.clock import LOG, OFF_CLOCK, PARTS, UNTOLD, seconds_until
+from saf.train.clock import LOG, OFF_CLOCK, PARTS, seconds_until
 from saf.train.config import TrainConfig
 
 PAPER_SECONDS = 187.65 * 60
@@ -193,19 +193,13 @@ def _whole(reference: RecordedRun, result: Mapping[str, Any]) -> dict[str, float
     time = result.get("time")
     if time is None:
         raise InputError(f"{reference.folder} is of a version that kept no clocks; train the reference again")
-    return _known(_added(time["parts"], time["parent_parts"] or {}), reference.folder)
+    return _added(time["parts"], time["parent_parts"] or {})
 
 
 def _until(checkpoint: Checkpoint) -> dict[str, float]:
     """Return the seconds of each part until a checkpoint, those of its run's parents included."""
     told = seconds_until(checkpoint)
-    return _known(_added(told["parts"], told["parent"] or {}), checkpoint.path)
-
-
-def _known(parts: dict[str, float], path: Path) -> dict[str, float]:
-    if UNTOLD in parts:
-        raise InputError(f"{path} has seconds of a version that kept no clocks; train the reference again")
-    return parts
+    return _added(told["parts"], told["parent"] or {})
 
 
 def _added(parts: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:

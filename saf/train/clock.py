@@ -31,10 +31,8 @@ LOST = "lost"
 """Updates that came after the checkpoint that a killed run went on from: told, but on no clock."""
 OFF_CLOCK = frozenset({AFTERWARDS, LOST})
 """The parts that no clock adds up."""
-UNTOLD = "untold"
-"""What earlier versions counted as one sum: all parts but checkpoints."""
 CLOCKS = {
-    "everything": (*PARTS, UNTOLD),
+    "everything": PARTS,
     "warm": tuple(part for part in PARTS if part not in ("loading", "compilation")),
 }
 """The parts that each clock adds up."""
@@ -141,26 +139,15 @@ class Clock:
         """Return what a result tells: both clocks with the parts they include, and this run's and its parent's parts.
 
         Kills `lost` so many seconds of it, which are a part of their own.
-        The warm clock is None where an earlier version left a sum that it cannot be told from; `lacks` says so.
         """
         own, parent = self.parts, self._parent
         both = _sum(own, parent or {})
         record: dict[str, Any] = {}
         for clock, parts in CLOCKS.items():
-            seconds = _read(both, clock) if UNTOLD not in both or clock == "everything" else None
+            seconds = _read(both, clock)
             includes = [part for part in parts if part in PARTS or part in both]
             record[clock] = {"seconds": seconds, "includes": [*includes, *([] if parent is None else ["parent"])]}
         return {**record, "parts": {**own, LOST: lost} if lost else own, "parent_parts": parent}
-
-    @property
-    def lacks(self) -> list[str]:
-        """Return in words what the clocks do not know."""
-        if UNTOLD not in _sum(self._earlier, self._parent or {}):
-            return []
-        return [
-            "time: a part of it was counted by an earlier version, as one sum without its checkpoints; what of it was "
-            "loading and compilation is not known"
-        ]
 
     def _book(self, part: str, seconds: float) -> None:
         self._booked[part] = self._booked.get(part, 0.0) + seconds
@@ -198,8 +185,7 @@ def seconds_until(checkpoint: Checkpoint) -> dict[str, Any]:
     lines = read_lines(checkpoint.path.parents[1] / LOG)
     if logged := next((line for line in lines if line.get("hash") == checkpoint.hash), None):
         return logged
-    state = checkpoint.state
-    return state.get("clock") or {"parts": {UNTOLD: state.get("elapsed_seconds", 0.0)}, "parent": None, "unsettled": []}
+    return checkpoint.state["clock"]
 
 
 def with_intervention(until: Mapping[str, Any], cost: Mapping[str, float]) -> dict[str, Any]:

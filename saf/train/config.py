@@ -1,12 +1,11 @@
 """Every setting of a training run, what is checked of them at the start, and their form in JSON."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError, check_name
-from saf.freezing.config import FreezeConfig, fits_nothing
+from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS
@@ -298,8 +297,8 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
-        """Build from `to_dict`'s form, or an older one; raise InputError naming unknown or missing fields."""
-        values = in_present_form(values)
+        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        values = dict(values)
         try:
             if isinstance(schedule := values.get("schedule"), dict):
                 values["schedule"] = schedule_from_dict(schedule)
@@ -317,38 +316,3 @@ _AT_LEAST_ONE = (
     *("batch_size", "accumulation", "updates", "eval_windows", "log_every"),
     *("calibration_sequences", "heldout_sequences"),
 )
-
-
-def in_present_form(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as `TrainConfig.to_dict` gives them now, from a run of any age.
-
-    Runs once recorded a schedule's name and, beside it as `freeze_at`, its moment, or none for no schedule; and no
-    task, when text was the only one, and no operation, when there was freezing alone; and not whether they took
-    weights alone, refitted output columns, let the learning rate rise after an event, or reported before the end, when
-    none did; nor of which run the gate of recall is, without one. CUDA graphs were once replayed or not. Taken
-    without effect were once a largest KL of fits by patterns that are not fitted, a `match` that is the score, and a
-    learning rate that rises after an event behind which nothing trains.
-    """
-    before = {"task": "text", "mqar": MQARSettings().to_dict(), "fresh": False, "finetuning": None, "report_at": []}
-    values = {**before, "rewarm": 0, **settings}
-    if isinstance(mqar := values["mqar"], dict):
-        values["mqar"] = {"ordinary": "", **mqar}
-    if isinstance(freeze := values.get("freeze"), dict):
-        values["freeze"] = freeze = {"operation": "freeze", "refit": False, **freeze}
-        if fits_nothing(freeze.get("storage", "compact"), freeze.get("pattern", "mean")):
-            freeze["max_fit_kl"] = FreezeConfig.max_fit_kl
-        if freeze.get("match") == freeze.get("score", FreezeConfig.score):
-            freeze["match"] = None
-    if isinstance(values.get("graphs"), bool):
-        values["graphs"] = "on" if values["graphs"] else "off"
-    if "freeze_at" in values:
-        moment, name = values.pop("freeze_at"), values.pop("schedule", OneTime.name)
-        values["schedule"] = None if moment is None else {"name": name, "at": moment}
-    if (
-        values["rewarm"]
-        and isinstance(schedule := values.get("schedule"), dict)
-        and schedule.get("name") == OneTime.name
-    ):
-        ends = schedule_from_dict(schedule).first_update(values["updates"]) == values["updates"]
-        values["rewarm"] = 0 if ends else values["rewarm"]
-    return values

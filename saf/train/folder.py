@@ -80,7 +80,7 @@ def write_start_(
         return (event.update or 0) < update or (event.update == update and after_event)
 
     logs = {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_line}
-    found = {name: read_lines(folder / name, by="update") for name in logs}
+    found = {name: read_lines(folder / name) for name in logs}
     kept = {name: list(filter(logs[name], lines)) for name, lines in found.items()}
     events = sum(map(keep_event, read_events(folder)))
     _check_logs(folder, kept, records or {}, own, events=events)

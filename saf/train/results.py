@@ -68,7 +68,7 @@ def finish(run: Run) -> dict[str, Any]:
 def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write result.json with what the task reported of the checkpoint `final`, and return it."""
     folder = run.folder
-    metrics = read_lines(folder / "metrics.jsonl", by="update")
+    metrics = read_lines(folder / "metrics.jsonl")
     events, reports = run.events, _reports(run, report)
     intervention = intervention_record(events) if events else None
     if run.config.freeze is not None and intervention is None:
@@ -108,14 +108,11 @@ def _written(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_bytes": run.peak_memory,
         "time": run.clock.record(lost=lost_seconds(folder)),
         "lacks": [
-            *run.clock.lacks,
             *_time_told(run, metrics),
             *_events_told(run),
             *(f"reports: none after update {each}" for each in run.config.report_at if str(each) not in reports),
             *missing_updates(metrics, run.start, run.update),
-            *missing_evaluations(
-                read_lines(folder / "evaluations.jsonl", by="update"), run.config, run.start, run.update
-            ),
+            *missing_evaluations(read_lines(folder / "evaluations.jsonl"), run.config, run.start, run.update),
         ],
         "intervention": intervention,
         "checkpoint": str(final),
@@ -219,7 +216,7 @@ def _reports(run: Run, last: dict[str, Any]) -> dict[str, Any]:
 
 def warn_of_gaps(run: Run) -> None:
     """Warn of what a run lost of its record of the updates before the one that it goes on from."""
-    lost = missing_updates(read_lines(run.folder / "metrics.jsonl", by="update"), run.start, run.update)
+    lost = missing_updates(read_lines(run.folder / "metrics.jsonl"), run.start, run.update)
     for what in [*lost, *(words for event in run.events for words in event.lacks)]:
         warnings.warn(f"{run.folder} lost a part of its record: {what}", SafWarning, stacklevel=3)
 

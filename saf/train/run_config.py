@@ -12,7 +12,7 @@ from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, setting_of_moment
 from saf.tasks import Task
 from saf.train.checkpoint import Checkpoint, open_checkpoint
-from saf.train.config import TrainConfig, in_present_form
+from saf.train.config import TrainConfig
 
 SCHEMA = "saf.run/1"
 """Of config.json."""
@@ -120,7 +120,7 @@ def read_run_config(folder: Path) -> dict[str, Any]:
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    asked, before = to_json(config.to_dict()), in_present_form(before)
+    asked = to_json(config.to_dict())
     kept = sorted(asked.keys() - _FREE_ON_RESUME)
     if shown := "; ".join(change for key in kept for change in _changes(key, before.get(key), asked[key])):
         raise InputError(
