@@ -13,6 +13,7 @@ from saf.cli.command import build_groups, given_values
 from saf.cli.training import Training, check_effects, check_freeze_words
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
+from saf.tasks.examples import is_json_lines
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint, names
 from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
@@ -107,7 +108,7 @@ def _task_named(words: Sequence[str]) -> list[str]:
     for word in words:
         flag, equals, value = word.partition("=")
         named = value if flag == "--task" and equals else word if found[-1:] == ["--task"] else None
-        if named is not None and named.endswith((".jsonl", ".jsonl.gz")):
+        if named is not None and is_json_lines(named):
             if found[-1:] == ["--task"]:
                 found.pop()
             found += ["--task", "jsonl", "--data", named]

@@ -23,12 +23,17 @@ from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, wr
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
 from saf.models import GPT
+from saf.records.paths import absolute_path
 from saf.settings import documented
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
 from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
 _ORDER = 17
 """The random stream of the order of examples; `saf.data.windows` has others."""
+
+
+PATHS = ("test", "tokenizer")
+"""Fields of `FinetuneSettings` that name files, which a fingerprint knows wherever they lie."""
 
 
 @documented
@@ -59,6 +64,8 @@ class FinetuneSettings:
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
         check_fields(self)
+        for name in PATHS:
+            object.__setattr__(self, name, absolute_path(getattr(self, name)))
 
 
 class FinetuneTask:
