@@ -6,16 +6,18 @@
 
 It computes on CUDA where there is a device, and on the CPU with `--device cpu`; hashes of two kinds of device differ.
 It hashes a training run of fixed seed (20 updates across a freezing event) and cases of the operators, the
-calibration, the fit and models of transformers. It calls public names and commands alone, so that it runs at commits
-whose insides differ. On a CPU one thread is used: sums then have one order. Kernels with atomic additions
-(attention's backward pass on CUDA) are left out on CUDA by using SDPA's `math` kernel where gradients are hashed.
+calibration, the fit and models of transformers. Training reads fixed arrays of tokens, drawn here, in place of those of
+a prepared folder: hashes do not depend on how text is prepared. It calls public names and commands alone, so that it
+runs at commits whose insides differ. On a CPU one thread is used: sums then have one order. Kernels with atomic
+additions (attention's backward pass on CUDA) are left out on CUDA by using SDPA's `math` kernel where gradients are
+hashed.
 """
 
 import argparse
 import hashlib
 import json
 import os
-import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,13 +28,18 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import saf
+from saf.data import TokenData
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 160
+PARTITIONS = ("train", "calibration", "controller", "report")
+VOCABULARY = 512
+COMMAND = "--saf"
 SIZES = {"num_layers": 3, "vocab_size": 256, "max_length": LENGTH}
 
 
@@ -49,33 +56,54 @@ def digest(*parts: object) -> str:
     return found.hexdigest()[:16]
 
 
-def write_text(path: Path) -> None:
-    """Write documents of made-up words, the same in every run."""
-    drawn = random.Random(7)
-    words = ["".join(drawn.choices("abcdefghijklmnop", k=drawn.randint(2, 7))) for _ in range(400)]
-    documents = [
-        " ".join(drawn.choices(words, weights=range(400, 0, -1), k=drawn.randint(200, 800))) for _ in range(300)
-    ]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+def fixed_tokens(partition: str) -> np.ndarray:
+    """Draw a partition's token ids, int64 [40,960], by Zipf's law with repeated spans; no file plays a part."""
+    generator = np.random.Generator(np.random.Philox(PARTITIONS.index(partition)))
+    span = (1 / (1 + generator.random((320, 96)) * (VOCABULARY - 1)) * VOCABULARY).astype(np.int64) - 1
+    return np.concatenate([span, span[:, :32]], axis=1).reshape(-1)
+
+
+def run_command(*words: str) -> int:
+    """Run one `saf` command in this process, every data folder it opens holding the fixed tokens."""
+    TokenData.tokens = lambda self, partition: fixed_tokens(partition)
+    sys.argv = ["saf", *words]
+    runpy.run_module("saf", run_name="__main__")
+    return 0
 
 
 def command(*words: str) -> None:
-    """Run one `saf` command; exit with what it told when it fails."""
-    done = subprocess.run([sys.executable, "-m", "saf", *words], cwd=ROOT, capture_output=True, text=True)
+    """Run one `saf` command in a process of its own; exit with its output when it fails."""
+    done = subprocess.run([sys.executable, __file__, COMMAND, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\nsaf {' '.join(words)} failed as told above")
+        sys.exit(f"{done.stdout}{done.stderr}\nsaf {' '.join(words)} failed")
+
+
+def prepare(root: Path) -> Path:
+    """Prepare a data folder from any text: commits differ in how, and training reads `fixed_tokens` in its place."""
+    text, out = root / "text.jsonl", root / "data"
+    lines = (" ".join(f"{(7 * line * word) % 997:x}" for word in range(1, 200)) for line in range(1, 400))
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    for words in (("data", "prepare", str(text)), ("data", str(text))):
+        done = subprocess.run(
+            [sys.executable, "-m", "saf", *words, "--out", str(out), "--vocab-size", str(VOCABULARY)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode == 0:
+            return out
+    sys.exit(f"{done.stdout}{done.stderr}\nno data folder could be prepared")
 
 
 def training(device: str) -> Iterator[tuple[str, str]]:
     """Train 20 updates across a freezing event, fixed and trainable patterns, and a branch of the ordinary arm."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        write_text(root / "text.jsonl")
-        command("data", "prepare", str(root / "text.jsonl"), "--out", str(root / "data"), "--vocab-size", "512")
-        shape = ("--model", "tiny", "--length", "128", "--updates", "20", "--batch-size", "4", "--accumulation", "2")
+        shape = ("--model", "tiny", "--model-overrides", "vocab_size", str(VOCABULARY), "--length", "128")
+        updates = ("--updates", "20", "--batch-size", "4", "--accumulation", "2")
         small = ("--calibration-sequences", "8", "--eval-windows", "4", "--eval-every", "5", "--quiet")
         where = ("--device", device, "--precision", "fp32", "--compile", "off", "--kernel", "math")
-        common = ("--data", str(root / "data"), *shape, *small, *where)
+        common = ("--data", str(prepare(root)), *shape, *updates, *small, *where)
         arms = {
             "ordinary": (),
             "frozen": ("--freeze.rate", "0.25"),
@@ -177,7 +205,8 @@ def models(device: str) -> Iterator[tuple[str, str]]:
         yield f"fit {fitter}", digest(fitted.alpha, fitted.rho, fitted.log_z)
     for name in ("mean", "sharp_mean", "gaussian", "dirichlet", "structured_random"):
         model = decoder()
-        saf.freeze_(model, batches, saf.FreezeConfig(rate=0.5, pattern=name, max_fit_kl=9.0))
+        gate = {} if name == "structured_random" else {"max_fit_kl": 9.0}  # drawn compact, nothing is fitted
+        saf.freeze_(model, batches, saf.FreezeConfig(rate=0.5, pattern=name, **gate))
         with torch.no_grad():
             yield f"freeze_ {name}", digest(model(tokens.to(device)), *numbers(model).values())
         saf.uninstall_(model)
@@ -225,6 +254,8 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
 
 def main() -> int:
     """Print a line a case, write them where asked, and return 1 when a hash differs from the other file's."""
+    if sys.argv[1:2] == [COMMAND]:
+        return run_command(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a device, else cpu"

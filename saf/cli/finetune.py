@@ -12,6 +12,7 @@ from saf.cli.parsing import parse
 from saf.cli.training import FIRST, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
+from saf.tasks.examples import is_json_lines
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import find_checkpoint, names
 from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
@@ -87,7 +88,7 @@ def _task_named(words: Sequence[str]) -> list[str]:
     """Return the words with `--task FILE.jsonl` written as the task jsonl and its file of training examples."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
-        if flag == "--task" and value.endswith((".jsonl", ".jsonl.gz")):
+        if flag == "--task" and is_json_lines(value):
             return [*words[:at], "--task", "jsonl", "--data", *words[at + 1 :]]
     return words
 

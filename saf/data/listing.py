@@ -4,11 +4,11 @@ import os
 import stat
 from pathlib import Path
 
-from saf.data.readers import TABLES, MissingField, Options, bare_suffix, reader_for, sniff
+from saf.data.readers import TABLES, MissingField, NotText, Options, bare_suffix, reader_for, sniff
 from saf.errors import DataError, SafError
 from saf.records.paths import kind_of
 
-DECLARED = {".txt", *TABLES}
+DECLARED = {".txt", *TABLES} - {".json"}
 """Suffixes that promise text: a file of one that cannot be read is an error, not something to pass over."""
 _KINDS = {
     stat.S_ISFIFO: "a FIFO",
@@ -87,7 +87,9 @@ def _file_left_out(path: Path, options: Options) -> str | None:
     if suffix in TABLES:
         try:
             next(reader_for(path)(path, lambda count: None, options), None)
-        except MissingField as error:
+        except (MissingField, NotText) as error:
+            if isinstance(error, NotText) and suffix in DECLARED:
+                raise
             return str(error).removeprefix(f"{path}").lstrip(":, ")
     elif suffix not in DECLARED:
         try:

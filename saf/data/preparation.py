@@ -30,7 +30,7 @@ from saf.data.shards import FileInfo, PartitionInfo, ShardWriter, chunks, token_
 from saf.data.sources import Source, resolve, write_left_out
 from saf.data.spool import Spool
 from saf.data.token_data import TOKENIZER_FILE, DataIndex, TokenizerInfo
-from saf.data.tokenizer import Tokenizer, choose_tokenizer
+from saf.data.tokenizer import CONFIG_FILE, Tokenizer, choose_tokenizer
 from saf.errors import DataError, InputError, SafWarning
 from saf.records.files import file_hash
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
@@ -92,6 +92,7 @@ def prepare(
         shown.stage("choosing the tokenizer")
         tokenizer, trained_on = choose_tokenizer(train, config)
         tokenizer.save(folder / TOKENIZER_FILE)
+        tokenizer.save_config(folder / CONFIG_FILE)
         reading = Reading(train, heldout, config)
         spool = reading.tokenise(folder, tokenizer, shown)
         shown.stage("writing shards")

@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -64,7 +64,7 @@ def reader_for(path: Path) -> Reader:
 
 def bare_suffix(path: Path) -> str:
     """Return a file's suffix without that of its compression."""
-    return (path.with_suffix("") if path.suffix in SUFFIXES else path).suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in SUFFIXES else path).suffix.lower()
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def _damage_named(path: Path, where: Callable[[], str] = str):
     try:
         yield
     except (EOFError, OSError, zlib.error) as error:
-        kind = {".gz": "gzip", ".zst": "zstandard"}.get(path.suffix)
+        kind = {".gz": "gzip", ".zst": "zstandard"}.get(path.suffix.lower())
         if kind is None or isinstance(error, PermissionError):
             raise DataError(f"{path}: cannot be read ({error})") from error
         message = f"{path}: truncated or damaged {kind} file{where()} ({error}); copy or download it again"
@@ -122,12 +122,50 @@ def read_jsonl(path: Path, advance: Advance, options: Options) -> Iterator[bytes
     with _damage_named(path, where), open_stream(path, advance) as file:
         while line := file.readline(longest):
             number += 1
+            line = line.removeprefix(_BOM) if number == 1 else line
             if len(line) == longest:
                 raise DataError(f"{path}, line {number}: longer than {longest:,} bytes, too long for max_bytes")
             if line.strip():
                 record = _record(line, path, number, offset)
                 yield options.fitted(text_field(record, f"{path}, line {number}", options.text_field), path)
             offset += len(line)
+
+
+def read_json(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
+    """Yield the documents of a .json file: of JSON Lines, of one object or list of objects, else the text as it is.
+
+    It is JSON Lines where its first two lines are objects, or its only line is one with the text field.
+    """
+    longest = -1 if options.most_bytes is None else _LINE_FACTOR * options.most_bytes + _LINE_ROOM
+    with _damage_named(path), open_stream(path, lambda count: None) as file:
+        lines = (line.strip() for line in iter(lambda: file.readline(longest), b""))
+        first, second = (_object(next(filter(None, lines), b"").removeprefix(_BOM)) for _ in range(2))
+    if first is not None and (second is not None or options.text_field in first):
+        yield from read_jsonl(path, advance, options)
+        return
+    (data,) = read_text(path, advance, replace(options, most_bytes=None if longest < 0 else longest))
+    try:
+        records = json.loads(data)
+    except (ValueError, RecursionError):
+        records = None
+    if isinstance(records, dict) and options.text_field in records:
+        records = [records]
+    if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
+        for number, record in enumerate(records, 1):
+            yield options.fitted(text_field(record, f"{path}, record {number}", options.text_field), path)
+    elif len(data) == longest:
+        raise DataError(f"{path}: longer than {longest:,} bytes, too long for max_bytes; make JSON Lines of it")
+    else:
+        yield options.fitted(data, path)
+
+
+def _object(line: bytes) -> dict | None:
+    """Return the JSON object that a line is; None for anything else."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _record(line: bytes, path: Path, number: int, offset: int) -> dict:
@@ -160,18 +198,29 @@ def text_field(record: dict, where: str, name: str) -> bytes:
 
 
 def read_csv(path: Path, advance: Advance, options: Options) -> Iterator[bytes]:
-    """Yield the text column of a table with a line of names: comma-separated, or by tabs in a .tsv."""
+    """Yield the text column of a table with a line of names: comma-separated, or unquoted by tabs in a .tsv.
+
+    Raises DataError naming the line where a row has more or fewer fields than there are names.
+    """
     before = csv.field_size_limit(_longest_field(options))
     rows = None
     try:
         with _damage_named(path), open_stream(path, advance) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-            rows = csv.DictReader(text, delimiter="\t" if bare_suffix(path) == ".tsv" else ",", strict=True)
-            if (names := rows.fieldnames) is not None and options.text_field not in names:
+            tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if bare_suffix(path) == ".tsv" else {}
+            rows = csv.reader(text, strict=True, **tabs)
+            if (names := next(rows, None)) is not None and options.text_field not in names:
                 raise _missing_column(path, options.text_field, names)
+            if names and names.count(options.text_field) > 1:
+                raise DataError(f"{path}: several columns are named {options.text_field!r}; name each differently")
             for row in rows:
-                fields = {name: value for name, value in row.items() if name is not None}
-                yield options.fitted(text_field(fields, f"{path}, line {rows.line_num}", options.text_field), path)
+                if row and len(row) != len(names or ()):
+                    raise DataError(
+                        f"{path}, line {rows.line_num}: {len(row)} fields where the first line names "
+                        f"{len(names or ())}; quote fields with separators or line ends (.csv), or give JSON Lines"
+                    )
+                if row and names:
+                    yield options.fitted(row[names.index(options.text_field)].encode("utf-8"), path)
     except UnicodeDecodeError as error:
         line = rows.line_num if rows else 0
         raise DataError(f"{path}: not UTF-8 after line {line}; convert the file to UTF-8") from error
@@ -242,7 +291,13 @@ def _parquet_batches(file: Any, column: str, path: Path, options: Options) -> It
         yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=[column])
 
 
-TABLES: dict[str, Reader] = {".jsonl": read_jsonl, ".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
+TABLES: dict[str, Reader] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_jsonl),
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
 """Readers of files with many documents, by suffix; any other file is one document if it is text."""
 
 
@@ -310,9 +365,9 @@ def open_stream(path: Path, advance: Advance) -> BinaryIO:
     Raises DataError when the zstandard package is missing.
     """
     file = io.BufferedReader(CountingFile(path, advance), 2**17)
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=file, mode="rb"))
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         try:
             import zstandard
         except ImportError as error:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from saf.data.sources import resolve
 from saf.data.token_data import TokenData
 from saf.data.tokenizer import Tokenizer
-from saf.errors import DataError
 
 
 class TextData(TokenData):
@@ -21,19 +21,14 @@ class TextData(TokenData):
         """Read and tokenise the files.
 
         Raises:
-            DataError: A file is not UTF-8 text, or there is none.
+            DataError: A file cannot be read as `saf data prepare` would, or has no text.
         """
         self.folder = files[0] if len(files) == 1 else files[0].parent
         self._tokenizer = tokenizer
         ids: list[int] = []
         for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{file} is not UTF-8 text; give a .txt file, or a folder made by `saf data prepare`"
-                ) from error
-            ids += [*tokenizer.encode(text), tokenizer.eot_id]
+            for document in resolve(str(file)).documents():
+                ids += [*tokenizer.encode(document.decode()), tokenizer.eot_id]
         self._tokens = np.asarray(ids, dtype=np.int64)
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from saf.data.documents import PARTITIONS, check_disjoint
 from saf.data.shards import FileInfo, PartitionInfo, ShardedTokens
 from saf.data.sources import LEFT_OUT_FILE
-from saf.data.tokenizer import Tokenizer
+from saf.data.tokenizer import CONFIG_FILE, Tokenizer
 from saf.data.utf8 import DIGEST_BYTES
 from saf.data.verification import AGAIN, check_content, is_remembered, marks, remember
 from saf.errors import DataError, InputError, SafWarning
@@ -81,7 +81,7 @@ class DataIndex:
     @property
     def file_names(self) -> set[str]:
         """Return the names of all files of the folder."""
-        return {INDEX_FILE, TOKENIZER_FILE, LEFT_OUT_FILE, *(info.file for info in _files(self))}
+        return {INDEX_FILE, TOKENIZER_FILE, CONFIG_FILE, LEFT_OUT_FILE, *(info.file for info in _files(self))}
 
     def to_dict(self) -> dict:
         """Return plain JSON types, as in index.json, with a hash of all of them."""

@@ -23,11 +23,14 @@ from saf.data.documents import (
 from saf.data.sources import Source
 from saf.data.utf8 import decoded, digest_of
 from saf.errors import DataError, InputError, SafWarning
+from saf.records.files import read_json, write_json
 
 EOT = "<|endoftext|>"
-# Names that other tokenizers give to the token that ends a document.
+# Names of the token that ends a document, for tokenizer files that nothing beside them tells it of.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+CONFIG_FILE = "tokenizer_config.json"
+_HUB_FILES = ["tokenizer.json", CONFIG_FILE, "special_tokens_map.json", *_GPT2_FILES[0], *_GPT2_FILES[1]]
 _GPT2_REPOSITORY = "openai-community/gpt2"
 PIECE_CHARACTERS = 2**16
 """Longest piece that is drawn as a whole, so that one large file cannot be most of the sample."""
@@ -46,9 +49,10 @@ def tokenizers_package():
 class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
-    def __init__(self, data: bytes, *, name: str = "tokenizer.json"):
+    def __init__(self, data: bytes, *, name: str = "tokenizer.json", eos: str | None = None):
         """Build from the bytes of a tokenizer.json; raise DataError when they are not one.
 
+        `eos` is the token that ends a document; one of the usual names, where the vocabulary has it, when None.
         Its own truncation and padding are switched off, with a SafWarning: `save` writes it without them.
         """
         try:
@@ -69,9 +73,13 @@ class Tokenizer:
         self._cutter = Cutter(self._backend)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        self.eot_token = next((token for token in _EOT_NAMES if token in vocabulary), "")
+        names = _EOT_NAMES if eos is None else (eos,)
+        self.eot_token = next((token for token in names if token in vocabulary), "")
         if not self.eot_token:
-            raise DataError(f"{name}: no end-of-text token; one of {', '.join(_EOT_NAMES)} is expected")
+            raise DataError(
+                f"{name}: no end-of-text token; its vocabulary must have one of {', '.join(names)}, or the eos_token "
+                f"of a {CONFIG_FILE} beside it"
+            )
         self.eot_id: int = vocabulary[self.eot_token]
         self.fingerprint = sha256(data).hexdigest()
 
@@ -84,12 +92,12 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
-            return cls(file.read_bytes(), name=str(file))
+            return cls(file.read_bytes(), name=str(file), eos=_eos_token(file.parent))
         for vocabulary, merges in _GPT2_FILES:
             if (path / vocabulary).is_file() and (path / merges).is_file():
                 return cls.from_gpt2_files(path / vocabulary, path / merges)
         pairs = ", ".join(" + ".join(pair) for pair in _GPT2_FILES)
-        raise DataError(f"{path}: no tokenizer there; expected tokenizer.json, or {pairs}")
+        raise DataError(f"{path}: no tokenizer there; give --tokenizer a folder with tokenizer.json, or {pairs}")
 
     @classmethod
     def from_gpt2_files(cls, vocabulary: str | Path, merges: str | Path) -> "Tokenizer":
@@ -99,26 +107,28 @@ class Tokenizer:
             model = package.models.BPE.from_file(str(vocabulary), str(merges))
         except Exception as error:
             raise DataError(f"{vocabulary}, {merges}: not GPT-2's vocabulary and merges ({error})") from error
-        return cls(_serialised(byte_level(model)), name=str(vocabulary))
+        return cls(_serialised(byte_level(model)), name=str(vocabulary), eos=_eos_token(Path(vocabulary).parent))
 
     @classmethod
     def from_hub(cls, repository: str = _GPT2_REPOSITORY) -> "Tokenizer":
         """Download a tokenizer; raise DataError when the network or the package is not there."""
         try:
-            backend = tokenizers_package().Tokenizer.from_pretrained(repository)
-        except DataError:
-            raise
+            folder = importlib.import_module("huggingface_hub").snapshot_download(repository, allow_patterns=_HUB_FILES)
         except Exception as error:
             raise DataError(
                 f"{repository}: no such folder here, and its tokenizer could not be downloaded "
                 f"({type(error).__name__}: {error}); offline, give a folder with tokenizer.json, or with "
                 "encoder.json and vocab.bpe, instead"
             ) from error
-        return cls(_serialised(backend), name=repository)
+        return cls.load(folder)
 
     def save(self, path: str | Path):
         """Write the tokenizer.json."""
         Path(path).write_bytes(self._data)
+
+    def save_config(self, path: str | Path):
+        """Write the tokenizer_config.json that names the end-of-text token."""
+        write_json(Path(path), {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"}, seal=False)
 
     def pieces(self, data: bytes) -> Iterator[memoryview]:
         """Cut a UTF-8 text into pieces whose tokens are those of the whole; raise DataError where none can be found."""
@@ -139,6 +149,17 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens spelled out."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+def _eos_token(folder: Path) -> str | None:
+    """Return the eos_token that the files of transformers beside a tokenizer name; None without them."""
+    for name in (CONFIG_FILE, "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token = read_json(folder / name, error=DataError).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token is not None:
+                return str(token)
+    return None
 
 
 def whole_texts_(backend) -> list[str]:

@@ -125,6 +125,19 @@ class ExactLengthModel(TemplateLM):
         """Return the tokens of a text, with what the tokenizer itself adds unless `add_special_tokens` is false."""
         return self.encoder.bare(string) if add_special_tokens is False else self.encoder.encode(string)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of a context and of what follows it, as lm-eval splits them: behind the context's own.
+
+        Where one token spans the end of the context and all that follows, nothing would be left to be likely. That
+        token is then what follows, behind the tokens before it; without any, behind the one that begins a text.
+        """
+        before, after = super()._encode_pair(context, continuation)
+        if after or not continuation:
+            return before, after
+        whole = self.tok_encode(context + continuation)
+        shared = next((n for n, (one, two) in enumerate(zip(before, whole, strict=False)) if one != two), len(whole))
+        return whole[:shared] or [self.eot_token_id], whole[shared:]
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:

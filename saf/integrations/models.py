@@ -22,7 +22,7 @@ class Encoder:
     """Hold how a model's tokenizer makes tokens of text."""
 
     encode: Callable[[str], list[int]]
-    """With the special tokens that the model is given at the beginning of a text, where it has any."""
+    """With the special tokens that the model is given at the beginning of a text, where it has any; none at its end."""
     bare: Callable[[str], list[int]]
     """Without them."""
     first: int | None

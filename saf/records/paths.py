@@ -1,6 +1,7 @@
 """What a path means to `saf`: a checkpoint, a run, data, a model saved here or by transformers, heads, or a result."""
 
 import json
+import os
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -68,6 +69,11 @@ def kind_of(path: Path | str) -> Kind | None:
         return Kind.RUN
     evaluated = any((path / name).is_file() for name in ("evaluation.json", "zero_shot.json"))
     return Kind.EVALUATION if evaluated else None
+
+
+def absolute_path(path: str) -> str:
+    """Return a path that names the same file from every working directory; what is not there stays as it is."""
+    return os.path.abspath(path) if path and os.path.exists(path) else path
 
 
 def means_transformers(path: Path | str) -> bool:

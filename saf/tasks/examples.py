@@ -4,8 +4,8 @@ An example is text, a question (or nothing), choices, and the answer, which is o
 question and is asked how likely each choice is to follow.
 """
 
-import gzip
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saf.data import Tokenizer
+from saf.data.readers import bare_suffix, open_stream
 from saf.errors import DataError
 
 EMPTY = "empty"
@@ -113,15 +114,19 @@ def read_examples(path: Path | str, form: str) -> Found:
     return found
 
 
+def is_json_lines(name: str) -> bool:
+    """Return whether a file's name says that it is JSON Lines, compressed or not."""
+    return bare_suffix(Path(name)) in (".jsonl", ".ndjson", ".jsonlines", ".json")
+
+
 def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, gzipped when its name says so; a byte order mark is no part of the first."""
+    """Yield the lines of a text file, compressed when its name says so; a byte order mark is no part of the first."""
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise DataError(f"{path} {found}; expected a file of examples")
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8-sig", newline="") as stream:
-            yield from stream
+        with open_stream(path, lambda count: None) as file:
+            yield from io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
 

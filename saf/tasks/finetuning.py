@@ -22,6 +22,7 @@ from saf.evaluate.answers import NO_TARGET, answer, loss_of, padded, summary, wr
 from saf.machine.execution import Execution
 from saf.machine.processes import done_once
 from saf.models import GPT
+from saf.records.paths import absolute_path
 from saf.tasks.examples import Encoded, Found, encode_examples, examples_hash, read_examples, stratified
 from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 
@@ -29,6 +30,10 @@ TooLong = Literal["leave_out", "shorten", "refuse"]
 Judge = Literal["test", "development"]
 _ORDER = 17
 """The random stream of the order of examples; `saf.data.windows` has others."""
+
+
+PATHS = ("test", "tokenizer")
+"""Fields of `FinetuneSettings` that name files, which a fingerprint knows wherever they lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,8 @@ class FinetuneSettings:
             raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
         if self.most_examples is not None and self.most_examples < 1:
             raise InputError(f"most_examples must be at least 1, got {self.most_examples}")
+        for name in PATHS:
+            object.__setattr__(self, name, absolute_path(getattr(self, name)))
 
 
 class FinetuneTask:

@@ -9,6 +9,7 @@ from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS
+from saf.records.paths import absolute_path
 from saf.schedules import (
     OneTime,
     Schedule,
@@ -181,6 +182,7 @@ class TrainConfig:
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
+        self.data = absolute_path(self.data)
         for name in _AT_LEAST_ONE:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):

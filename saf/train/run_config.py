@@ -11,6 +11,7 @@ from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, setting_of_moment
 from saf.tasks import Task
+from saf.tasks.finetuning import PATHS
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.config import TrainConfig
 
@@ -120,7 +121,10 @@ def read_run_config(folder: Path) -> dict[str, Any]:
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    asked = to_json(config.to_dict())
+    asked, before = to_json(config.to_dict()), dict(before)
+    for settings in (asked, before):
+        if settings["finetuning"]:
+            settings["finetuning"] = {k: v for k, v in settings["finetuning"].items() if k not in PATHS}
     kept = sorted(asked.keys() - _FREE_ON_RESUME)
     if shown := "; ".join(change for key in kept for change in _changes(key, before.get(key), asked[key])):
         raise InputError(

@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from saf.adapters import adapter_for
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError
+from saf.evaluate.answers import NO_TARGET
 from saf.machine.execution import Execution
 from saf.tasks import MicroBatches
 from saf.train.graphs import GraphedPasses, check_graphs
@@ -29,7 +30,7 @@ class Updated(NamedTuple):
     """Hold what one update measured."""
 
     loss: float
-    """Mean loss of its micro-batches before the step, nats per token."""
+    """Loss before the step, nats per target: the mean over the targets of all its micro-batches."""
     grad_norm: float
     """Norm of the gradient before it was clipped."""
     seconds: float
@@ -68,6 +69,8 @@ class Updater:
     """The model as updates call it: compiled, or itself."""
     micro_batch: Callable[[Tensor, Tensor], Tensor] = field(init=False)
     """What adds the gradients of a micro-batch, given inputs and targets, and returns its share of the mean loss."""
+    targets: Tensor = field(init=False)
+    """Targets of the current update, mean over processes: a scalar that stays in place, as CUDA graphs read it."""
     compiling: bool = field(init=False)
     """Whether the next update compiles, which says nothing about the seconds of those after it."""
     expected_seconds: float = 0.0
@@ -80,6 +83,7 @@ class Updater:
 
     def __post_init__(self):
         """Prepare the callable."""
+        self.targets = torch.ones((), dtype=torch.float64, device=self.execution.device)
         self.compile_()
 
     def compile_(self) -> None:
@@ -150,18 +154,26 @@ class Updater:
         self.expected_seconds = max(self._recent)
 
     def _accumulate_gradients(self) -> Tensor:
-        """Add up the gradients of the micro-batches' mean losses and return the mean loss, on the device."""
+        """Add up the gradients of this process's share of the mean loss and return that share, on the device.
+
+        The mean is over the targets of the whole update: micro-batches weigh as many as they have. Processes' gradients
+        are averaged, so the mean of their shares is the loss.
+        """
+        micro_batches = [self.batches.take() for _ in range(self.accumulation)]
+        counts = torch.stack([(targets != NO_TARGET).sum() for _, targets in micro_batches])
+        self.targets.copy_(self.parallel.mean(counts.sum().double()))
         total = torch.zeros((), device=self.execution.device)
-        for following in reversed(range(self.accumulation)):
-            inputs, targets = self.batches.take()
+        for following, (inputs, targets) in zip(reversed(range(self.accumulation)), micro_batches, strict=True):
             with self.engine.apart() if following else nullcontext():
                 total += self.micro_batch(inputs, targets)
         return total
 
     def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of a micro-batch's share of the mean loss and return that share, on the device."""
+        share = (targets != NO_TARGET).sum() / self.targets
         with self.execution.autocast():
-            loss = self.forward(inputs, targets=targets) * (1.0 / self.accumulation)
+            loss = self.forward(inputs, targets=targets)
+        loss = loss * share.to(loss.dtype)
         loss.backward()
         return loss.detach()
 

@@ -42,12 +42,9 @@ def test_gpt2_files_under_their_other_names(shared, gpt2, tmp_path):
     assert Tokenizer.load(tmp_path).fingerprint == gpt2.fingerprint
 
 
-def test_gpt2_offline_says_what_to_give_instead(monkeypatch):
-    def from_pretrained(name):
-        raise OSError("no network")
-
-    monkeypatch.setattr(tokenizers, "Tokenizer", type("Stub", (), {"from_pretrained": staticmethod(from_pretrained)}))
-    with pytest.raises(DataError, match=r"could not be downloaded \(OSError: no network\).*encoder.json"):
+def test_gpt2_offline_says_what_to_give_instead(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DataError, match=r"could not be downloaded .*encoder.json"):
         Tokenizer.from_hub()
     with pytest.raises(
         DataError, match="someone/model: no such folder here, and its tokenizer could not be downloaded"
@@ -88,7 +85,7 @@ def test_save_and_load_keep_the_fingerprint(bpe, tmp_path):
 
 
 def test_unusable_tokenizers_are_named(tmp_path, bpe):
-    with pytest.raises(DataError, match=r"no tokenizer there; expected tokenizer.json, or encoder.json"):
+    with pytest.raises(DataError, match=r"no tokenizer there; give --tokenizer a folder with tokenizer.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer file"):

@@ -153,7 +153,9 @@ class TransformersFolder:
             ) from error
         bos = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if bos is None else bos
-        return Encoder(tokenizer.encode, partial(tokenizer.encode, add_special_tokens=False), first, bos)
+        bare = partial(tokenizer.encode, add_special_tokens=False)
+        added = _added_before(tokenizer.encode("a"), bare("a"), self.name)
+        return Encoder(lambda text: [*added, *bare(text)], bare, first, bos)
 
     def data(self, path: Path | None) -> TokenData:
         """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
@@ -289,6 +291,17 @@ def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any
 
 def _save_pretrained(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
+
+
+def _added_before(full: list[int], bare: list[int], name: str) -> list[int]:
+    """Return the tokens that a tokenizer puts before a text, given one text's tokens with and without those it adds.
+
+    Those that it puts behind are left out: a model is asked what follows a context, which has not ended.
+    """
+    for place in range(len(full) - len(bare) + 1):
+        if full[place : place + len(bare)] == bare:
+            return full[:place]
+    raise DataError(f"the tokenizer of {name} must keep a text's tokens when it adds its own; got {full} for {bare}")
 
 
 def _first(error: Exception) -> str:
