@@ -128,7 +128,7 @@ class Tokenizer:
 
     def save_config(self, path: str | Path):
         """Write the tokenizer_config.json that names the end-of-text token."""
-        write_json(Path(path), {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"}, seal=False)
+        write_json(Path(path), {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def pieces(self, data: bytes) -> Iterator[memoryview]:
         """Cut a UTF-8 text into pieces whose tokens are those of the whole; raise DataError where none can be found."""

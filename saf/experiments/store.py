@@ -25,7 +25,7 @@ from saf.experiments.planned_run import SCHEMA, PlannedRun
 from saf.experiments.speeds import Speeds
 from saf.records.files import read_json, write_json
 from saf.records.folders import lock_folder, remove_folder_, verify
-from saf.records.result import read_result, with_header
+from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.train.allowance import went_through
 from saf.train.checkpoint import checkpoint_hash, checkpoints, latest, step_name
@@ -322,7 +322,7 @@ class Store:
         if final not in before or not before:
             path = self.record_file(run.key)
             write_json(path.with_stem(f"{run.key}-{str(final)[:12]}") if before else path, record)
-        return with_header(record)
+        return record
 
     def trim_(self, run: PlannedRun) -> None:
         """Remove the checkpoints but the last of a recorded run that went on from another one, and others from its end.

@@ -12,7 +12,6 @@ from saf.bench.harness.measured import OTHER_DEVICE, model_of
 from saf.bench.kinds import KINDS, compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json
-from saf.records.result import is_result, with_header
 from saf.records.run import RecordedRun
 from saf.records.text import natural_order
 
@@ -68,7 +67,7 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     for path in sorted(paths, key=_by_name):
         record = read_json(path)
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
-        files.append(File(path, with_header(record) if is_result(record) else record, name))
+        files.append(File(path, record, name))
     return trainings, _telling_devices(files)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from saf.errors import CompareError, InputError
 from saf.evaluate.compare import compare_runs, compare_update_times, differences, quantiles
-from saf.evaluate.side_by_side import Comparison, arms_table
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
@@ -26,20 +25,6 @@ def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
     assert result["run_seconds_frozen"] == {"everything": 42.0, "warm": 32.0}
     assert result["lacks"] == {}
     assert read_json(tmp_path / "out" / "compare.json") == result
-
-
-def test_a_run_without_both_clocks_says_so_and_is_not_set_against_one_that_has_them(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    result = read_json(ordinary / "result.json")
-    del result["time"], result["lacks"]
-    (ordinary / "result.json").write_text(json.dumps(result))
-    record = compare_runs(ordinary, frozen, resamples=10)
-    assert record["run_seconds_ordinary"] == {"everything": None, "warm": None}
-    assert list(record["lacks"]) == ["ordinary"]
-    runs = [RecordedRun.open(ordinary), RecordedRun.open(frozen)]
-    table = arms_table(runs, ["a", "b"], [Comparison("b", *runs, record)])
-    assert [row[-2:] for row in table.rows] == [("–", "–"), ("42 s", "32 s")]
-    assert any("Not known of a: time: an earlier version counted updates and freezing" in note for note in table.notes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The header of every result, and reading results of earlier versions."""
+"""The header of every result."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from saf.errors import InputError
 from saf.records.provenance import command, invocation
-from saf.records.result import SCHEMA, is_result, read_result, result_header, with_header
+from saf.records.result import read_result, result_header
 
 RESULTS = Path(__file__).parents[2] / "results"
 HEADER = ("schema", "kind", "settings", "provenance")
@@ -35,47 +35,16 @@ def test_a_header_says_what_was_asked_for_and_where_the_result_comes_from():
     assert json.loads(json.dumps(header)) == header
 
 
-EARLIER = [
-    ({"schema": "saf.bench/1", "kind": "op", "settings": {"pairs": 1}, "environment": {"device": "x"}}, "op"),
-    ({"schema": "saf.analysis/one-head/1", "length": 4, "provenance": {"device": "x"}}, "one-head"),
-    ({"schema": "saf.result/1", "arm": "frozen", "provenance": {"device": "x", "final_hash": "e" * 64}}, "run"),
-    ({"schema": "saf.evaluation/1", "loss": 1.0, "data_fingerprint": "d" * 64}, "evaluation"),
-    ({"schema": "saf.compare/1", "ci95": [0, 1]}, "comparison"),
-]
-
-
-@pytest.mark.parametrize(("record", "kind"), EARLIER, ids=[kind for _, kind in EARLIER])
-def test_a_result_of_an_earlier_version_gets_the_header_that_results_have_now(tmp_path, record, kind):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps(record))
-    read = read_result(path)
-    assert tuple(read)[:4] == HEADER
-    assert (read["schema"], read["kind"]) == (SCHEMA, kind)
-    assert read["provenance"].keys() == PROVENANCE
-    assert with_header(read) == read
-    moved = {"schema", "kind", "settings", "environment", "provenance"}
-    assert {name: read[name] for name in record.keys() - moved} == {
-        name: record[name] for name in record.keys() - moved
-    }
-
-
-def test_hashes_of_an_earlier_version_are_found_by_their_role():
-    assert with_header(EARLIER[2][0])["provenance"]["checkpoints"] == {"final": "e" * 64}
-    assert with_header(EARLIER[3][0])["provenance"]["data"] == {"report": "d" * 64}
-    assert with_header(EARLIER[0][0])["provenance"]["device"] == "x"
-
-
 @pytest.mark.parametrize("schema", ["saf.result/3", "saf.analysis/one-head/2", "saf.bench/2", "saf.run/1", None])
 def test_anything_else_is_no_result(tmp_path, schema):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"schema": schema}))
-    assert not is_result({"schema": schema})
     with pytest.raises(InputError, match=r"x\.json is not a result: its schema is .*expected 'saf\.result/2'; give"):
         read_result(path)
 
 
 def test_every_result_of_the_repository_is_read():
-    names = {"config.json", "freeze.json", "store.json"}
+    names = {"config.json", "store.json"}
     paths = [
         path for path in sorted(RESULTS.rglob("*.json")) if path.name not in names and path.parent.name != "speeds"
     ]

@@ -1,4 +1,4 @@
-"""Reading the folder of a run, of this version or an earlier one."""
+"""Reading the folder of a run."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         RecordedRun.open(tmp_path / "absent")
 
 
-def test_a_run_of_an_earlier_version_reads_as_one_of_this():
+def test_a_committed_run_is_read():
     run = RecordedRun.open(RESULTS / "124m-4k" / "frozen25")
     assert (run.arm, run.freeze_update, len(run.frozen_heads), run.num_heads) == ("frozen", 320, 36, 144)
     assert run.finished_result()["kind"] == "run"

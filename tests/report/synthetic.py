@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from saf.evaluate.tokens import TokenLosses
-from saf.records.files import read_json
+from saf.records.events import append_event
+from saf.records.files import read_json, read_lines, write_lines
+from saf.records.result import SCHEMA
 
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 
@@ -49,7 +50,9 @@ def write_run(
     intervention = _write_freeze(folder, shape, num_frozen) if frozen else None
     loss = _write_evaluation(folder, shape, cost=cost)
     result = {
-        "schema": "saf.result/1",
+        "schema": SCHEMA,
+        "kind": "run",
+        "settings": {},
         "arm": "frozen" if frozen else "ordinary",
         "updates": shape.updates,
         "tokens": shape.updates * 8 * shape.length,
@@ -111,6 +114,17 @@ def edit(path: Path, **changes: Any) -> None:
     write(path, record)
 
 
+def event_of(folder: Path) -> dict[str, Any]:
+    """Return the line of a run's first event."""
+    return read_lines(folder / "events.jsonl")[0]
+
+
+def edit_event(folder: Path, **changes: Any) -> None:
+    """Change values of the line of a run's first event."""
+    first, *others = read_lines(folder / "events.jsonl")
+    write_lines(folder / "events.jsonl", [{**first, **changes}, *others])
+
+
 def patterns(shape: Shape) -> dict[str, torch.Tensor]:
     """Return alpha, rho, log_z `[L, H, T]` of invented heads, and the marginals of exactly those patterns."""
     generator = torch.Generator().manual_seed(7)
@@ -169,11 +183,8 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     tensors |= {name: made[name].float() for name in ("eta_abs", "eta_rel")}
     entropy = 5 - forward_kl
     tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "freeze.safetensors")
-    sum_of_file = hashlib.sha256((folder / "freeze.safetensors").read_bytes()).hexdigest()
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
     record = {
-        "schema": "saf.freezing.recipe/1",
         "update": shape.freeze_update,
         "config": config(shape, frozen=True)["freeze"],
         "heads": [list(head) for head in chosen],
@@ -183,11 +194,10 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
         "rejected": [[*rejected, 0.31]],
         "seconds": seconds,
         "num_sequences": 32,
-        "tensors_sha256": sum_of_file,
         "length": shape.length,
     }
-    write(folder / "freeze.json", record)
     probe = {"loss_before": 3.31, "loss_after": 3.38}
+    append_event(folder, "freeze", record | probe, tensors)
     return {"update": shape.freeze_update, "heads": record["heads"], "seconds": seconds} | probe
 
 
@@ -199,7 +209,10 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     loss = float(-log_probs.mean())
     sum_of_file = TokenLosses.of(torch.tensor(log_probs)).write(folder)
     record = {
-        "schema": "saf.evaluation/1",
+        "schema": SCHEMA,
+        "kind": "evaluation",
+        "settings": {},
+        "provenance": {"checkpoints": {}, "data": {"report": "d" * 64}},
         "partition": "report",
         "windows": shape.windows,
         "length": shape.length,
@@ -207,7 +220,6 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
         "loss": loss,
         "perplexity": float(np.exp(loss)),
         "precision": "fp32",
-        "data_fingerprint": "d" * 64,
         "windows_hash": WINDOWS_HASH,
         "log_probs_sha256": sum_of_file,
     }
@@ -216,11 +228,13 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
 
 
 def _provenance(folder: Path, heads: list[list[int]]) -> dict[str, Any]:
-    names = ("source", "parent", "final", "config")
-    hashes = {f"{name}_hash": hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
-    tensors = folder / "freeze.safetensors"
-    hashes["patterns_hash"] = hashlib.sha256(tensors.read_bytes()).hexdigest() if heads else None
-    return hashes | {
+    names = ("source", "config", "parent", "final")
+    hashes = {name: hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
+    return {
+        "source_hash": hashes["source"],
+        "config_hash": hashes["config"],
+        "checkpoints": {name: hashes[name] for name in ("parent", "final")},
+        "data": {"report": "d" * 64},
         "heads": heads,
         "seed": 1337,
         "versions": {"torch": "2.13.0", "saf": "0.1.0"},

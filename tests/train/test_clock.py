@@ -203,20 +203,6 @@ def taking(monkeypatch, now, module, name, seconds):
     monkeypatch.setattr(module, name, slow)
 
 
-def test_a_parent_of_an_earlier_version_has_one_sum_and_the_result_says_what_it_lacks(now):
-    clock = Clock()
-    checkpoint = SimpleNamespace(
-        path=clock_module.Path("/nowhere/checkpoints/step-1"), hash="x", state={"elapsed_seconds": 9.0}
-    )
-    clock.start_from(seconds_until(checkpoint))
-    now.value = 1.0
-    record = clock.record()
-    assert (record["everything"]["seconds"], record["warm"]["seconds"]) == (10.0, None)
-    assert "untold" in record["everything"]["includes"]
-    (lacking,) = clock.lacks
-    assert "as one sum without its checkpoints" in lacking
-
-
 @pytest.mark.parametrize("event", [2.0, 17.0], ids=["cheap", "the-rest"])
 def test_no_update_passes_the_time_allowed_nor_follows_an_event_that_used_it_up(settings, now, monkeypatch, event):
     """Updates take 1.5 s, checkpoints 1 s, the event what it is given."""

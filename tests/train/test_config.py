@@ -78,15 +78,6 @@ def test_warmup_is_a_share_or_updates(warmup, expected):
     assert TrainConfig(data="d", out="o", updates=5000, warmup=warmup).warmup_share == expected
 
 
-@pytest.mark.parametrize("moment", [0.25, 3, None])
-def test_reads_settings_that_named_the_schedule_and_its_moment_apart(moment):
-    present = TrainConfig(data="d", out="o", schedule=None if moment is None else OneTime(at=moment))
-    before = {name: value for name, value in present.to_dict().items() if name != "schedule"}
-    assert TrainConfig.from_dict({**before, "schedule": "one_time", "freeze_at": moment}) == present
-    with pytest.raises(InputError, match=r"schedule must be one of.*got 'never'"):
-        TrainConfig.from_dict({**before, "schedule": "never", "freeze_at": 0.5})
-
-
 def test_refuses_unknown_fields():
     with pytest.raises(InputError, match="warmpu"):
         TrainConfig.from_dict({"data": "d", "out": "o", "warmpu": 3})

@@ -1,6 +1,5 @@
 """Runs of several events, and what undoes or refuses one."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -11,8 +10,6 @@ import saf.train.loop as loop
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import FreezeConfig
 from saf.records.events import read_events
-from saf.records.files import read_json, write_json
-from saf.records.folders import write_manifest
 from saf.schedules import Freeze, Prune, Undo
 from saf.surgery import state_of
 from saf.train import latest, load_model, pretrain
@@ -144,53 +141,6 @@ def test_an_event_that_cannot_be_carried_out_leaves_no_record(settings, event, e
         pretrain(config)
     assert read_events(config.out) == []
     assert latest(f"{config.out}/checkpoints").name == "step-3"
-
-
-def as_an_earlier_version_wrote_it(folder: Path) -> None:
-    """Rewrite a run as it lay on the disk when a run had one event and a schedule's moment was a setting of its own."""
-
-    def earlier(settings):
-        settings["freeze_at"] = settings["schedule"]["at"]
-        settings["schedule"] = settings["schedule"]["name"]
-        settings.pop("task", None)
-        if settings["freeze"]:
-            del settings["freeze"]["operation"]
-
-    config = read_json(folder / "config.json")
-    earlier(config["settings"])
-    write_json(folder / "config.json", config)
-    for path in (folder / "checkpoints").iterdir():
-        state = read_json(path / "state.json")
-        parent = read_json(path / "manifest.json")["parent"]
-        earlier(state["settings"])
-        if state["schedule"]:
-            state["schedule"] = {"schedule": state["schedule"].pop("name"), **state["schedule"]}
-        (path / "state.json").write_text(json.dumps(state))
-        (path / "manifest.json").unlink()
-        write_manifest(path, update=state["update"], parent=parent)
-    for event in read_events(folder):
-        (folder / "event-1.safetensors").rename(folder / "freeze.safetensors")
-        (folder / "events.jsonl").unlink()
-        apart = ("number", "kind", "reason", "tensors", "loss_before", "loss_after")
-        values = {name: value for name, value in event.values.items() if name not in apart}
-        write_json(folder / "freeze.json", values)
-
-
-@pytest.mark.parametrize("call", [5, 8, 11], ids=["before", "right-after", "later"])
-def test_a_run_of_an_earlier_version_goes_on_bit_for_bit(settings, outcome, monkeypatch, call):
-    whole, config = settings("whole", freeze=FREEZE), settings("killed", freeze=FREEZE)
-    result = pretrain(whole)
-    with monkeypatch.context() as patch:
-        die_at(patch, loop, "run_update", call)
-        with pytest.raises(Killed):
-            pretrain(config)
-    as_an_earlier_version_wrote_it(Path(config.out))
-    assert Path(config.out, "freeze.json").exists() == (call > 6)
-    again = pretrain(config, resume=True)
-    assert outcome(config.out) == outcome(whole.out)
-    for name in ("update", "heads", "loss_before", "loss_after"):
-        assert again["intervention"][name] == result["intervention"][name]
-    assert [event.kind for event in read_events(config.out)] == ["freeze"]
 
 
 def test_only_the_first_process_writes(settings, monkeypatch):

@@ -13,7 +13,7 @@ import saf.train.events as events
 import saf.train.loop as loop
 from saf.adapters import adapter_for
 from saf.cli import main
-from saf.cli.command import read_heads
+from saf.cli.parsing import read_heads
 from saf.cli.training import result_table
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig

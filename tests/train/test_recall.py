@@ -186,10 +186,6 @@ def test_a_checkpoint_is_finetuned_on_recall_and_other_arms_like_it(finetuned, c
 
 def test_patterns_train_in_finetuning_on_recall_and_do_not_decay(finetuned):
     words = ["--task=mqar", "--updates=1", "--peak-lr=1e-3", "--schedule.at=0", *FREEZE, "--freeze.trainable"]
-        *["--task", "mqar", "--updates", "1", "--peak-lr", "1e-3", "--schedule.at", "0"],
-        *FREEZE,
-        "--freeze.trainable",
-    ]
     folders = [finetuned(f"decay {decay}", *words, *WORDS, "--weight-decay", decay) for decay in (0, 0.5)]
     assert_patterns_train_without_decay(*(folder / "checkpoints" / "step-1" for folder in folders), 0.5)
     # Of the parent's patterns, too, with a new optimiser.

@@ -8,7 +8,7 @@ from saf.bench.harness.measured import Group, Record
 from saf.bench.kinds import KINDS, SPEED_KINDS, compares_arms, groups_of
 from saf.errors import InputError
 from saf.records.files import read_json, write_atomically
-from saf.records.result import is_result, with_header
+from saf.records.result import SCHEMA
 from saf.records.table import html_of
 from saf.report.benchmarks import summary as words
 from saf.report.benchmarks.bars import memory_panel, speed_panels
@@ -23,11 +23,11 @@ def read_records(files: Sequence[Path]) -> list[Record]:
     for file in files:
         record = read_json(file, advice="expected a file that `saf bench` wrote")
         # Benchmarks alone list what they left out.
-        if not is_result(record) or "left_out" not in record:
+        if record.get("schema") != SCHEMA or "left_out" not in record:
             raise InputError(
                 f"{file} is no record of `saf bench`, as expected; `saf report --results FOLDER` shows every result"
             )
-        records.append(with_header(record))
+        records.append(record)
     return records
 
 

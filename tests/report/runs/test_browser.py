@@ -1,13 +1,11 @@
 """The page in a real browser: it reacts, it reads well from the keyboard, and it asks for nothing."""
 
-import json
-
 import pytest
 
 from saf.report.plot import WIDTH
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
-from tests.report.synthetic import Shape, edit, write_pair, write_run
+from tests.report.synthetic import Shape, edit_event, event_of, write_pair, write_run
 from tests.report.waiting import wait_until
 
 pytestmark = pytest.mark.browser
@@ -61,8 +59,8 @@ def test_a_rejected_head_shows_its_fit(opened):
 
 def test_heads_that_were_named_are_not_said_to_score_lowest(page, tmp_path):
     run = write_run(tmp_path / "named", frozen=True)
-    event = json.loads((run / "freeze.json").read_text())
-    edit(run / "freeze.json", config={**event["config"], "heads": event["heads"]})
+    event = event_of(run)
+    edit_event(run, config={**event["config"], "heads": event["heads"]})
     page.goto(write_report([run], tmp_path / "report.html").as_uri())
     intro = page.locator("#map-intro").inner_text()
     assert "3 of 12 heads that were named use one fixed pattern from then on." in intro
@@ -71,10 +69,10 @@ def test_heads_that_were_named_are_not_said_to_score_lowest(page, tmp_path):
 
 def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
     run = write_run(tmp_path / "later", frozen=True)
-    event = json.loads((run / "freeze.json").read_text())
+    event = event_of(run)
     live = next([0, head] for head in range(4) if [0, head] not in event["heads"])
     event["scores"][0][live[1]] = None
-    edit(run / "freeze.json", scores=event["scores"])
+    edit_event(run, scores=event["scores"])
     page.goto(write_report([run], tmp_path / "report.html").as_uri())
     intro = page.locator("#map-intro").inner_text()
     assert "heads with the lowest variance among those still live" in intro
@@ -179,7 +177,7 @@ def test_every_control_and_figure_has_a_name(opened):
 
 def test_hostile_names_stay_text(page, tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "<img src=x onerror=window.hit=1>", frozen=True)]
-    edit(runs[1] / "freeze.json", score_name="<img src=x onerror=window.hit=1>")
+    edit_event(runs[1], score_name="<img src=x onerror=window.hit=1>")
     page.goto(write_report(runs, tmp_path / "report.html").as_uri())
     assert page.evaluate("window.hit") is None
     assert page.locator("img").count() == 0

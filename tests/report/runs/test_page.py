@@ -10,7 +10,7 @@ from saf.errors import InputError
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
 from saf.report.runs.summary import _cost_words
-from tests.report.synthetic import Shape, edit, write_pair, write_run
+from tests.report.synthetic import Shape, edit, edit_event, event_of, write_pair, write_run
 
 
 def data_of(page: str) -> dict:
@@ -101,7 +101,7 @@ def test_text_from_a_run_cannot_become_markup(tmp_path):
     evil = "</script><img src=x onerror=alert(1)>&<b>"
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b<i>", frozen=True)]
     edit(runs[1] / "result.json", provenance__device=evil, provenance__command=evil)
-    edit(runs[1] / "freeze.json", score_name=evil)
+    edit_event(runs[1], score_name=evil)
     page = write_report(runs, tmp_path / "report.html").read_text()
     assert page.count("<img") == page.count('<img class="still" src="data:image/svg+xml;base64,') == 1
     assert "<i>" not in page
@@ -218,10 +218,10 @@ def test_the_picture_is_one_svg_with_every_head(tmp_path):
 
 def test_the_picture_of_a_later_event_tells_how_many_more_and_in_all(tmp_path):
     runs = write_pair(tmp_path)
-    event = json.loads((runs[1] / "freeze.json").read_text())
+    event = event_of(runs[1])
     live = next(head for head in ([0, 0], [0, 1], [0, 2], [0, 3]) if head not in event["heads"])
     event["scores"][live[0]][live[1]] = None
-    edit(runs[1] / "freeze.json", scores=event["scores"])
+    edit_event(runs[1], scores=event["scores"])
     drawn = write_picture(runs, tmp_path / "picture.svg").read_text()
     assert "3 more of 12 heads frozen, those of lowest variance; 4 in all" in drawn
 
@@ -229,8 +229,8 @@ def test_the_picture_of_a_later_event_tells_how_many_more_and_in_all(tmp_path):
 def test_heads_that_were_named_are_not_called_those_of_lowest_score(tmp_path):
     runs = write_pair(tmp_path)
     assert "3 of 12, lowest variance first, measured on" in write_report(runs, tmp_path).read_text()
-    event = json.loads((runs[1] / "freeze.json").read_text())
-    edit(runs[1] / "freeze.json", config={**event["config"], "heads": event["heads"]})
+    event = event_of(runs[1])
+    edit_event(runs[1], config={**event["config"], "heads": event["heads"]})
     assert "3 of 12, as named, measured on" in write_report(runs, tmp_path).read_text()
     assert "3 of 12 heads frozen, as named" in write_picture(runs, tmp_path / "picture.svg").read_text()
 

@@ -10,7 +10,7 @@ from saf.evaluate.compare import compare_runs
 from saf.evaluate.side_by_side import compare_all
 from saf.records.run import RecordedRun
 from saf.report.runs.page_data import arm_data, curve, freeze_data, gap_data, log_bins, moving_mean, rounded
-from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
+from tests.report.synthetic import Shape, edit, edit_event, event_of, patterns, write_pair, write_run
 
 
 @given(length=st.integers(1, 20_000), limit=st.integers(8, 512))
@@ -107,9 +107,9 @@ def test_long_patterns_are_thinned_with_their_range(tmp_path):
 
 def test_heads_frozen_before_have_no_score(tmp_path):
     folder = write_run(tmp_path / "run", frozen=True)
-    scores = json.loads((folder / "freeze.json").read_text())["scores"]
+    scores = event_of(folder)["scores"]
     scores[0][0] = None
-    edit(folder / "freeze.json", scores=scores)
+    edit_event(folder, scores=scores)
     data = freeze_data(RecordedRun.open(folder), "run", "frozen")
     assert data["scores"]["variance"][0][0] is None
     json.dumps(data, allow_nan=False)
