@@ -53,7 +53,11 @@ def main(words: Sequence[str] | None = None) -> int:
     called = invocation.set(tuple(words))
     try:
         with _plain_warnings(name):
-            _command(name, rest).run()
+            try:
+                asked = _command(name, rest)
+            except SystemExit as stop:  # after the help, or words that tyro has refused
+                return int(stop.code or 0)
+            asked.run()
         return 0
     except SafError as error:
         if not error.heard:

@@ -45,6 +45,8 @@ def _checked(
     projection: Tensor | None = None,
 ) -> Call:
     """Return the call of a layer; raise InputError or UnsupportedError for one that no way computes."""
+    if scale is not None and not -math.inf < scale < math.inf:
+        raise InputError(f"scale must be a finite number, got {scale}")
     frozen_slots: tuple[int, ...] = ()
     start = _checked_padding(value, start, places)
     if frozen is not None:

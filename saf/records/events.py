@@ -129,8 +129,8 @@ def read_events(path: Path | str) -> list[EventRecord]:
     path = events_file(path)
     if path.is_dir() and path.name != EVENTS:
         return []
-    if not path.exists():
-        raise InputError(f"{path} does not exist; {_EXPECTED}")
+    if not path.is_file() or path.suffix != ".jsonl":
+        raise InputError(f"{path} {'is no events.jsonl' if path.exists() else 'does not exist'}; {_EXPECTED}")
     lines = read_lines(path)
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():

@@ -45,10 +45,7 @@ def saf(capsys):
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as stop:
-            code = stop.code
+        code = main([str(argument) for argument in arguments])
         return code, *capsys.readouterr()
 
     return run

@@ -271,8 +271,6 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     monkeypatch.setattr("saf.integrations.transformers.trainer.group_place", lambda: (1, 2))
     with pytest.raises(UnsupportedError, match="pass use_cpu=True where they are to train together"):
         callback().on_init_end(SimpleNamespace(**several | {"world_size": 1}), None, None)
-    with pytest.raises(InputError, match="schedule"):
-        FreezeCallback(CONFIG, [tokens()], 0.5)
     own = SimpleNamespace(
         name="own", chooses_once=True, several_events=False, first_update=int, start=saf.OneTime(0.5).start
     )

@@ -220,6 +220,7 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
         "loss": loss,
         "perplexity": float(np.exp(loss)),
         "precision": "fp32",
+        "data_fingerprint": "d" * 64,
         "windows_hash": WINDOWS_HASH,
         "log_probs_sha256": sum_of_file,
     }

@@ -199,9 +199,10 @@ def test_runs_that_differ_in_more_than_the_freezing_say_so(tmp_path):
 
 def test_an_unknown_record_still_gets_its_tables(tmp_path):
     content = {
-        "schema": "saf.bench/1",
+        "schema": "saf.result/2",
         "kind": "novelty",
-        "environment": {"device": "Invented 9000", "versions": {}, "command": "saf bench novelty"},
+        "settings": {},
+        "provenance": {"device": "Invented 9000", "versions": {}, "command": "saf bench novelty", "commit": None},
         "answer": {"mean": 0.25, "all": [1, 2, 3, 4, 5]},
         "rows": [{"name": "a|b", "seconds": 1.5, "ok": True}, {"name": "c", "size": {"heads": 3}}],
         "left_out": [{"what": "d", "why": "out of time"}],
