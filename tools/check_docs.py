@@ -10,7 +10,8 @@ backticks, must exist with every flag that they name, but in documents that tell
 
 import argparse
 import ast
-import importlib
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -143,22 +144,32 @@ def command_problem(command: str) -> str | None:
 @cache
 def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from saf.cli import COMMANDS, GROUPS
-    from saf.cli.command import all_flags
+    sys.path.insert(0, str(ROOT))
+    from saf.cli import COMMANDS
 
     found = set(COMMON_FLAGS)
     for name in words[:1] or COMMANDS:
         if name not in COMMANDS:
             return None
-        module = importlib.import_module(f"saf.cli.{name}")
-        kinds = module.COMMANDS if name in GROUPS else {"": module.COMMAND}
-        if name in GROUPS and words[1:]:
-            kinds = {each: kind for each, kind in kinds.items() if each == words[1]}
-        if not kinds:
-            return None
-        found |= {spelling for kind in kinds.values() for flag in all_flags(kind) for spelling in flag.spellings}
+        text = help_of(name)
+        kinds = re.findall(r"• ([\w:-]+)", text)
+        if kinds and ":" not in kinds[0] and words[1:]:
+            kinds, text = [kind for kind in kinds if kind == words[1]], ""
+            if not kinds:
+                return None
+        text += "".join(help_of(name, kind) for kind in kinds)
+        found |= set(re.findall(r"--[a-z][\w.-]*", text))
     return found
+
+
+def help_of(*words: str) -> str:
+    """Return the whole help of a command."""
+    from saf.cli import main as saf
+
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        saf([*words, "--help-all" if words[0] in ("pretrain", "finetune") else "--help"])
+    return shown.getvalue()
 
 
 def static_problems(path: Path) -> list[str]:

@@ -4,6 +4,7 @@ What comes out in two parts is joined (`mixed_attention`), left apart (`split_at
 parts (`attention_products`); `frozen_attention` computes frozen heads alone.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
