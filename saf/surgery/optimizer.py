@@ -115,7 +115,7 @@ class HeadOrders:
                 del self.rows[parameter]
         self.checked.clear()
         if optimizer is not None:
-            self._accept(getattr(optimizer, "optimizer", optimizer))  # accelerate's is one, and holds the one that steps
+            self._accept(getattr(optimizer, "optimizer", optimizer))  # accelerate's holds the one that steps
         if self.handle is None and len(self.rows):
             self.handle = register_optimizer_step_pre_hook(self._before_step)
 

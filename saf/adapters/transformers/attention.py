@@ -6,7 +6,6 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,10 +49,10 @@ class HeadState(TellsLayout):
         """Return whether nothing is left that the layer would do otherwise than without this state."""
         return self.layout.ordinary and not self.sinks and self.kernel == "auto"
 
-    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
+    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
-        self.tell_layout(layout, frozen, device)
+        self.tell_layout(layout, frozen)
 
 
 @cache
