@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -26,6 +27,8 @@ COMMANDS = {
     "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
     "doctor": "versions, devices, and which backend would run here and why",
 }
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
 GROUPS = ("data", "analyze", "bench")
 """Commands that are several; their module has COMMANDS, by name, and any other's its COMMAND."""
 TRAINING = ("pretrain", "finetune")
@@ -48,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"saf {__version__}")
         return 0
+    for logger in NOISY:
+        logging.getLogger(logger).setLevel(logging.ERROR)
     name, *rest = arguments
     called = invocation.set(tuple(arguments))
     try:
