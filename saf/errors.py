@@ -37,6 +37,10 @@ class SelectionError(SafError, ValueError):
     """Say that a replacement rate cannot be attained."""
 
 
+class LossError(SafError, ValueError):
+    """Say that an edit raises the held-out loss by more than was accepted."""
+
+
 class UnsupportedError(SafError):
     """Say that a model, backend or device cannot do what was asked."""
 

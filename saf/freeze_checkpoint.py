@@ -5,20 +5,22 @@ from typing import Any
 
 from torch import Tensor
 
+from saf.adapters.description import STATE, recorded_layouts
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows
 from saf.data.token_data import check_separate
-from saf.errors import InputError
+from saf.errors import CheckpointError, InputError
 from saf.estimates import collect_for
-from saf.freeze_settings import HELDOUT_SEQUENCES, SHORTER, CheckpointFreezing, check_length, check_new
-from saf.freezing.choice import scores_collect
+from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some
+from saf.freezing.choice import check_heads, scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
 from saf.machine.execution import autocast, pick_device
 from saf.models import GPT
 from saf.opening import ModelFolder, find_model, open_data, trained_data
+from saf.records.files import read_json
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
@@ -59,11 +61,13 @@ def freeze_checkpoint(
             config,
             optimizer=optimizer,
             heldout=heldout,
+            accept_loss=settings.accept_loss,
             needed=needed,
             folder=settings.calibration,
             capture_bytes=limit,
             progress=progress,
         )
+    check_some(report)
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
@@ -87,11 +91,13 @@ def _open(settings: CheckpointFreezing) -> Checkpoint:
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
         )
     check_new(settings)
+    heads = read_json(found.checkpoint.path / STATE, error=CheckpointError)
+    check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
     return found.checkpoint
 
 
-def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
+def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
+    """Return calibration sequences and held-out ones, in batches `[B, length]`."""
     found = ModelFolder(checkpoint.path, checkpoint)
     data = open_data(settings.data, found)
     most = checkpoint.state["model"]["max_length"]
@@ -101,11 +107,8 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     told = {"setting": "--sequences", "shorter": SHORTER}
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, **told)
-    heldout, size = None, settings.batch_size
-    if "outputs" in settings.config.needs:
-        asked = settings.heldout_sequences or HELDOUT_SEQUENCES
-        heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
-    return list(windows.split(size)), heldout
+    size, asked = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length)
+    return list(windows.split(size)), heldout_batches(data, length=length, count=asked, batch_size=size)
 
 
 def _check_separate(data: TokenData, found: ModelFolder, config: FreezeConfig) -> None:

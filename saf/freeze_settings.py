@@ -6,13 +6,15 @@ from typing import Annotated
 
 import tyro
 
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, InputError, SelectionError
 from saf.freezing.config import FreezeConfig
+from saf.freezing.report import FreezeReport
 from saf.machine.execution import Device, Precision
-from saf.scores import score_name
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences that a score reads where no number is asked for."""
+GUARD_SEQUENCES = 8
+"""Held-out sequences for the loss before and after, where no score reads any and no number is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,10 @@ class CheckpointFreezing:
     batch_size: int = 8
     """Sequences in a forward pass."""
     heldout_sequences: int | None = None
-    """Sequences of the controller partition that output-aware scores read, and no other score; 32 when None."""
+    """Sequences of the controller partition for the loss before and after, and for output-aware scores. When None 32
+    for such a score, otherwise up to 8."""
+    accept_loss: bool = False
+    """Write the model even where its held-out perplexity rises by more than 5%."""
     calibration_seed: int | None = None
     """Of the choice of calibration sequences; the run's, or 0, when None."""
     calibration: Path | None = None
@@ -54,17 +59,28 @@ class CheckpointFreezing:
     """auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own dtype; fp32 refuses them."""
 
     def __post_init__(self):
-        """Raise InputError naming the first field that cannot be used, or has no effect."""
+        """Raise InputError naming the first field that cannot be used."""
         for name in ("sequences", "length", "batch_size", "heldout_sequences"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
-        if self.heldout_sequences is not None and "outputs" not in self.config.needs:
-            score = score_name(self.config.score)
-            raise InputError(f"heldout_sequences has no effect: score {score!r} reads none of them; leave it out")
+        if not self.config.requested(1_000_000):
+            raise InputError("rate or count must be above 0, got 0")
+
+    def heldout_count(self, available: int) -> int:
+        """Return how many held-out sequences to read, of so many available: one at least."""
+        if self.heldout_sequences is not None or "outputs" in self.config.needs:
+            return self.heldout_sequences or HELDOUT_SEQUENCES
+        return max(1, min(GUARD_SEQUENCES, available))
 
 
 SHORTER = "--length and --allow-shorter"
 """What shorter calibration sequences are asked for with."""
+
+
+def check_some(report: FreezeReport) -> None:
+    """Raise SelectionError where an event froze or pruned no head: there is nothing to write."""
+    if not len(report.heads):
+        raise SelectionError(f"at least 1 head must be {report.kind}, got 0 of {report.requested}; raise max_fit_kl")
 
 
 def check_new(settings: CheckpointFreezing) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from saf.adapters.adapter import Adapter, Site
 from saf.errors import UnsupportedError
-from saf.heads import EDITED
+from saf.heads import EDITED, HeadLayout
 from saf.records.files import file_hash, write_json, write_tensors
 
 STATE, TENSORS = "saf.json", "saf.safetensors"
@@ -46,6 +46,14 @@ def described(sites: Sequence[Site]) -> tuple[dict[str, Any], dict[str, Tensor]]
                 prefix = f"{number}.{head}.removed.{role}."
                 tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
     return {"schema": SCHEMA, "layers": layers}, tensors
+
+
+def recorded_layouts(state: Mapping[str, Any]) -> list[HeadLayout]:
+    """Return the layouts of the layers that `described` recorded, in order."""
+    return [
+        HeadLayout(layer["num_heads"], layer["num_kv_heads"], **{kind: tuple(layer[kind]) for kind in EDITED})
+        for layer in state["layers"]
+    ]
 
 
 def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:

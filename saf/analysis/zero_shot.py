@@ -32,7 +32,7 @@ from saf.machine.execution import Device, Precision, autocast, device_name, pick
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.files import to_json
-from saf.records.quantities import percent
+from saf.records.quantities import percent, signed
 from saf.records.result import result_header
 from saf.records.table import Part, Table
 from saf.scores import score
@@ -333,7 +333,7 @@ def _accuracy_table(tasks: Mapping[str, Any], arms: Sequence[Record]) -> Table:
         [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in (tasks, *(arm["tasks"] for arm in arms)))]
         for name in tasks
     ]
-    rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
+    rows.append(["mean change", None, *(signed(100 * arm["mean_difference"], 2, "") for arm in arms)])
     return Table.of("Accuracy, %", ["task", "ordinary", *(arm["name"] for arm in arms)], rows)
 
 
@@ -343,8 +343,8 @@ def _changes_table(record: Record) -> Table:
     for arm in record["arms"]:
         for name, task in arm["tasks"].items():
             change = task["change"]
-            low, high = (f"{100 * end:+.2f}" for end in change["ci95"])
-            shown = f"{100 * change['difference']:+.2f} ({low} to {high})"
+            low, high = (signed(100 * end, 2, "") for end in change["ci95"])
+            shown = f"{signed(100 * change['difference'], 2, '')} ({low} to {high})"
             gained = f"{change['gained']:,} / {change['lost']:,}"
             rows.append([arm["name"], name, shown, gained, f"{change['p_value']:.3g}", f"{change['p_holm']:.3g}"])
     notes = [

@@ -35,6 +35,15 @@ class Sequences(NamedTuple):
         """Return the lengths where they differ; none where all are one."""
         return self.lengths if self.lengths[-1] < self.lengths[0] else ()
 
+    @property
+    def num_different(self) -> int:
+        """Return how many of them are neither equal to another one nor its beginning, which attends as that does."""
+        different: list[Tensor] = []
+        for row, length in zip((row for batch in self.ids for row in batch), self.lengths, strict=True):
+            if not any(torch.equal(row[:length], longer[:length]) for longer in different):
+                different.append(row)
+        return len(different)
+
     def without_padding(self) -> list[Tensor]:
         """Return batches that hold nothing but tokens: those of one length as they are, otherwise each by itself."""
         if not self.unequal:

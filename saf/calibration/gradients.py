@@ -150,7 +150,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
                     value = adapter.next_token_loss(sequence, counted[row : row + 1, :length])
                 else:
                     value = _next_token_loss(adapter, sequence)
-                gradients = torch.autograd.grad(value, weights)
+                gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
                 total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
                 count += 1
     for layer, site in enumerate(sites):

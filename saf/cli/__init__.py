@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import logging
 import os
 import sys
 import warnings
@@ -24,6 +25,8 @@ COMMANDS = {
     "bench": "speed and memory of operators, updates, prompts and decoding beside ordinary attention",
     "doctor": "versions, devices, and which backend would run here and why",
 }
+NOISY = ("torchao", "torch.utils._pytree")
+"""Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
 TRAINING = ("pretrain", "finetune")
 KEPT = ". Checkpoints, if there are any, stay: go on with the same command and --resume"
 """The end of an error's message where training stops early."""
@@ -50,6 +53,8 @@ def main(words: Sequence[str] | None = None) -> int:
         hint = f"did you mean `saf {near}`?" if near else "`saf --help` lists the commands."
         print(f"saf: there is no command {name!r}; {hint}", file=sys.stderr)
         return EXIT_ERROR
+    for logger in NOISY:
+        logging.getLogger(logger).setLevel(logging.ERROR)
     called = invocation.set(tuple(words))
     try:
         with _plain_warnings(name):

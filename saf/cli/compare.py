@@ -19,6 +19,7 @@ from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_table
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.paths import Kind, expect, kind_of
+from saf.records.quantities import signed
 from saf.records.run import RecordedRun
 from saf.records.table import Part, Table
 
@@ -114,8 +115,8 @@ class Command:
         tell_cost_(
             folder,
             f"perplexity {record['ppl_ordinary']:.4f} before{beside}, {record['ppl_frozen']:.4f} after, a change of "
-            f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f}), on {record['windows']:,} "
-            f"windows of {record['length']:,} tokens, in {record['precision']}",
+            f"{signed(record['delta_ppl_percent'], 3)} (95% interval {signed(low, 3, '')} to {signed(high, 3, '')}), "
+            f"on {record['windows']:,} windows of {record['length']:,} tokens, in {record['precision']}",
         )
 
     def _perplexities(self, record: Mapping[str, Any]) -> Table:
@@ -126,7 +127,8 @@ class Command:
         rows = {
             "perplexity before": f"{record['ppl_ordinary']:.4f} ({first})",
             "perplexity after": f"{record['ppl_frozen']:.4f} ({second})",
-            "change": f"{record['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
+            "change": f"{signed(record['delta_ppl_percent'], 3)} (95% interval {signed(low, 3, '')} to "
+            f"{signed(high, 3, '')})",
             "windows": f"{record['windows']:,}",
         }
         return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))

@@ -18,6 +18,7 @@ from saf.machine.processes import shared_out
 from saf.models import GPT
 from saf.records.events import heads_in_words
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
+from saf.records.quantities import signed
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
 from saf.records.table import Table
@@ -287,8 +288,9 @@ def answers_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
     low, high = (100 * end for end in record["ci95"])
     right = ", ".join(f"{number}: {record['answers'][number]:,}" for number in choices)
     notes = [
-        f"Accuracy changes by {100 * record['difference']:+.2f} points (standard error over questions "
-        f"{100 * record['standard_error']:.2f}, 95% interval {low:+.2f} to {high:+.2f}): the second run alone answers "
+        f"Accuracy changes by {signed(100 * record['difference'], 2, '')} points (standard error over questions "
+        f"{100 * record['standard_error']:.2f}, 95% interval {signed(low, 2, '')} to {signed(high, 2, '')}): "
+        "the second run alone answers "
         f"{record['gained']:,} questions rightly, the first alone {record['lost']:,} "
         f"(McNemar's exact test: p = {record['p_value']:.3g}).",
         f"Right answers by choice: {right}. Both runs have one seed each: nothing here is over seeds. Error, interval "

@@ -10,6 +10,7 @@ from saf.evaluate.answers import check_alike, pair_header, paired_error, trainin
 from saf.evaluate.recall import RECALL, not_learnt
 from saf.records.events import heads_in_words
 from saf.records.files import read_json, write_json
+from saf.records.quantities import signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
 
@@ -172,11 +173,11 @@ def recall_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
 
 def _change(test: Mapping[str, Any]) -> str:
     """Return the change of a test in points, with its interval if it has one."""
-    change = f"{100 * test['difference']:+.2f}"
+    change = signed(100 * test["difference"], 2, "")
     if test["ci95"] is None:
         return change
     low, high = (100 * end for end in test["ci95"])
-    return f"{change} ({low:+.2f} to {high:+.2f})"
+    return f"{change} ({signed(low, 2, '')} to {signed(high, 2, '')})"
 
 
 def _notes(record: Mapping[str, Any], heads: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from saf.errors import CompareError
 from saf.evaluate.answers import holm, paired_answers, summary
 from saf.evaluate.evaluated import check_pair, pair_words
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
+from saf.records.quantities import signed
 from saf.records.result import read_result, result_header
 from saf.records.table import Part, Table
 
@@ -166,15 +167,15 @@ def zero_shot_comparison_tables(record: Mapping[str, Any]) -> list[Part]:
                 name,
                 f"{task['questions']:,}",
                 *(f"{100 * share:.2f}" for share in task["accuracy"]),
-                f"{100 * task['difference']:+.2f} ({low:+.2f} to {high:+.2f})",
+                f"{signed(100 * task['difference'], 2, '')} ({signed(low, 2, '')} to {signed(high, 2, '')})",
                 f"{task['gained']:,} / {task['lost']:,}",
                 f"{task['p_value']:.3g}",
                 f"{task['p_holm']:.3g}",
             ]
         )
     notes = [
-        f"Mean change {100 * record['mean_difference']:+.2f} points. Intervals are 95% over questions, paired; p is of "
-        "McNemar's exact test, Holm's correction is over the tasks; a large p shows no equality.",
+        f"Mean change {signed(100 * record['mean_difference'], 2, '')} points. Intervals are 95% over questions, "
+        "paired; p is of McNemar's exact test, Holm's correction is over the tasks; a large p shows no equality.",
         "Gained and lost: questions that the frozen or the ordinary model alone answers rightly.",
         *pair_words(record),
     ]

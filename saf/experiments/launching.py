@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from saf.experiments.planned_run import PlannedRun
 from saf.experiments.store import Store
+from saf.train.finetuning import CHOICE
 from saf.train.loop import EXIT_STOPPED
 
 
@@ -54,7 +55,7 @@ def words(run: PlannedRun, store: Store, data: Path) -> list[str]:
     elif run.files:
         start += ["--data", str(run.files.train), "--test", str(run.files.test)]
     # Runs that choose the number of epochs for a finetuned one are in its folder before it begins.
-    start += ["--resume"] * (run.work is not None and folder.is_dir())
+    start += ["--resume"] * (run.work is not None and (folder / CHOICE).is_dir())
     return [run.verb, *start, "--out", str(folder), *(word for item in flags.items() for word in flag_words(*item))]
 
 

@@ -1,5 +1,6 @@
 """Which heads an event freezes or prunes: what its scores need, whom they propose, and whose fit is accepted."""
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +12,13 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for
 from saf.calibration import QKGradient, gate_gradients, head_outputs
-from saf.calibration.capture import Batch
+from saf.calibration.capture import Batch, read_sequences
 from saf.calibration.capture import check_heads as check_measured
 from saf.errors import InputError, SafWarning, SelectionError
-from saf.freezing.config import FreezeConfig
+from saf.freezing.config import COMPARING, REPLACING, FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.scores import Score, needed_by, score_name
+from saf.scores import HeadOutputs, Score, needed_by, score_name
 from saf.selection import Chooser, chooser, existing, ranking, select
 from saf.statistics import AttentionStatistics
 
@@ -107,13 +108,28 @@ def _smallest_group(layouts: Sequence[HeadLayout]) -> int:
     return min(count for layout in layouts for count in Counter(head // size for head in layout.live).values())
 
 
-def check_ranks(name: str | Score, values: Tensor, *, num_sequences: int) -> None:
-    """Raise InputError for a score `[L, H]` that is the same for all live heads: it would choose by their numbers."""
+def check_ranks(name: str | Score, values: Tensor, statistics: AttentionStatistics, dtype: torch.dtype) -> None:
+    """Raise InputError for a score `[L, H]` that tells no live heads apart; a float64 model is measured in float64.
+
+    That is one that is the same for all, or ranks what sequences change in attention where rounding alone explains it.
+    Of N equal patterns a mean in precision eps misses each entry p by at most N eps p. Squares of a row's entries sum
+    to 1 at most, so Eq. (1) is at most N/(N-1) (N eps)^2 / T; logarithms add 2 eps |log p| to Eq. (2), whose rows are
+    at most eps (N + 2 log T).
+    """
     live = values[~values.isnan()]
-    if len(live) > 1 and bool((live == live[0]).all()):
+    same = len(live) > 1 and bool((live == live[0]).all())
+    if not same and name in COMPARING:
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        count, length = statistics.num_sequences, statistics.length
+        if name == "forward_kl":
+            read, rounding = statistics.forward_kl, eps * (count + 2 * math.log(length))
+        else:
+            read, rounding = statistics.variance, count / max(count - 1, 1) * (count * eps) ** 2 / length
+        same = bool((read[statistics.measured] <= rounding).all())
+    if same:
         raise InputError(
-            f"score {score_name(name)!r} is {live[0].item():g} for every head, over {num_sequences} calibration "
-            "sequences: it tells none apart; most scores need two different sequences, the paper's runs had 16 to 32"
+            f"score {score_name(name)!r} must differ between heads, got {live[0].item():.2g} for all of them but for "
+            "rounding; calibrate on sequences that differ"
         )
 
 
@@ -125,7 +141,7 @@ def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str,
 
 def _collect_for_score(name: str | Score, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what `calibrate(collect=...)` must keep for a score, unless what it serves is given already."""
-    return ("mean_rows",) if "outputs" in needed_by(name) and "outputs" not in given else ()
+    return ("mean_rows",) if "outputs" in needed_by(name) and not isinstance(given.get("outputs"), HeadOutputs) else ()
 
 
 def gather(
@@ -139,17 +155,23 @@ def gather(
 ) -> dict[str, Any]:
     """Return what a score needs: from `given`, or measured here where sequences suffice.
 
-    `gates` are taken on the calibration `batches` (paper, appendix C), `outputs` on `heldout` ones. What only training
-    can measure, and `outputs` without held-out sequences, is left to `score` to miss.
+    `gates` are taken on the calibration `batches` (paper, appendix C), `outputs` on `heldout` ones or on those that
+    `given` has. What only training can measure, and `outputs` without held-out sequences, is left to `score` to miss.
+
+    Raises InputError for a score that replaces patterns by their mean where all sequences are alike: nothing changes.
     """
     found: dict[str, Any] = {}
     for key in needed_by(name):
-        if key in given:
-            found[key] = given[key].scores() if isinstance(given[key], QKGradient) else given[key]
-        elif key == "gates":
+        source = given.get(key, heldout if key == "outputs" else None)
+        if key == "gates" and source is None:
             found[key] = gate_gradients(model, batches)
-        elif key == "outputs" and heldout is not None:
-            found[key] = head_outputs(model, heldout, statistics)
+        elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
+            texts = list(source)
+            if name in REPLACING and read_sequences([*batches, *texts]).num_different < 2:
+                raise InputError(f"score {name!r} compares sequences: two must differ, got copies of one")
+            found[key] = head_outputs(model, texts, statistics)
+        elif source is not None:
+            found[key] = source.scores() if isinstance(source, QKGradient) else source
     return found
 
 

@@ -19,9 +19,11 @@ HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 """Settings that are heads, pairs (layer, head)."""
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that say how many heads, one of which is given."""
+REPLACING = ("residual_cosine", "relative_output_change")
+"""Scores that read what the calibration's mean pattern changes on held-out sequences."""
 Operation = Literal["freeze", "prune"]
-COMPARING = ("variance", "forward_kl")
-"""Scores that are 0 for every head over one calibration sequence."""
+COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto")
+"""Scores that read how attention differs between calibration sequences: nothing but rounding where they are alike."""
 OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
 OF_PATTERNS += ("fitter_options", "pattern_options")
 """Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
@@ -132,15 +134,15 @@ class FreezeConfig:
             raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
 
     def check_calibration(self, *, sequences: int, length: int) -> None:
-        """Raise InputError for a calibration of so many sequences, of `length` tokens, that these settings cannot take.
+        """Raise InputError for calibration sequences, so many different ones, that these settings cannot take.
 
-        Scores that compare sequences need two, unless heads are named; options of the fit must suit the length.
+        Scores that compare sequences need two, unless heads are named; options of the fit must suit the length, tokens.
         """
         names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
         if names and sequences < 2:
             raise InputError(
-                f"score {names[0]!r} tells heads apart by how sequences differ, and calibration has {sequences}; give "
-                "two or more (a run's calibration_sequences), the paper's runs had 16 to 32"
+                f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
+                "the paper's runs had 16 to 32"
             )
         after = self.fitter_options.get("alpha_constant_after")
         if after is not None and self.operation == "freeze":

@@ -1,5 +1,6 @@
 """The whole recipe on any supported model: calibrate, score, select, make and fit patterns, install; or prune."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from saf.adapters import adapter_for, rows_of
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
-from saf.errors import SafWarning
+from saf.errors import InputError, LossError, SafWarning
 from saf.estimates import collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.choice import (
@@ -29,6 +30,7 @@ from saf.freezing.choice import (
 )
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import HeldOutFit, fit_heldout
+from saf.freezing.loss import MAX_RISE, heldout_loss, perplexity_rise
 from saf.freezing.report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.machine.processes import agreed, done_once
@@ -48,6 +50,7 @@ def freeze_(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     heldout: Iterable[Batch] | None = None,
+    accept_loss: bool | None = None,
     needed: Mapping[str, Any] | None = None,
     first: int | None = None,
     may_be_none: bool = False,
@@ -72,8 +75,12 @@ def freeze_(
         config: Settings; the paper's recipe at 25% by default.
         optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
             logits of trainable patterns.
-        heldout: Further sequences of the same length, for output-aware scores.
-        needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself.
+        heldout: Further sequences of the same length. Their loss before and after is reported, and output-aware scores
+            read them.
+        accept_loss: Whether to keep a model whose perplexity on `heldout` rises by more than 5%. By default that is
+            refused without an `optimizer`; with one, training follows.
+        needed: What the score reads beside the statistics, by name; `gradient` may be the `QKGradient` itself, and
+            `outputs` the held-out sequences.
         first: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the others,
             for `FreezeConfig(only=...)` later.
         may_be_none: Freeze no head where none scores below the settings' `below`, in place of raising.
@@ -90,6 +97,7 @@ def freeze_(
             model's weights.
         UnsupportedError: A backend that cannot run the model's frozen heads; heads named in a layer that stays
             ordinary.
+        LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
         SelectionError: With `strict`, a head among the k lowest whose fit exceeds `max_fit_kl`, or fewer than k
             live heads; no head that scores less than `below`. The model is unchanged.
     """
@@ -97,7 +105,15 @@ def freeze_(
     check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
     watch = Stopwatch(adapter.device)
-    kept = done_once(lambda: _checked(model, batches, config, adapter.max_length))
+    text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
+    kept = done_once(lambda: _checked(model, batches, config, adapter.max_length, text))
+
+    def loss() -> float:
+        """Measure the loss of the held-out text."""
+        with watch("loss"):
+            return done_once(lambda: heldout_loss(model, text or ()))
+
+    before = None if text is None else loss()
     given = needed or {}
     options = {"collect": scores_collect(config, given), "capture_bytes": capture_bytes, "progress": progress}
     if folder is None:
@@ -105,17 +121,64 @@ def freeze_(
     else:
         statistics = done_once(lambda: calibrate(model, kept, folder=folder, watch=watch, **options))
     asked = {"first": first, "may_be_none": may_be_none}
-    report = done_once(lambda: _decide(model, kept, statistics, config, heldout, given, watch, **asked))
-    pruning = config.operation == "prune"
-    with watch("prune" if pruning else "install"), _in_all_or_none(model, report.heads, optimizer):
-        if pruning:
-            prune_(model, report.heads, optimizer=optimizer)
-        elif report.patterns is not None:
-            execution = {"backend": config.backend, "trainable": config.trainable, "output": report.output}
-            install_(model, report.heads, report.patterns, optimizer=optimizer, **execution)
+    report = done_once(lambda: _decide(model, kept, statistics, config, text, given, watch, **asked))
+    with watch("prune" if config.operation == "prune" else "install"), _in_all_or_none(model, report.heads, optimizer):
+        _edit_(model, report, config, report.heads, optimizer)
+    if before is not None:
+        try:
+            report = replace(report, loss_before=before, loss_after=loss())
+        except Exception:
+            uninstall_(model, report.heads, optimizer=optimizer)
+            raise
+        accepted = optimizer is not None if accept_loss is None else accept_loss
+        # Not "rise > MAX_RISE": a loss that is NaN is never within it.
+        if not (accepted or report.perplexity_rise <= MAX_RISE):
+            uninstall_(model, report.heads, optimizer=optimizer)
+            raise done_once(lambda: _refusal(model, report, config, text or (), optimizer))
     if len(report.heads):
         adapter.remember(report.known())
     return replace(report, seconds=report.seconds | watch.seconds)
+
+
+def _edit_(
+    model: nn.Module,
+    report: FreezeReport,
+    config: FreezeConfig,
+    heads: HeadSet,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Freeze or prune some of the heads that the report chose."""
+    if config.operation == "prune":
+        prune_(model, heads, optimizer=optimizer)
+    elif report.patterns is not None:
+        patterns = report.patterns[[report.heads.index(head) for head in heads]]
+        output = {head: columns for head, columns in report.output.items() if head in heads}
+        execution = {"backend": config.backend, "trainable": config.trainable, "output": output}
+        install_(model, heads, patterns, optimizer=optimizer, **execution)
+
+
+def _refusal(
+    model: nn.Module,
+    report: FreezeReport,
+    config: FreezeConfig,
+    text: Iterable[Batch],
+    optimizer: torch.optim.Optimizer | None,
+) -> LossError:
+    """Return the error that names the layer whose heads alone raise the loss most; the model ends as it was."""
+    losses: dict[int, float] = {}
+    for layer in sorted({layer for layer, _ in report.heads}):
+        heads = HeadSet((layer, head) for head in report.heads.in_layer(layer))
+        _edit_(model, report, config, heads, optimizer)
+        try:
+            losses[layer] = heldout_loss(model, text)
+        finally:
+            uninstall_(model, heads, optimizer=optimizer)
+    worst = max(losses, key=lambda layer: (math.isnan(losses[layer]), losses[layer]))
+    alone, count = perplexity_rise(report.loss_before, losses[worst]), len(report.heads.in_layer(worst))
+    return LossError(
+        f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; layer {worst} "
+        f"costs most ({count} heads, alone {alone:.1%}): freeze fewer there, or set accept_loss"
+    )
 
 
 @contextmanager
@@ -132,7 +195,13 @@ def _in_all_or_none(model: nn.Module, heads: HeadSet, optimizer: torch.optim.Opt
         raise
 
 
-def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, longest: int | None) -> list[Batch]:
+def _checked(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    config: FreezeConfig,
+    longest: int | None,
+    heldout: Iterable[Batch] | None,
+) -> list[Batch]:
     """Return the batches as a list; raise a SafError for what cannot be measured or frozen, before anything is."""
     kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
     sequences = read_sequences(kept)
@@ -142,9 +211,11 @@ def _checked(model: nn.Module, batches: Iterable[Batch], config: FreezeConfig, l
     adapter = adapter_for(model)
     sites = adapter.sites()
     check_heads_of(model, config)
-    if "gates" in config.needs:
+    if heldout is not None or "gates" in config.needs:
         adapter.check_next_token()
-    config.check_calibration(sequences=len(sequences.lengths), length=length)
+    if heldout is not None and config.operation == "freeze" and (most := read_sequences(heldout).length - 1) > length:
+        raise InputError(f"heldout must have inputs of at most the calibration's {length} tokens, got {most}")
+    config.check_calibration(sequences=sequences.num_different, length=length)
     if config.operation == "freeze":
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, trainable=config.trainable)
@@ -164,7 +235,7 @@ def _decide(
     may_be_none: bool,
 ) -> FreezeReport:
     """Score, select, fit and refit; the model stays as it is."""
-    adapter, sequences = adapter_for(model), read_sequences(kept)
+    adapter = adapter_for(model)
     ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
     layouts = [site.layout for site in adapter.sites()]
     names = {name for name in (config.score, config.match) if name is not None}
@@ -177,7 +248,7 @@ def _decide(
         }
     if config.heads is None:
         for name, values in scores.items():
-            check_ranks(name, values, num_sequences=len(sequences.lengths))
+            check_ranks(name, values, statistics, adapter.dtype)
     with watch("select"):
         group_size = layouts[0].num_heads // layouts[0].num_kv_heads
         choose = choose_by(scores, config, group_size=group_size)

@@ -10,9 +10,11 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.freezing.config import BUDGETS
 from saf.freezing.heldout import HeldOutFit
+from saf.freezing.loss import perplexity_rise
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records.events import MADE, EventRecord, append_event, beside_earlier
+from saf.records.quantities import number, signed
 from saf.records.table import Table
 from saf.statistics import AttentionStatistics
 
@@ -49,6 +51,16 @@ class FreezeReport:
     """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     heldout: HeldOutFit | None = None
     """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
+
+    loss_before: float | None = None
+    """Mean loss on the held-out text before the event, nats a token; None where no such text was given."""
+    loss_after: float | None = None
+    """The same after it."""
+
+    @property
+    def perplexity_rise(self) -> float:
+        """Return by which share perplexity rose on the held-out text; NaN where none was given."""
+        return perplexity_rise(self.loss_before, self.loss_after)
 
     @property
     def kind(self) -> str:
@@ -90,6 +102,7 @@ class FreezeReport:
         rows = [[None if value != value else value for value in row] for row in self.scores.tolist()]
         deferred = {"deferred": [list(head) for head in self.deferred]} if self.deferred else {}
         lengths = {"lengths": list(self.statistics.lengths)} if self.statistics.lengths else {}
+        losses = {} if self.loss_before is None else {"loss_before": self.loss_before, "loss_after": self.loss_after}
         halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
         return {
             "schema": SCHEMA,
@@ -110,11 +123,13 @@ class FreezeReport:
             **lengths,
             **deferred,
             **halves,
+            **losses,
         }
 
     def known(self) -> dict[str, Any]:
         """Return what of `to_dict` a model is told along with: its heads, how they were chosen, and on what."""
-        names = ("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash")
+        names = ["heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"]
+        names += [] if self.loss_before is None else ["loss_before", "loss_after"]
         values = self.to_dict()
         made = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
         # A rate is the setting of those alone who gave no other.
@@ -152,12 +167,12 @@ class FreezeReport:
         for layer in range(self.scores.shape[0]):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
-            span = f"{min(scores):.2e} to {max(scores):.2e}" if scores else ""
+            span = f"{number(min(scores), 3)} to {number(max(scores), 3)}" if scores else ""
             worst = max((kl for (at, _), kl in self.fit_kl.items() if at == layer), default=None)
             rows.append([layer, " ".join(map(str, chosen)), span, "" if worst is None else f"{worst:.4f}"])
         kind, fits = self.kind, "fit KL, nats (worst)"
         head = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", fits]
-        took = f"{total:.2f} s ({parts})"
+        took = f"{self._losses()}{total:.2f} s ({parts})"
         if kind == "pruned":
             return Table.of(self.summary, head, rows, notes=[took]).without([fits])
         note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{took}"
@@ -165,6 +180,13 @@ class FreezeReport:
 
     def __rich__(self) -> Table:
         return self.table()
+
+    def _losses(self) -> str:
+        """Return the held-out loss before and after, for the caption; nothing where it was not measured."""
+        if self.loss_before is None:
+            return ""
+        rise = signed(100 * self.perplexity_rise, 1)
+        return f"held-out loss {self.loss_before:.4f} nats before, {self.loss_after:.4f} after (perplexity {rise}); "
 
     def _halves(self) -> str:
         """Return what the fits on halves came to, for the caption; nothing where none was asked for."""

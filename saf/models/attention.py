@@ -75,9 +75,11 @@ class Attention(TellsLayout):
         """
         # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
         num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
+        # Empty weights get no gradient: clip_grad_norm_ finds no largest element in one. What comes before gets zeros.
         if num_slots == 0:
-            return (self.o_proj(x[..., :0]),)  # zeros, with a gradient to the weight, as every layer's has
-        weight = torch.cat([plain_weight(each) for each in (self.q_proj, self.k_proj, self.v_proj)])
+            return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
+        read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
+        weight = torch.cat([plain_weight(each) for each in read])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
         query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
         if rotation is not None:

@@ -27,13 +27,10 @@ class TellsLayout(nn.Module):
     `saf.save` writes them.
     """
 
-    frozen_layout: Tensor | None
+    frozen_layout: Tensor | None = None
+    """No buffer: who averages a model's buffers, or casts all of them, would round the digests."""
 
-    def __init__(self):
-        super().__init__()
-        self.register_buffer(LAYOUT, None)
-
-    def tell_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None", device: torch.device) -> None:
+    def tell_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None") -> None:
         """Tell of another layout from now on."""
         told = None
         if not layout.ordinary:
@@ -42,15 +39,19 @@ class TellsLayout(nn.Module):
                 told[list(getattr(layout, kind)), 0] = number
             for head, pattern in zip(layout.frozen, () if frozen is None else frozen.patterns, strict=True):
                 told[head, 1] = 0 if pattern.trainable else _digest(pattern)
-            told = told.to(device)
         self.frozen_layout = told
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Add what the layer tells of its heads."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.frozen_layout is not None:
+            destination[prefix + LAYOUT] = self.frozen_layout.clone()  # averages are written into a state dict, too
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Compare before anything of the layer is loaded; what this model tells of itself stays."""
-        own = self.frozen_layout
         self.compare_layout(state_dict, prefix, prefix + LAYOUT)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self.frozen_layout = own
+        weights = {name: tensor for name, tensor in state_dict.items() if name != prefix + LAYOUT}
+        super()._load_from_state_dict(weights, prefix, *rest)
 
     def compare_layout(self, state_dict: dict[str, Any], layer: str, name: str) -> None:
         """Raise CheckpointError where weights under the prefix `layer` tell, as `name`, of another layout or of none.

@@ -21,22 +21,45 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, HeadLayout, HeadSet, role_of
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
-from saf.surgery.optimizer import add_logits_, check_optimizer, drop_logits_, unwrap_optimizer
-from saf.surgery.rows import rearrange_, take_rows, write_rows_
+from saf.surgery.optimizer import (
+    add_logits_,
+    check_optimizer,
+    check_returning,
+    drop_logits_,
+    head_orders,
+    unwrap_optimizer,
+)
+from saf.surgery.rows import moments, rearrange_, take_rows, write_rows_
 
 Arguments = ParamSpec("Arguments")
 Outcome = TypeVar("Outcome")
 
 
 def editing(function: Callable[Arguments, Outcome]) -> Callable[Arguments, Outcome]:
-    """Run an edit outside inference mode, whose tensors could never be trained, and without recording gradients."""
+    """Run an edit of a model, its first argument, outside inference mode and without recording gradients.
+
+    Tensors of inference mode could never be trained. Afterwards optimisers are held to the rows that weights have.
+    """
 
     @wraps(function)
     def edit(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Outcome:
+        """Edit the model, then take in the order of its heads."""
         with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
+            outcome = function(*args, **kwargs)
+        model: Any = args[0] if args else kwargs["model"]
+        head_orders.set(_rows_of(adapter_for(model).sites()), unwrap_optimizer(kwargs.get("optimizer")))
+        return outcome
 
     return edit
+
+
+def _rows_of(sites: Iterable[Site]) -> Iterator[tuple[Tensor, str | None]]:
+    """Yield every projection's weight and bias with what its rows are now, None for the order it was made with."""
+    for site in sites:
+        made = HeadLayout(site.layout.num_heads, site.layout.num_kv_heads)
+        for name, (parameter, _) in site.projections().items():
+            rows = site.layout.rows_in(name)
+            yield parameter, None if rows == made.rows_in(name) else repr(rows)
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -114,6 +137,11 @@ def plan_edit(
     """
     site.check(layout)
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+    if optimizer is not None:
+        for name, (parameter, _) in site.projections().items():
+            own = moments(parameter, optimizer).keys()
+            for kept in _returning(site, layout, name, site.removed).values():
+                check_returning(optimizer, parameter, own - kept.keys())
     frozen = None
     if backend is None:
         backend = "auto" if site.frozen is None else site.frozen.backend
@@ -170,14 +198,25 @@ def _move_rows_(edit: LayerEdit, optimizer: torch.optim.Optimizer | None) -> Rem
             removed.setdefault(role + suffix, {})[one] = rows
         for head, columns in written.items():
             write_rows_(parameter, dimension, old.index((name, head)), columns)
-        plan: list[int | Mapping[str, Tensor]] = []
-        for role, one in new:
-            kept = removed.get(role + suffix, {})
-            back = one in kept and ((role, one) not in old or one in layout.live)
-            plan.append(kept.pop(one) if back else old.index((role, one)))
+        back = _returning(site, layout, name, removed)
+        plan: list[int | Mapping[str, Tensor]] = [back[row] if row in back else old.index(row) for row in new]
+        for role, one in back:
+            del removed[role + suffix][one]
         if plan != list(range(len(old))):
             rearrange_(parameter, dimension, plan, site.head_dim, optimizer)
     return {role: rows for role, rows in removed.items() if rows}
+
+
+def _returning(
+    site: Site, layout: HeadLayout, name: str, removed: Removed
+) -> dict[tuple[str, int], Mapping[str, Tensor]]:
+    """Return the rows kept for undoing that a projection takes back under a layout, by role and head."""
+    old, suffix = site.layout.rows_in(name), name.removeprefix(role_of(name))
+    return {
+        (role, one): removed[role + suffix][one]
+        for role, one in layout.rows_in(name)
+        if one in removed.get(role + suffix, {}) and ((role, one) not in old or one in layout.live)
+    }
 
 
 def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:

@@ -6,8 +6,10 @@ kernels do not check shapes. The logits of trainable patterns join it without we
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saf.errors import InputError, UnsupportedError
-
-_OWN = ("params", "param_names", "weight_decay")
-"""What a group of parameters does not share with the group that its settings are copied to."""
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
@@ -34,58 +33,153 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Iterabl
     """Raise unless the optimiser holds the parameters' training state in a form that can be carried by rows."""
     if optimizer is None:
         return
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
+        raise UnsupportedError(f"{kind} keeps one state for all weights together, which cannot be carried by heads")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in held:
             raise InputError(
                 "this optimizer does not hold the model's attention weights; pass the one that trains them"
             )
+        plain = (Tensor, nn.Parameter, type(parameter.data))
         for name, state in optimizer.state.get(parameter, {}).items():
-            if isinstance(state, Tensor) and state.dim() > 0 and state.shape != parameter.shape:
-                kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+            if state is None or isinstance(state, int | float | str):
+                continue
+            if type(state) not in plain:  # such as 8-bit moments, or a list of factors
+                raise UnsupportedError(
+                    f"{kind} keeps {name!r} as {type(state).__name__}; only plain tensors can be carried by heads: "
+                    "edit before its first step, or train with an optimizer that keeps plain moments"
+                )
+            if state.dim() > 0 and state.shape != parameter.shape:
                 raise UnsupportedError(
                     f"{kind} keeps {name!r} of shape {tuple(state.shape)} for a weight of shape "
                     f"{tuple(parameter.shape)}; only state of the weight's own shape can be carried by heads"
                 )
 
 
-class StaleMoments:
-    """Hold parameters edited without their optimiser, weakly, until the first step that is in order.
+_START_AT_ZERO = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+)
+"""State that is zero before a weight's first step, whatever optimiser of PyTorch keeps it (`sum`: see below)."""
 
-    PyTorch offers no other place to see an optimiser that was not passed than a hook before every optimiser's step.
-    It is registered by the first such edit and does nothing while no parameter is watched.
+
+def check_returning(optimizer: torch.optim.Optimizer, parameter: Tensor, missing: Iterable[str]) -> None:
+    """Raise UnsupportedError for state, by name, that rows put back lack and that does not start at zero.
+
+    They left before the optimiser's first step, so only their start is known, as zero or not at all.
+    """
+    group = _group_of(optimizer, parameter)
+    adagrad = {"sum"} if group.get("initial_accumulator_value") == 0 else set()
+    if unknown := sorted(set(missing) - _START_AT_ZERO - adagrad):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} keeps {unknown[0]!r}, whose start is unknown, and these heads left before its "
+            "first step; delete this optimizer, undo, then make a new one"
+        )
+
+
+ORDER = "saf_head_order"
+"""Key of a parameter group for the order of heads in its weights: a digest, or no key where all are as they were made.
+
+A group's settings are part of every optimiser's state dict, so saved state tells of which heads it is.
+"""
+
+
+_OWN = ("params", "param_names", "weight_decay", ORDER)
+"""What a group of parameters does not share with the group that its settings are copied to."""
+
+
+class HeadOrders:
+    """Hold which heads have which rows of edited parameters, weakly, and refuse optimiser state of others.
+
+    State dicts are looked at when loaded into an optimiser that is known here, and every optimiser at its first step
+    after an edit: PyTorch offers no other place to see one that was not passed than a hook before all steps.
     """
 
     def __init__(self):
-        self.shapes = WeakTensorKeyDictionary()
+        self.rows = WeakTensorKeyDictionary()
+        """What the rows of a parameter are, as text; of edited ones alone."""
+        self.moved = WeakTensorKeyDictionary()
+        """Parameters whose rows an edit moved in this process: state from before it is of no use to them."""
+        self.checked: WeakKeyDictionary[torch.optim.Optimizer, list[int | None]] = WeakKeyDictionary()
+        """The digest by group of optimisers whose state is in order."""
+        self.known: WeakSet[torch.optim.Optimizer] = WeakSet()
         self.handle: RemovableHandle | None = None
 
-    def watch(self, parameter: Tensor) -> None:
-        """Remember the shape that a parameter is about to lose."""
-        self.shapes[parameter] = {*(self.shapes.get(parameter) or ()), parameter.shape}
-        if self.handle is None:
-            self.handle = register_optimizer_step_pre_hook(self.check)
+    def set(self, rows: Iterable[tuple[Tensor, str | None]], optimizer: torch.optim.Optimizer | None) -> None:
+        """Take in what the rows of parameters are now, None where they are as made; `optimizer` was carried along."""
+        for parameter, text in rows:
+            if text is not None:
+                self.rows[parameter] = text
+            elif parameter in self.rows:
+                del self.rows[parameter]
+        self.checked.clear()
+        if optimizer is not None:
+            self._accept(getattr(optimizer, "optimizer", optimizer))  # accelerate's holds the one that steps
+        if self.handle is None and len(self.rows):
+            self.handle = register_optimizer_step_pre_hook(self._before_step)
 
-    def check(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raise InputError when the optimiser holds a watched parameter's state in a shape that it no longer has."""
-        if not len(self.shapes):
-            return
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p in self.shapes]
-        for parameter in mine:
-            for name, state in optimizer.state.get(parameter, {}).items():
-                if not isinstance(state, Tensor) or state.shape == parameter.shape:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raise InputError where the optimiser's state is of other heads; look once, and when a group's key changed."""
+        if [group.get(ORDER) for group in optimizer.param_groups] != self.checked.get(optimizer):
+            self._check(optimizer, optimizer.param_groups, optimizer.state)
+            self._accept(optimizer)
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """Raise InputError for a state dict of other heads than the parameters have, before it is loaded."""
+        self._check(optimizer, state_dict["param_groups"], state_dict["state"])
+
+    def _accept(self, optimizer: torch.optim.Optimizer) -> None:
+        """Mark the optimiser's groups as of the heads that their parameters have."""
+        found = [self._digest(group["params"]) for group in optimizer.param_groups]
+        for group, digest in zip(optimizer.param_groups, found, strict=True):
+            group.pop(ORDER, None)
+            if digest is not None:
+                group[ORDER] = digest
+        self.checked[optimizer] = found
+        if optimizer not in self.known and any(digest is not None for digest in found):
+            self.known.add(optimizer)
+            optimizer.register_load_state_dict_pre_hook(self._before_load)
+
+    def _digest(self, parameters: Sequence[Tensor]) -> int | None:
+        """Return 63 bits of the SHA-256 of what the rows of edited parameters are; None where none was edited."""
+        rows = [(place, self.rows[each]) for place, each in enumerate(parameters) if each in self.rows]
+        return int.from_bytes(sha256(repr(rows).encode()).digest()[:8], "big") >> 1 if rows else None
+
+    def _check(self, optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: Mapping) -> None:
+        """Raise InputError unless groups and state, loaded or to be, are of the heads that the parameters have."""
+        for own, group in zip(optimizer.param_groups, groups, strict=False):
+            if (told := group.get(ORDER)) == self._digest(own["params"]):
+                continue
+            for parameter, key in zip(own["params"], group["params"], strict=False):
+                concerned = told is not None or parameter in self.rows
+                if not concerned or not state.get(key) or _unused(state[key], parameter):
                     continue
-                if state.shape in self.shapes[parameter]:
+                # An optimiser made since whose groups say nothing, such as one filled by hand, is taken by its shapes.
+                made_since = told is None and optimizer not in self.known and parameter not in self.moved
+                if not (made_since and _fits(state[key], parameter)):
                     raise InputError(
-                        f"{type(optimizer).__name__} keeps {name!r} of shape {tuple(state.shape)} for an edited "
-                        f"weight of shape {tuple(parameter.shape)}; pass optimizer= to install_ and uninstall_, or "
-                        "make a new optimizer"
+                        f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that "
+                        "of others; pass optimizer= to every edit, or load a state saved since, or make a new optimizer"
                     )
-        for parameter in mine:
-            del self.shapes[parameter]
 
 
-watch_stale_moments = StaleMoments().watch
+def _fits(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Return whether the tensors of a parameter's state can be of its shape: each size is its own, or one."""
+    return all(
+        value.dim() != parameter.dim()
+        or all(size in (1, own) for size, own in zip(value.shape, parameter.shape, strict=True))
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _unused(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Return whether state is as made before a first step, as Adagrad makes it."""
+    return "step" in state and float(state["step"]) == 0 and _fits(state, parameter)
+
+
+head_orders = HeadOrders()
 
 _edited_with = WeakTensorKeyDictionary()
 """The optimiser whose moments followed the last edit of a parameter, held weakly."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from saf.surgery.optimizer import remember_optimizer, watch_stale_moments
+from saf.surgery.optimizer import head_orders, remember_optimizer
 
 Plan = Sequence[int | Mapping[str, Tensor]]
 """For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
@@ -47,12 +47,9 @@ def rearrange_(
     """Rebuild the head rows of a parameter, its moments and its gradient by a plan.
 
     Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros, as do their gradients.
-    Without an optimiser the parameter is watched: one that still holds its moments in the old shape is refused at its
-    next step.
     """
-    if optimizer is None:
-        watch_stale_moments(parameter)
-    else:
+    head_orders.moved[parameter] = True
+    if optimizer is not None:
         remember_optimizer(parameter, optimizer)
     state = moments(parameter, optimizer)
     for name, old in state.items():
@@ -60,7 +57,7 @@ def rearrange_(
         optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
     gradient = parameter.grad
     replace_data_(parameter, _rebuilt(parameter.data, dimension, plan, head_dim, "weight"))
-    if gradient is not None:
+    if gradient is not None and parameter.numel():  # a forward pass gives an empty weight none either
         parameter.grad = _rebuilt(gradient.detach(), dimension, plan, head_dim, "gradient")
 
 

@@ -185,7 +185,7 @@ def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int
     windows = sequential_windows(data.tokens("controller"), length)
     if len(windows) < count:
         raise DataError(
-            f"output-aware scores were to read {count} windows of {length:,} tokens, the controller partition has "
-            f"{len(windows)}; ask for fewer with heldout_sequences, or prepare more text"
+            f"the controller partition must have {count} held-out windows of {length:,} tokens, got {len(windows)}; "
+            "ask for fewer with heldout_sequences, or prepare more text"
         )
     return list(windows[-count:, :-1].split(batch_size))

@@ -61,6 +61,11 @@ class Trained(Protocol):
         """Return the events carried out so far."""
         ...
 
+    @property
+    def guard_sequences(self) -> list[Tensor] | None:
+        """Return sequences on which an event that costs too much is refused; None where training follows."""
+        ...
+
     def say(self, text: str) -> None:
         """Show people a line."""
         ...
@@ -141,17 +146,19 @@ def _freeze_(run: Trained, event: Freeze) -> Change:
     freeze = run.config.freeze
     assert freeze is not None
     batches = run.task.calibration()
-    heldout = run.task.heldout() if "outputs" in freeze.needs else None
-    needed = {"gradient": run.updater.gradient} if run.updater.gradient else None
+    needed = {"gradient": run.updater.gradient} if run.updater.gradient else {}
+    if "outputs" in freeze.needs:
+        needed["outputs"] = run.task.heldout()
     with run.execution.autocast():
-        plan = plan_calibration(run.model, batches, collect=scores_collect(freeze, needed or {}))
+        plan = plan_calibration(run.model, batches, collect=scores_collect(freeze, needed))
         run.say(str(plan))
         report = freeze_(
             run.model,
             batches,
             settings_of(event, freeze),
             optimizer=run.updater.optimizer,
-            heldout=heldout,
+            heldout=run.guard_sequences,
+            accept_loss=False,
             needed=needed,
             first=event.first,
             may_be_none=event.below is not None,

@@ -147,6 +147,8 @@ def _finetune(config: TrainConfig, epochs: int | None, resume: bool) -> dict[str
                 "or start another run"
             )
         return pretrain(config, resume=True)
+    if resume and not (Path(config.out) / CHOICE).exists():
+        raise InputError(f"{config.out} holds no run to resume; check out, or leave resume out")
     if config.task == MQARTask.name:
         return pretrain(config)
     if config.time_budget_seconds is not None:

@@ -24,6 +24,8 @@ def lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | No
     if (folder / INDEX_FILE).exists():
         raise InputError(f"{folder} is a data folder ({INDEX_FILE} is there); choose another for the run")
     if not (folder / "config.json").exists():
+        if resume:
+            raise InputError(f"{folder} holds no run to resume; check out, or leave resume out")
         return None
     lock = lock_folder(folder) if is_first() else None
     if not resume:

@@ -129,6 +129,10 @@ class Run:
         used = self.allowance.used(parts=self.clock.parts, expected=expected, updates=self.update - self.start)
         return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
 
+    @property
+    def guard_sequences(self) -> None:
+        """Return nothing: what an event of a run costs is recorded, and never refused."""
+
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
         if self.observer:

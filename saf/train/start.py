@@ -9,6 +9,7 @@ import torch
 from torch.optim import AdamW
 
 from saf.adapters import adapter_for
+from saf.calibration.plan import free_bytes, readable
 from saf.errors import CheckpointError, InputError
 from saf.freezing.choice import check_heads, check_room
 from saf.machine.execution import Execution
@@ -30,7 +31,7 @@ from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Parallel, Shards
 from saf.train.run import RECORDS, Run
 from saf.train.run_config import context_length, model_config, read_run_config, run_config
-from saf.train.sharing import micro_batches_of_one, parallel_of
+from saf.train.sharing import STATE_BYTES, micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
 
@@ -163,6 +164,27 @@ def _choices(run: Run, why: str, own_share: int) -> Iterator[str]:
         )
 
 
+def _check_memory(shape: GPTConfig, execution: Execution, batch_size: int, length: int) -> None:
+    """Raise InputError where training on a CPU takes more memory than is free: the system would end the process.
+
+    A layer keeps its norms', projections' and MLP's inputs and outputs for the backward pass: 8 + 2 mlp_ratio widths a
+    token, a lower bound (19 to 23 measured, of 16).
+    """
+    free = free_bytes(execution.device)
+    if execution.device.type != "cpu" or free is None:
+        return
+    # Compiled code keeps what its compiler chooses: one layer's is certain.
+    layers = 1 if execution.activation_checkpointing or execution.compile else shape.num_layers
+    width = (8 + 2 * shape.mlp_ratio) * shape.hidden_size * (2 if execution.precision == "bf16" else 4)
+    state, activations = STATE_BYTES * shape.num_parameters, batch_size * length * layers * width
+    if state + activations > free:
+        raise InputError(
+            f"training needs about {readable(state + activations)} of memory ({readable(state)} for weights and "
+            f"moments, {readable(activations)} for batch_size={batch_size} x {length:,} tokens), got {readable(free)} "
+            "free; take a smaller model, batch_size or length"
+        )
+
+
 def _check_launches(config: TrainConfig, execution: Execution, parallel: Parallel, *, trained_patterns: bool) -> None:
     """Raise UnsupportedError now for what the first update, or the first one after an event, could not launch."""
     if config.graphs == "on":
@@ -274,6 +296,7 @@ def _build(
 
     The optimiser of a `fresh` run is a new one. Unless `filled`, a checkpoint's weights and moments are not read.
     """
+    _check_memory(shape, execution, config.batch_size, context_length(config))
     if checkpoint:
         # "auto" chose at the event; what it chose goes on, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None

@@ -20,6 +20,7 @@ from saf.evaluate.zero_shot import TaskAnswers
 from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
 from saf.integrations.models import Encoder
 from saf.records.files import to_json, write_json
+from saf.records.quantities import signed
 from saf.records.result import read_result
 from saf.records.table import markdown_of
 from saf.report.analyses import analysis_figure
@@ -104,7 +105,7 @@ def test_tables_and_figure_say_what_the_record_holds(record):
     shown = " ".join(filter(None, map(markdown_of, tables(to_json(record)))))
     for arm in record["arms"]:
         assert "/".join(map(str, arm["layer_thirds"])) in shown
-        assert f"{100 * arm['mean_difference']:+.2f}" in shown
+        assert f"{signed(100 * arm['mean_difference'], 2, '')}" in shown
     assert "negative" in shown
     drawn = analysis_figure(record)
     assert "arc_easy" in drawn

@@ -202,10 +202,18 @@ def test_resuming_with_the_same_settings_said_again(data, tmp_path):
         parse("--out", tmp_path, "--resume", "--freeze.max-fit-kl", 9).run()
 
 
-def test_resuming_where_no_run_is_says_so(tmp_path):
-    with pytest.raises(InputError, match="holds no run to resume"):
-        parse("--out", tmp_path / "nowhere", "--resume")
-    assert not (tmp_path / "nowhere").exists()
+def test_resuming_where_no_run_is_says_so(data, tmp_path):
+    for given in ((), ("--data", data, *SMALL)):
+        with pytest.raises(InputError, match="holds no run to resume"):
+            parse("--out", tmp_path / "nowhere", "--resume", *given).run()
+        assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_with_the_numbers(data, tmp_path):
+    shape = ("--model-overrides", "num_layers", 1, "num_heads", 2, "hidden_size", 16, "mlp_ratio", 10**9)
+    with pytest.raises(InputError, match=r"training needs about [\d.,]+ GB of memory .*, got [\d.,]+ GB free"):
+        parse("--data", data, "--out", tmp_path / "run", *SMALL, *shape).run()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pairs(tmp_path, capsys):

@@ -16,11 +16,11 @@ from saf.cli import main
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.paths import Kind, kind_of
-from saf.records.quantities import number
+from saf.records.quantities import number, signed
 from saf.surgery import uninstall_
 from tests.transformers_models import LENGTH, make
 
-FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu")
+FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu", "--accept-loss")
 TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
 
 
@@ -176,7 +176,7 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     record = saf_json(*words, frozen)
     card = (frozen / "README.md").read_text()
     assert "by variance, at a rate of 25.0%, patterns by mean; calibrated on 4 sequences of 32 tokens of data;" in card
-    assert f"a change of {record['delta_ppl_percent']:+.3f}% (95% interval" in card
+    assert f"a change of {signed(record['delta_ppl_percent'], 3)} (95% interval" in card
     assert f"on 6 windows of {LENGTH} tokens, in fp32" in card
     code, _, told = saf(*words, base / "model")
     assert code == 2
@@ -186,7 +186,7 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     freezing = json.loads((frozen / "freezing.json").read_text())
     assert data["freezes"][0]["frozen"] == freezing["heads"]
-    assert f"{record['delta_ppl_percent']:+.3f}%" in page
+    assert f"{signed(record['delta_ppl_percent'], 3)}" in page
     assert f"{number(max(kl for *_, kl in freezing['fit_kl']), 3)} at most" in page
     assert freezing["model"][:12] in page
     # What a Trainer leaves has no scores; what freezing cost may not be known.

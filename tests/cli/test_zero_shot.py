@@ -10,6 +10,7 @@ import saf.integrations as saf_integrations
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
+from saf.records.quantities import signed
 from saf.surgery import prune_
 from tests.transformers_models import make
 from tests.zero_shot_files import COUNT, write_tasks
@@ -87,7 +88,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     assert hashes["ordinary"] != hashes["frozen"]
     saf_json("report", tmp_path / "pruned", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert f"Mean change {100 * record['mean_difference']:+.2f} points" in page
+    assert f"Mean change {signed(100 * record['mean_difference'], 2, '')} points" in page
     assert "What it cost in perplexity is not known here" in page
     code, _, told = saf("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a")
     assert code == 2

@@ -86,19 +86,6 @@ def test_calibration_beyond_the_context_of_a_model_of_transformers_warns():
         saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100))
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        (tokens(1), "score 'variance' tells heads apart by how sequences differ, and calibration has 1"),
-        (tokens(1).expand(4, -1), "score 'variance' is 0 for every head, over 4 calibration sequences"),
-    ],
-)
-def test_a_score_that_tells_no_heads_apart_chooses_none(ids, message):
-    with pytest.raises(InputError, match=message):
-        saf.freeze_(make(), [ids])
-    assert len(saf.freeze_(make(), [ids], saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=5)).heads) == 1
-
-
 def test_batches_as_loaders_give_them_and_not_by_themselves():
     ids = tokens()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=3)

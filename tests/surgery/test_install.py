@@ -195,7 +195,7 @@ def test_an_optimiser_that_was_not_passed_fails_at_its_next_step(options):
     before = snapshot(model, trainer)
     install_(model, HeadSet([(0, 1)]), patterns(1))
     for _ in range(2):
-        with pytest.raises(InputError, match=r"'exp_avg' of shape \(32, 32\).* shape \(24, 32\); pass optimizer="):
+        with pytest.raises(InputError, match="pass optimizer="):
             update(model, trainer)
     update(model, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, **options))
     uninstall_(model)

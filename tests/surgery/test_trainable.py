@@ -92,7 +92,7 @@ def test_the_optimiser_takes_them_with_its_settings_and_neither_decay_nor_moment
     assert groups_of(trainer) == [*before, [id(parameter) for parameter in pattern_parameters(model)]]
     source, group = trainer.param_groups
     assert (group["weight_decay"], group["lr"], group["betas"]) == (0.0, 1e-2, (0.8, 0.9))
-    same = source.keys() - {"params", "weight_decay"}
+    same = trainer.defaults.keys() - {"weight_decay"}
     assert {name: group[name] for name in same} == {name: source[name] for name in same}
     assert not any(parameter in trainer.state for parameter in pattern_parameters(model))
 

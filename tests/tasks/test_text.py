@@ -95,7 +95,7 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
     ("changes", "message"),
     [
         ({"calibration_sequences": 100_000}, "calibration needs 100000 windows"),
-        ({"heldout_sequences": 100_000}, "were to read 100000 windows"),
+        ({"heldout_sequences": 100_000}, "must have 100000 held-out windows"),
     ],
 )
 def test_too_few_data_are_told_before_training(settings, changes, message):

@@ -267,7 +267,7 @@ def test_too_little_heldout_text_is_told_before_training(settings):
     config = settings(freeze=FREEZE, calibration_sequences=10_000)
     with pytest.raises(DataError, match="calibration needs 10000 windows"):
         pretrain(config)
-    with pytest.raises(InputError, match=r"score 'variance' tells heads apart by how sequences differ.*has 1"):
+    with pytest.raises(InputError, match=r"score 'variance' compares sequences.*got 1"):
         pretrain(settings(freeze=FREEZE, calibration_sequences=1))
     assert not path(config, "metrics.jsonl").exists()
 

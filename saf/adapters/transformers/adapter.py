@@ -152,9 +152,8 @@ class TransformersSite:
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout; the model attends through our function while any layer has frozen heads."""
-        device = self._family.module(self.attention, "value").weight.device
         self._adapter.forget(self.attention, set(layout.live) - set(self.layout.live))
-        attach_state(self.attention, self._family).take(layout, frozen, removed, device)
+        attach_state(self.attention, self._family).take(layout, frozen, removed)
         for name in self._family.projections.values():
             linear = getattr(self.attention, name)
             if self._family.kind == CONV1D:

@@ -6,8 +6,8 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from saf.adapters.adapter import Removed, Sink
 from saf.adapters.documents import Documents
@@ -49,10 +49,10 @@ class HeadState(TellsLayout):
         """Return whether nothing is left that the layer would do otherwise than without this state."""
         return self.layout.ordinary and not self.sinks and self.kernel == "auto"
 
-    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed, device: torch.device) -> None:
+    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
-        self.tell_layout(layout, frozen, device)
+        self.tell_layout(layout, frozen)
 
 
 @cache
@@ -271,7 +271,13 @@ def forward_without_queries(
     query, key = value[:, :0, :rows], value[:, :0]
     mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
     flat = mixed.flatten(2).contiguous()  # GPT-2's projection takes a view of it
-    return family.module(module, "output")(flat) if family.output is None else family.output(module, flat), None
+    if family.output is not None:
+        return family.output(module, flat), None
+    projection = family.module(module, "output")
+    if heads:
+        return projection(flat), None
+    # The empty weight gets no gradient: clip_grad_norm_ finds no largest element in one.
+    return F.linear(flat, projection.weight.detach(), projection.bias), None
 
 
 def choose_forward(attention: Any, family: Family) -> None:

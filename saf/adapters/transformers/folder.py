@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from saf.adapters.adapter import Adapter
@@ -320,8 +321,8 @@ def _told(event: dict[str, Any]) -> str:
     text = f" of {event['data']}" if event.get("data") else ""
     begun = ", each begun by the token that begins a text" if event.get("bos") is not None else ""
     parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{text}{begun}")
-    if kls := sorted(kl for *_, kl in event["fit_kl"]):
-        parts.append(f"KL of the fits {kls[len(kls) // 2]:.4f} nats (median), {kls[-1]:.4f} at most")
+    if kls := [kl for *_, kl in event["fit_kl"]]:
+        parts.append(f"KL of the fits {median(kls):.4f} nats (median), {max(kls):.4f} at most")
     if event.get("loss_before") is not None:
         parts.append(f"held-out loss {event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after")
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"

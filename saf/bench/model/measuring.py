@@ -18,6 +18,7 @@ from saf.bench.model.processes import Children, FreshSubject, compile_specificat
 from saf.errors import InputError
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Execution
+from saf.records.quantities import signed
 
 Asked = TypeVar("Asked", bound=ModelSettings)
 
@@ -136,5 +137,5 @@ def _measure_memory(
         change = None if ordinary is None else 100 * (peak / ordinary - 1)
         entry = {"arm": arm.name, "backend": arm.backend, "rate": arm.rate, "kind": reply["memory_kind"]}
         recorder.add("memory", point=point.to_dict(), **entry, bytes=peak, change_percent=change)
-        compared = "" if change is None else f", {change:+.2f}% against ordinary"
+        compared = "" if change is None else f", {signed(change)} against ordinary"
         recorder.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")

@@ -4,6 +4,8 @@ Schedules and what carries their events out are those of `saf pretrain` (`saf.tr
 between two updates, after the checkpoint of the state before it: a run that resumes there meets the event again.
 """
 
+import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +20,12 @@ from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.entrance import covered
 from saf.adapters.transformers.folder import mark_of
-from saf.calibration.capture import check_vocabulary
-from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.calibration.capture import check_vocabulary, read_sequences
+from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freezing.choice import check_heads_of, check_room
 from saf.freezing.config import FreezeConfig
+from saf.freezing.loss import heldout_loss
+from saf.heads import EDITED
 from saf.integrations.transformers.editing import Editing
 from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
 from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in, warn_of_others
@@ -31,12 +35,14 @@ from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
-from saf.schedules import OneTime, Outcome, Proposer, Schedule, schedule_to_dict
+from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, restore_, uninstall_
 from saf.surgery.optimizer import unwrap_optimizer
 from saf.train.events import CARRY_OUT, check_freeze, meant, start_proposer
 from saf.train.parallel import Alone, Parallel, Replicas
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -94,22 +100,18 @@ class _Training:
     update: int = 0
     stepped: bool = False
     """Whether the optimiser has made its state, so that it was looked at."""
+    guard_sequences: list[Tensor] | None = None
+    """Sequences on which an event that costs too much is refused; None where training follows."""
 
     def say(self, text: str) -> None:
         """Say nothing: a Trainer has its own progress."""
 
     def controller_loss(self, batches: int | None) -> float:
         """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
-        adapter, model = adapter_for(self.model), self.model
-        training = model.training
-        model.eval()
-        with torch.no_grad(), self.execution.autocast():
-            losses = [
-                adapter.next_token_loss(ids[:, :-1].to(adapter.device), ids[:, 1:].to(adapter.device))
-                for ids in self.task.held_out[:batches]
-            ]
-        model.train(training)
-        return float(torch.stack(losses).mean()) if losses else float("nan")
+        if not self.task.held_out:
+            return float("nan")
+        with self.execution.autocast():
+            return heldout_loss(self.model, self.task.held_out[:batches])
 
 
 class FreezeCallback(Editing, ExportableState):
@@ -132,6 +134,7 @@ class FreezeCallback(Editing, ExportableState):
         schedule: Schedule | None = None,
         *,
         heldout: Iterable[Any] = (),
+        accept_loss: bool = False,
         tokenizer: Any = None,
         length: int | None = None,
         sequences: int = 32,
@@ -146,7 +149,9 @@ class FreezeCallback(Editing, ExportableState):
             schedule: When: `saf.OneTime(0.5)` by default, or any other schedule, also of your own class. `TrainLoss`
                 reads every update's loss from the log, so it needs `logging_steps=1`.
             heldout: Sequences given in the same forms, for `ValidationBudget` and scores that read outputs. With them
-                the losses before and after each event are in the model card.
+                the losses before and after each event are logged, and in the model card.
+            accept_loss: Whether to keep an event after the last update that raises perplexity on `heldout` by more than
+                5%. Otherwise `train` raises LossError once everything is saved, and the model stays as it was trained.
             tokenizer: Of text; the Trainer's `processing_class` by default.
             length: Tokens of the sequences that text is cut into.
             sequences: Into how many calibration text is cut; of held-out text as many.
@@ -164,6 +169,9 @@ class FreezeCallback(Editing, ExportableState):
                 raise InputError(f"{name} is a whole number from 1; got {value}")
         self._given = {"calibration": calibration, "heldout": heldout}
         self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
+        check("accept_loss", accept_loss, bool)
+        self._accept_loss = accept_loss
+        self._refused: LossError | None = None
         self._tokenizer = tokenizer
         self._training: _Training | None = None
         self._before = Before()
@@ -215,7 +223,8 @@ class FreezeCallback(Editing, ExportableState):
             self._before, self.called = Before.of(model), False
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
-        self.config.check_calibration(sequences=sum(map(len, task.batches)), length=task.batches[0].shape[-1])
+        different = read_sequences(task.batches).num_different
+        self.config.check_calibration(sequences=different, length=task.batches[0].shape[-1])
         stored = stored_in(state, type(self).__name__) if state.global_step else None
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
@@ -261,7 +270,18 @@ class FreezeCallback(Editing, ExportableState):
             check_editable(given["model"], given["optimizer"])
             self._training.stepped = True
         if state.global_step >= state.max_steps:
-            self._carry_out_due_(state.global_step, given)
+            decides = self._accept_loss or isinstance(self.schedule, ValidationBudget)
+            self._training.guard_sequences = None if decides else self._training.task.held_out or None
+            try:
+                self._carry_out_due_(state.global_step, given)
+            except LossError as error:
+                self._refused = error
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Raise what refused the event after the last update, now that the Trainer has saved what it trained."""
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """Let the schedule see the loss of an update."""
@@ -324,7 +344,19 @@ class FreezeCallback(Editing, ExportableState):
             deferred=change.deferred,
         )
         training.events.append(_recorded(training, event, outcome, seconds, update))
+        self._log(outcome, change.summary, update)
         return outcome
+
+    def _log(self, outcome: Outcome, summary: str, update: int) -> None:
+        """Log an event: a line for people, and its numbers among the Trainer's metrics."""
+        model, losses = self.trainer.model, {}
+        if not math.isnan(outcome.loss_before):
+            losses = {"heldout_loss_before": outcome.loss_before, "heldout_loss_after": outcome.loss_after}
+        if self.trainer.is_world_process_zero():
+            told = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+            logger.info("update %d: %s", update, "; ".join(filter(None, [summary, told])))
+        counts = {f"{kind}_heads": len(adapter_for(model).heads(kind)) for kind in EDITED}
+        self.trainer.log({**{kind: count for kind, count in counts.items() if count}, **losses})
 
     def _sequences(self, name: str, tokenizer: Any) -> list[Tensor]:
         """Return the sequences given under a name, and keep them: an iterator is read once."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.adapters import TransformersAdapter, adapter_for, longest_input
+from saf.adapters.description import STATE, recorded_layouts
 from saf.adapters.transformers.adapter import FAMILIES
 from saf.adapters.transformers.folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
@@ -22,10 +23,11 @@ from saf.data.text_data import TextData
 from saf.data.tokenizer import Tokenizer
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
-from saf.freeze_settings import HELDOUT_SEQUENCES, SHORTER, CheckpointFreezing, check_length, check_new
-from saf.freezing.choice import scores_collect
+from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some
+from saf.freezing.choice import check_heads, scores_collect
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
+from saf.heads import HeadLayout
 from saf.integrations.models import Encoder
 from saf.machine.execution import autocast, device_name, pick_device
 from saf.records.files import read_json, write_json
@@ -133,13 +135,27 @@ class TransformersFolder:
             known.apply_caps()
         return model.to(device).eval()
 
-    def attention_dropout(self) -> dict[str, float]:
-        """Return the rates above 0 of attention dropout in the configuration, by their fields."""
+    def layouts(self) -> list[HeadLayout]:
+        """Return each layer's heads as the files tell; none for a configuration that does not."""
+        if (self.folder / STATE).is_file():
+            return recorded_layouts(read_json(self.folder / STATE, error=CheckpointError))
+        config = self._config().get_text_config()
+        layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(kv_heads, int)):
+            return []
+        return [HeadLayout(heads, kv_heads)] * layers
+
+    def _config(self) -> Any:
+        """Open the configuration; raise CheckpointError where transformers cannot."""
         try:
-            config = AutoConfig.from_pretrained(self.name)
+            return AutoConfig.from_pretrained(self.name)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
-        fields = sorted({family.dropout_setting for family in FAMILIES})
+
+    def attention_dropout(self) -> dict[str, float]:
+        """Return the rates above 0 of attention dropout in the configuration, by their fields."""
+        config, fields = self._config(), sorted({family.dropout_setting for family in FAMILIES})
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self) -> Encoder:
@@ -208,6 +224,8 @@ def freeze_folder(
     if "gradient" in config.needs:
         raise InputError("a model's folder holds no average of Q/K gradients, which this score reads; choose another")
     found = TransformersFolder.find(settings.checkpoint)
+    if layouts := found.layouts():
+        check_heads(config, layouts)  # now, not once the weights are there
     device, data = pick_device(settings.device), found.data(settings.data)
     bos = found.encoder().beginning(found.name) if settings.bos else None
     if "outputs" in config.needs and isinstance(data, TextData):
@@ -233,14 +251,15 @@ def freeze_folder(
             batches,
             config,
             heldout=heldout,
+            accept_loss=settings.accept_loss,
             folder=settings.calibration,
             capture_bytes=limit,
             progress=progress,
         )
+    check_some(report)
     if settings.finalize:
         finalize_(model)
-    if len(report.heads):
-        tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)
+    tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)
     head = result_header(
         "freezing",
         {name: getattr(settings, name) for name in _RECORDED}
@@ -270,17 +289,21 @@ def freeze_folder(
 
 def _batches(
     settings: CheckpointFreezing, data: TokenData, *, length: int, seed: int, bos: int | None
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Return calibration sequences and, for scores that read outputs, held-out ones, in batches `[B, length]`."""
-    size, count, heldout = settings.batch_size, settings.heldout_sequences or HELDOUT_SEQUENCES, None
-    told = {"setting": "--sequences", "shorter": SHORTER}
-    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, **told)
-    batches = list(windows.split(size))
-    if "outputs" in settings.config.needs:
-        heldout = heldout_batches(data, length=length, count=count, batch_size=size)
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return calibration sequences and held-out ones, in batches `[B, length]`; of plain text windows of their own."""
+    size, count, plain = settings.batch_size, settings.sequences, isinstance(data, TextData)
+    windows = (
+        data.num_tokens("controller") // length - count if plain else (data.num_tokens("controller") - 1) // length
+    )
+    asked = settings.heldout_count(windows)
+    draw = {"length": length, "seed": seed, "setting": "--sequences", "shorter": SHORTER}
+    drawn = calibration_windows(data, count=count + asked if plain else count, **draw)
+    batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
+    if not plain:
+        heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
     if bos is None:
         return batches, heldout
-    return [begun_with(batch, bos) for batch in batches], heldout and [begun_with(batch, bos) for batch in heldout]
+    return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]
 
 
 def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any]) -> None:

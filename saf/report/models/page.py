@@ -133,7 +133,8 @@ def _quality(folder: Path, events: Sequence[dict[str, Any]], change: dict[str, A
         facts = {
             "perplexity before": f"{change['ppl_ordinary']:.4f}",
             "perplexity after": f"{change['ppl_frozen']:.4f}",
-            "change": f"{change['delta_ppl_percent']:+.3f}% (95% interval {low:+.3f} to {high:+.3f})",
+            "change": f"{signed(change['delta_ppl_percent'], 3)} (95% interval {signed(low, 3, '')} to "
+            f"{signed(high, 3, '')})",
             "paired windows": f"{change['windows']:,}",
         }
         parts.append(Table.facts("The same held-out windows", facts, pair_words(change)).html())
@@ -168,7 +169,7 @@ def _key_figures(
         low, high = change["ci95"]
         value, label = change["delta_ppl_percent"], "change in perplexity with its interval"
         drawing = whiskers([(value, low, high, _COLOUR)], label=label)
-        note = f"95% interval {low:+.2f}% to {high:+.2f}%, {change['windows']:,} paired windows"
+        note = f"95% interval {signed(low, 2)} to {signed(high, 2)}, {change['windows']:,} paired windows"
         figures.append(key_figure("Perplexity", signed(value), note, drawing))
     if kls := [kl for event in events for *_, kl in event["fit_kl"]]:
         note = f"nats, the median; {number(max(kls), 3)} at most"

@@ -1,0 +1,47 @@
+"""The loss guard: held-out loss around an event, and the layer to blame where it rises too far."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from saf.adapters import adapter_for
+from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_sequences
+from saf.errors import InputError
+
+MAX_RISE = 0.05
+"""Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
+
+
+def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode.
+
+    Sequences go through the model one by one: logits of a vocabulary are wide.
+    """
+    adapter, sequences, total, count = adapter_for(model), read_sequences(batches), 0.0, 0
+    check_vocabulary(adapter, sequences.ids)
+    with torch.no_grad(), evaluation_mode(model):
+        for batch in sequences.without_padding():
+            for ids in batch[:, None].to(adapter.device):
+                targets = ids[:, 1:]
+                if targets.numel():
+                    total += float(adapter.next_token_loss(ids[:, :-1], targets)) * targets.numel()
+                    count += targets.numel()
+    if not count:
+        raise InputError("heldout must have sequences of two tokens or more, got none")
+    return total / count
+
+
+def perplexity_rise(before: float | None, after: float | None) -> float:
+    """Return by which share perplexity rises between two losses, nats; NaN without one, `inf` where it overflows.
+
+    >>> round(perplexity_rise(3.0, 3.1), 4)
+    0.1052
+    """
+    if before is None or after is None:
+        return math.nan
+    try:
+        return math.expm1(after - before)
+    except OverflowError:
+        return math.inf

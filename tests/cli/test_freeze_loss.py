@@ -1,0 +1,105 @@
+"""`saf freeze` measures what it costs: a model that it would destroy is refused, and nothing is written."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+import saf.integrations.transformers  # noqa: F401
+from saf.data.tokenizer import train_bpe
+from tests.transformers_models import make
+
+TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
+WORDS = ("--sequences", 4, "--batch-size", 2, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model that learned a text by heart, with its tokenizer and the text."""
+    root = tmp_path_factory.mktemp("loss")
+    (root / "text.txt").write_text(TEXT)
+    tokenizer = train_bpe([TEXT], vocab_size=300)
+    model = make("llama", vocab_size=300)
+    windows = torch.tensor(tokenizer.encode(TEXT)[:512]).view(-1, 32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        model(windows, labels=windows, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(root / "model")
+    tokenizer.save(root / "model" / "tokenizer.json")
+    return root
+
+
+def test_a_destroyed_model_is_refused_and_kept_where_it_is_accepted(base, saf, saf_json, tmp_path):
+    words = ("freeze", base / "model", "--data", base / "text.txt", "--rate", 1, *WORDS)
+    code, out, told = saf(*words, "--out", tmp_path / "out")
+    assert code == 2
+    assert not out
+    assert not (tmp_path / "out").exists()
+    assert "held-out perplexity must rise by at most 5%, got " in told
+    assert "costs most" in told
+    assert "set --accept-loss" in told
+    result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
+    assert result["loss_after"] > result["loss_before"] + 0.05
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"held-out loss {result['loss_before']:.4f} nats before, {result['loss_after']:.4f} after" in card
+    assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
+
+
+def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base, saf, saf_json, tmp_path):
+    ids = torch.tensor(train_bpe([TEXT], vocab_size=300).encode(TEXT))
+    windows = ids[: len(ids) // 16 * 16].view(-1, 16)
+    count = (len(ids) + 1) // 16  # an end of text follows
+    words = ("freeze", base / "model", "--data", base / "text.txt", "--count", 1, *WORDS[2:], "--sequences")
+    result = saf_json(*words, count - 1, "--accept-loss", "--out", tmp_path / "out")
+    frozen = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        logits = frozen(windows, use_cache=False).logits[:, :-1].double()
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
+    assert float((losses - result["loss_after"]).abs().min()) < 1e-5
+    code, _, told = saf(*words, count, "--out", tmp_path / "none")
+    assert (code, f"needs {count + 1} windows" in told) == (2, True)
+
+
+def test_a_run_is_measured_on_its_controller_text(arms, saf, saf_json, tmp_path):
+    words = ("freeze", arms[0], "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
+    code, shown, _ = saf(*words)
+    assert code == 0
+    assert "nats before" in " ".join(shown.split())
+    (event,) = (json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines())
+    assert event["loss_before"] == pytest.approx(event["loss_after"], abs=0.05)
+
+
+def test_no_head_frozen_is_an_error(base, arms, saf, tmp_path):
+    folder = (base / "model", "--data", base / "text.txt", "--length", 16, "--allow-shorter")
+    for where in (folder, (arms[0],)):
+        for given in (("--rate", 0), ("--count", 0), ("--max-fit-kl", 1e-12)):
+            words = ("freeze", *where, *given, "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
+            code, out, told = saf(*words)
+            assert (code, out) == (2, "")
+            assert "must be " in told
+            assert not (tmp_path / "out").exists()
+
+
+def test_heads_that_cannot_be_frozen_are_refused_before_weights_are_read(base, arms, saf, tmp_path):
+    grouped = make("llama-grouped", vocab_size=300)
+    grouped.save_pretrained(tmp_path / "grouped")
+    (tmp_path / "grouped" / "tokenizer.json").write_bytes((base / "model" / "tokenizer.json").read_bytes())
+    for folder in (base / "model", tmp_path / "grouped"):  # weights that nothing can read
+        damaged = tmp_path / f"damaged-{folder.name}"
+        damaged.mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            (damaged / name).write_bytes((folder / name).read_bytes())
+        (damaged / "model.safetensors").write_bytes(b"no weights")
+    data = ("--data", base / "text.txt", "--out", tmp_path / "out")
+    code, _, told = saf("freeze", tmp_path / "damaged-model", "--heads", "9:1", *data)
+    assert (code, "heads must exist" in told) == (2, True)
+    code, _, told = saf("freeze", tmp_path / "damaged-grouped", "--rate", 0.1, "--whole-groups", *data)
+    assert (code, "--whole-groups freezes at least" in told) == (2, True)
+    code, _, told = saf("freeze", arms[0], "--heads", "9:1", "--out", tmp_path / "out")
+    assert (code, "heads must exist" in told) == (2, True)

@@ -1,0 +1,151 @@
+"""A freeze that raises held-out perplexity too far is refused and undone where no training follows; else recorded."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import saf
+from saf.errors import InputError, LossError
+from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
+
+QUARTER = saf.FreezeConfig(rate=0.25, max_fit_kl=9)
+HARMLESS = saf.FreezeConfig(heads=((2, 0), (2, 1)), max_fit_kl=9)
+
+
+def fluent():
+    """A model whose predictions are sharp and hang on its attention."""
+    model = make()
+    for block in model.blocks:
+        block.attention.k_proj.weight.data *= 5
+        block.attention.o_proj.weight.data *= 30
+    model.norm.weight.data *= 20
+    return model
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Sequences that the model itself says, so that any other model predicts them worse."""
+    model, generator = fluent(), torch.Generator().manual_seed(3)
+    ids = torch.randint(0, SHAPE.vocab_size, (4, 1), generator=generator)
+    while ids.shape[1] < LENGTH:
+        with torch.no_grad():
+            ids = torch.cat([ids, torch.multinomial(model(ids)[:, -1].softmax(-1), 1, generator=generator)], 1)
+    return ids
+
+
+def loss(model, text):
+    with torch.no_grad():
+        logits = model(text)[:, :-1].double()
+    return float(cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
+
+
+def loss_with(heads, text, operation="freeze"):
+    """The loss once these heads alone are frozen or pruned, measured here."""
+    model, given = fluent(), {"max_fit_kl": 9} if operation == "freeze" else {}
+    saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=heads, operation=operation, **given))
+    return loss(model, text)
+
+
+def everything(model, optimizer=None):
+    """All that an edit may change, as it is now."""
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        kept = {} if optimizer is None else optimizer.state[parameter]
+        found |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in kept.items()}
+    return found
+
+
+def assert_same(found, before):
+    assert found.keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in found.items())
+
+
+def trained(text):
+    """A model and its optimiser after an update."""
+    model = fluent()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model(text[:, :-1], text[:, 1:]).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("operation", ["freeze", "prune"])
+def test_a_rise_without_training_is_refused_undone_and_blamed_on_the_worst_layer(text, operation):
+    model, given = fluent(), {"max_fit_kl": 9} if operation == "freeze" else {}
+    config = saf.FreezeConfig(rate=0.5, operation=operation, **given)
+    chosen = saf.freeze_(fluent(), [tokens()], config).heads
+    alone = {layer: loss_with([h for h in chosen if h[0] == layer], text, operation) for layer, _ in chosen}
+    rise = math.expm1(loss_with(list(chosen), text, operation) - loss(model, text))
+    before = everything(model)
+    with pytest.raises(LossError) as refused:
+        saf.freeze_(model, [tokens()], config, heldout=[text[:3], text[3:]])
+    told = str(refused.value)
+    assert "accept_loss" in told
+    worst = max(alone, key=lambda layer: alone[layer])
+    percents = [float(word) / 100 for word in re.findall(r"([\d.]+)%", told)]
+    assert f"layer {worst} " in told
+    assert percents == pytest.approx([0.05, rise, math.expm1(alone[worst] - loss(model, text))], abs=6e-4)
+    assert_same(everything(model), before)
+    assert torch.equal(model(text), fluent()(text))
+    assert saf.freeze_(model, [tokens()], config).heads == chosen, "nothing is left of the refused event"
+
+
+def test_an_accepted_rise_and_a_harmless_event_are_reported_with_their_losses(text):
+    for config, accept in ((QUARTER, {"accept_loss": True}), (HARMLESS, {})):
+        model = fluent()
+        before = loss(model, text)
+        report = saf.freeze_(model, [tokens()], config, heldout=[text], **accept)
+        assert (report.loss_before, report.loss_after) == pytest.approx((before, loss(model, text)), abs=1e-5)
+        assert report.to_dict()["loss_after"] == report.loss_after
+        assert f"{report.loss_before:.4f} nats before, {report.loss_after:.4f} after" in " ".join(str(report).split())
+    assert math.expm1(report.loss_after - report.loss_before) < 0.05
+
+
+def test_with_an_optimizer_a_rise_is_recorded_unless_it_is_not_accepted(text):
+    model, optimizer = trained(text)
+    before = everything(model, optimizer)
+    with pytest.raises(LossError):
+        saf.freeze_(model, [tokens()], QUARTER, optimizer=optimizer, heldout=[text], accept_loss=False)
+    assert_same(everything(model, optimizer), before)
+    report = saf.freeze_(model, [tokens()], QUARTER, optimizer=optimizer, heldout=[text])
+    assert report.loss_after > report.loss_before + 0.05
+    model(text[:, :-1], text[:, 1:]).backward()
+    optimizer.step()
+
+
+def test_without_heldout_text_nothing_is_measured():
+    report = saf.freeze_(fluent(), [tokens()], QUARTER)
+    assert report.loss_before is report.loss_after is None
+    assert "loss_before" not in report.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [(torch.ones(2, 1, dtype=torch.long), "two tokens"), (torch.ones(1, 60).long(), "at most")]
+)
+def test_heldout_text_that_cannot_be_measured_is_refused_before_the_model_changes(given, words):
+    model = fluent()
+    before = everything(model)
+    with pytest.raises(InputError, match=words):
+        saf.freeze_(model, [tokens()], QUARTER, heldout=[given])
+    assert_same(everything(model), before)
+
+
+def test_refitted_and_trainable_patterns_leave_nothing_behind_either(text):
+    for options in ({"refit": True}, {"trainable": True}, {"storage": "dense", "max_fit_kl": 0.2}):
+        model, optimizer = trained(text)
+        before, groups = everything(model, optimizer), [len(group["params"]) for group in optimizer.param_groups]
+        given = {"rate": 0.5, "max_fit_kl": 9, "seed": 1, "score": "random"} | options
+        with pytest.raises(LossError):
+            saf.freeze_(
+                model,
+                [tokens()],
+                saf.FreezeConfig(**given),
+                optimizer=optimizer,
+                heldout=[text],
+                accept_loss=False,
+            )
+        assert_same(everything(model, optimizer), before)
+        assert [len(group["params"]) for group in optimizer.param_groups] == groups
