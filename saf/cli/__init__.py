@@ -39,20 +39,9 @@ EXIT_INTERRUPTED = 130
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
     words = list(sys.argv[1:] if words is None else words)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if words else sys.stderr)
-        return 0 if words else EXIT_ERROR
-    if words[0] in ("-V", "--version"):
-        from saf import __version__
-
-        print(f"saf {__version__}")
-        return 0
+    if (code := _answer(words)) is not None:
+        return code
     name, *rest = words
-    if name not in COMMANDS:
-        near = nearest(name, COMMANDS)
-        hint = f"did you mean `saf {near}`?" if near else "`saf --help` lists the commands."
-        print(f"saf: there is no command {name!r}; {hint}", file=sys.stderr)
-        return EXIT_ERROR
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     called = invocation.set(tuple(words))
@@ -80,6 +69,24 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     finally:
         invocation.reset(called)
+
+
+def _answer(words: Sequence[str]) -> int | None:
+    """Return the exit code after the help, the version or the word on a command that there is not; None for a command."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else EXIT_ERROR
+    if words[0] in ("-V", "--version"):
+        from saf import __version__
+
+        print(f"saf {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        near = nearest(words[0], COMMANDS)
+        hint = f"did you mean `saf {near}`?" if near else "`saf --help` lists the commands."
+        print(f"saf: there is no command {words[0]!r}; {hint}", file=sys.stderr)
+        return EXIT_ERROR
+    return None
 
 
 def usage() -> str:

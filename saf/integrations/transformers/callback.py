@@ -169,7 +169,6 @@ class FreezeCallback(Editing, ExportableState):
                 raise InputError(f"{name} is a whole number from 1; got {value}")
         self._given = {"calibration": calibration, "heldout": heldout}
         self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
-        check("accept_loss", accept_loss, bool)
         self._accept_loss = accept_loss
         self._refused: LossError | None = None
         self._tokenizer = tokenizer
