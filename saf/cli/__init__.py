@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _answer(words: Sequence[str]) -> int | None:
-    """Return the exit code after the help, the version or the word on a command that there is not; None for a command."""
+    """Print the help or the version, or refuse an unknown command, and return the exit code; None for a command."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else EXIT_ERROR
