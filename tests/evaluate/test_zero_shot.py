@@ -81,7 +81,7 @@ def test_two_evaluations_are_paired_by_question(tmp_path):
     assert one["standard_error"] == pytest.approx(0.4 / 10**0.5)
     shown = " ".join(map(markdown_of, zero_shot_comparison_tables(found)))
     assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
-    assert "Mean change -25.00 points" in shown
+    assert "Mean change −25.00 points" in shown
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):
