@@ -9,7 +9,7 @@ from saf.adapters import Site, adapter_for, rows_of
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
-from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, layers_with, patterns_of, plan_edit
+from saf.surgery.edit import carry_out_, check_live, editable, editing, layers_with, patterns_of, plan_edit
 from saf.surgery.optimizer import check_group, unwrap_optimizer
 
 
@@ -46,9 +46,8 @@ def install_(
         UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
             be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
-    check_unwrapped(model)
     heads = HeadSet.in_order(heads)
-    adapter = adapter_for(model)
+    adapter = editable(model)
     given = pattern_for_each_head(patterns) if len(heads) else []
     if len(given) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")
