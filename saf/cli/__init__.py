@@ -56,6 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SafError as error:
         if not error.heard:
             print(f"saf {name}: {error}", file=sys.stderr)
+        _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print(f"saf {name}: interrupted{KEPT if name in TRAINING else ''}", file=sys.stderr)
@@ -87,6 +88,18 @@ def _answer(words: Sequence[str]) -> int | None:
         print(f"saf: there is no command {words[0]!r}; {hint}", file=sys.stderr)
         return EXIT_ERROR
     return None
+
+
+def _end_in_group(code: int) -> None:
+    """End a process at once that is still in a group with others: the threads of a broken group would abort it."""
+    if "torch" not in sys.modules:  # which loads for seconds
+        return
+    from saf.machine.processes import group_place
+
+    if group_place()[1] > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def usage() -> str:
