@@ -188,7 +188,7 @@ class ExponentialPattern:
     def state(self) -> dict[str, Tensor]:
         """Return the parameters, and T as a whole number."""
         tensors = {name: x.detach().clone() for name, x in self._tensors().items()}
-        return tensors | {"length": torch.tensor(self.length)}
+        return tensors | {"length": torch.tensor([self.length])}
 
     def vectors(self) -> dict[str, Tensor]:
         """Return alpha and rho by position, `[..., T]` each, and the normalisers' logarithms."""

@@ -23,9 +23,10 @@ def exponential_patterns(
     frequency[:, :2] = 0
     damping = torch.rand(heads, poles, dtype=torch.float64, generator=generator) / 400
     damping[:, 1] = 1 / 40
-    cosine, sine = 0.05 * normal(poles).clamp(-2, 2), 0.05 * normal(poles).clamp(-2, 2)
+    # All together stay below the slowest decay, so the sum is positive.
+    cosine, sine = (0.2 / poles) * normal(poles).clamp(-1, 1), (0.2 / poles) * normal(poles).clamp(-1, 1)
     cosine[:, :2] = torch.tensor([0.3, 0.7])
-    # Cosines must not fall more slowly than the decay that keeps the sum positive.
+    # No cosine falls more slowly than that decay.
     damping[:, 2:] += damping[:, :1]
     sine[:, :2] = 0
     alpha = 0.3 * normal(keys)
