@@ -122,7 +122,7 @@ def linear_rows() -> dict[str, Row]:
                     name = f"{NAMES[dtype]} D{dim} C{chunk} band {band} {direction(reverse)}"
                     rows[f"linear mix {name}"] = Row(mix_kernel, product | mix, dtype)
                     rows[f"linear states {name}"] = Row(states_kernel, product | states, dtype)
-        constants = {"P": 16, "BN": 64, "POWERS": 8, "POWER": 3, "STAGES": 3, "num_warps": 4}
+        constants = {"P": 16, "BN": 64, "POWERS": 8, "STAGES": 3, "num_warps": 4}
         rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
     return rows
 

@@ -34,6 +34,8 @@ ALIGNED = (
     "num_value_heads",
     "place",
     "stretch",
+    "stretches",
+    "power",
     "parts",
     "lowest",
 )

@@ -118,18 +118,18 @@ def _planned(
         config, rows=rows, reach=reach, poles=poles, powers=tables.turns.shape[1], dim=dim, columns=columns,
         reverse=transpose, mapped=sources is not None, precision=precision,
     )  # fmt: skip
-    blocks = cdiv(columns, block)
+    blocks, power = cdiv(columns, block), config.stretch.bit_length() - 1
     add = PreparedLaunch(
-        states_kernel, (stretches - 1, heads, blocks), length, columns, *x.stride()[:3], before.stride(0),
-        **product, **own, device=x.device,
+        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
+        before.stride(0), **product, **own, device=x.device,
     )  # fmt: skip
     scan = PreparedLaunch(
-        scan_kernel, (heads, blocks), columns, stretches - 1,
-        P=poles, BN=block, POWERS=product["POWERS"], POWER=mixing["POWER"], STAGES=3, num_warps=4, device=x.device,
+        scan_kernel, (heads, blocks), columns, stretches - 1, power,
+        P=poles, BN=block, POWERS=product["POWERS"], STAGES=3, num_warps=4, device=x.device,
     )  # fmt: skip
     mix = PreparedLaunch(
-        mix_kernel, (stretches, heads, blocks), length, columns, *x.stride()[:3], *out.stride()[:3],
-        before.stride(0), after.stride(0), **product, **mixing, device=x.device,
+        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, power, *x.stride()[:3],
+        *out.stride()[:3], before.stride(0), after.stride(0), **product, **mixing, device=x.device,
     )  # fmt: skip
     shape = (heads, max(1, stretches - 1), 2, poles, columns)
 
@@ -151,14 +151,14 @@ def linear_constants(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Return the compile-time arguments of both kernels, those of `states_kernel` alone and of `mix_kernel` alone."""
     product = {
-        "D": dim, "C": rows, "SC": config.stretch, "P": poles, "BN": config.columns, "REACH": reach, "POWERS": powers,
+        "D": dim, "C": rows, "P": poles, "BN": config.columns, "REACH": reach, "POWERS": powers,
         "REVERSE": reverse, "MAPPED": mapped, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
     }  # fmt: skip
     own, mixing = (
         {"STAGES": stages, "num_warps": warps, "num_stages": stages}
         for warps, stages in zip(config.warps, config.stages, strict=True)
     )
-    return product, own, mixing | {"POWER": config.stretch.bit_length() - 1, "SCANNED": config.scan}
+    return product, own, mixing | {"SCANNED": config.scan}
 
 
 def _check(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None, out: Tensor) -> None:
