@@ -4,7 +4,7 @@ from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
 from saf.estimates import dense_pattern
-from saf.fit import fit_compact, fit_kl
+from saf.fit import fit_compact, fit_exponential, fit_kl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import fit_heldout
 from saf.freezing.recipe import freeze_
@@ -13,7 +13,7 @@ from saf.freezing.storage import storage_report
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern, ExponentialPattern
 from saf.prefill import Prefill
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.scores import score
@@ -27,6 +27,7 @@ __all__ = [
     "AttentionStatistics",
     "CompactPattern",
     "DensePattern",
+    "ExponentialPattern",
     "FreezeConfig",
     "FreezeReport",
     "FrozenHeads",
@@ -45,6 +46,7 @@ __all__ = [
     "finalize_",
     "fit",
     "fit_compact",
+    "fit_exponential",
     "fit_heldout",
     "fit_kl",
     "freeze_",

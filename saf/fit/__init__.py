@@ -1,7 +1,8 @@
 """Fit compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
 
 A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` is what they minimise and
-how far a fit is from its target, `certificate` the evidence, `structured` the fit with fewer parameters.
+how far a fit is from its target, `certificate` the evidence, `structured` the fit with fewer parameters. `exponential`
+fits patterns that run in linear time, and `lbfgs` minimises for it.
 """
 
 import warnings
@@ -14,6 +15,7 @@ from saf.errors import SafWarning, check_keywords, check_name
 from saf.fit.adam import fit_adam
 from saf.fit.certificate import TOLERANCE, Certificate, certify
 from saf.fit.dense import fit_dense
+from saf.fit.exponential import ExponentialFit, fit_exponential, fit_exponential_heads
 from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
 from saf.fit.structured import CONSTANT_AFTER, check_constant_after, fit_variants
@@ -24,11 +26,14 @@ __all__ = [
     "FITTERS",
     "MAX_FIT_KL",
     "Certificate",
+    "ExponentialFit",
     "accepted",
     "certify",
     "check_fitter_options",
     "check_targets",
     "fit_compact",
+    "fit_exponential",
+    "fit_exponential_heads",
     "fit_kl",
     "fit_loss",
     "fit_variants",

@@ -52,7 +52,7 @@ class FrozenHeads(PreparedHeads):
     ) -> "FrozenHeads":
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
 
-        A list may mix compact, dense and trainable patterns; of the last the parameters themselves are taken.
+        A list may mix all kinds of patterns; of trainable ones the parameters themselves are taken.
         `kv_head [H]`, in slot order, names the value head each slot reads; without it slots and value heads
         correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
         cannot run here, or cannot train a pattern.
@@ -74,7 +74,8 @@ class FrozenHeads(PreparedHeads):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
         trained = [single for single in patterns if is_trainable(single)]
         fixed = [single for single in patterns if not single.trainable]
-        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained))
+        wanted = {"trainable": bool(trained), "exponential": any(one.kind == "exponential" for one in fixed)}
+        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, **wanted)
         check_trainable(name, trained, dtypes)
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
         for one in dtypes:

@@ -1,7 +1,7 @@
 """The patterns that frozen heads have: one file a kind, what all kinds answer, and their sums.
 
-`pattern` says what every kind answers; `compact`, `dense` and `trainable` are the kinds; `log_sums` adds up compact
-patterns without ever forming a T x T array.
+`pattern` says what every kind answers; `compact`, `dense`, `exponential` and `trainable` are the kinds; `log_sums` adds
+up compact patterns without ever forming a T x T array.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from torch import Tensor
 from saf.errors import CheckpointError
 from saf.patterns.compact import CompactPattern
 from saf.patterns.dense import DensePattern
+from saf.patterns.exponential import ExponentialPattern
 from saf.patterns.pattern import Pattern, pattern_for_each_head
 from saf.patterns.trainable import TrainablePattern, is_trainable, trained_logits
 
@@ -18,6 +19,7 @@ __all__ = [
     "KINDS",
     "CompactPattern",
     "DensePattern",
+    "ExponentialPattern",
     "Pattern",
     "TrainablePattern",
     "is_trainable",
@@ -26,7 +28,9 @@ __all__ = [
     "trained_logits",
 ]
 
-KINDS: dict[str, type[Pattern]] = {kind.kind: kind for kind in (CompactPattern, DensePattern, TrainablePattern)}
+KINDS: dict[str, type[Pattern]] = {
+    kind.kind: kind for kind in (CompactPattern, DensePattern, ExponentialPattern, TrainablePattern)
+}
 
 
 def pattern_from_state(tensors: Mapping[str, Tensor], *, trainable: bool = False) -> Pattern:

@@ -43,7 +43,8 @@ class TrainablePattern(nn.Module):
 
         Raises UnsupportedError for a pattern that has no key and distance logits.
         """
-        if (start := pattern.compact()) is None:
+        start = None if pattern.kind == "exponential" else pattern.compact()
+        if start is None:
             raise UnsupportedError(
                 f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact "
                 "pattern (storage='compact'), or use trainable=False"

@@ -46,6 +46,12 @@ def toeplitz_results() -> dict:
 
 
 @pytest.fixture(scope="session")
+def linear_results() -> dict:
+    """Results of every case of the linear product by name."""
+    return run_worker("kernel_worker.py", "linear.product_cases", interpret=not has_gpu())
+
+
+@pytest.fixture(scope="session")
 def row_results() -> dict:
     """Results of every case of single rows by name."""
     return run_worker("kernel_worker.py", "rows.row_cases", interpret=not has_gpu())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from saf.patterns import CompactPattern
+from saf.patterns import CompactPattern, ExponentialPattern
 
 if TYPE_CHECKING:
     from tests.ops.layer_case import Case
@@ -15,7 +15,7 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-2
 
 
 def answers(
-    case: "Case", views: list[Tensor], upstream: Tensor, pattern: CompactPattern | None
+    case: "Case", views: list[Tensor], upstream: Tensor, pattern: CompactPattern | ExponentialPattern | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return output and gradients in float64, and componentwise bounds of frozen heads' ones.
 

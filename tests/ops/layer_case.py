@@ -8,7 +8,8 @@ from torch import Tensor
 
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, mixed_attention
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, DensePattern, ExponentialPattern
+from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
 
 
@@ -17,7 +18,7 @@ class Case:
     """A layer: `heads` query heads in groups that share a value head, of which `frozen` (original ids) are frozen.
 
     `patterns` are names of hard patterns, taken in turn; they cover `extra` more positions than the input, and with
-    `dense` are given entry by entry, in float32 or wider.
+    `dense` are given entry by entry, in float32 or wider. With a `band` they are exponential patterns instead.
     `layout` is how operands lie in memory: "packed" views of a larger buffer, "contiguous", or "channels", whose
     channels have no unit stride. Where no kernel of PyTorch reads it, the memory around packed views is NaN.
     """
@@ -33,6 +34,7 @@ class Case:
     patterns: tuple[str, ...] = ("decay", "ripple")
     extra: int = 63
     dense: bool = False
+    band: int = 0
     layout: str = "packed"
 
     @property
@@ -58,8 +60,11 @@ class Case:
     def _in_order(self) -> tuple[int, ...]:
         return tuple(range(self.heads))
 
-    def pattern(self, device: torch.device | str) -> CompactPattern:
+    def pattern(self, device: torch.device | str) -> CompactPattern | ExponentialPattern:
         """Return the patterns of the frozen heads."""
+        if self.band:
+            made = exponential_patterns(len(self.frozen), self.length + self.extra, band=self.band)
+            return made.to(device=device)
         names = [self.patterns[at % len(self.patterns)] for at in range(len(self.frozen))]
         return hard_patterns(names, self.length + self.extra, device)
 
@@ -89,7 +94,7 @@ def inside(leaf: Tensor, case: Case) -> Tensor:
 
 
 def mix(
-    case: Case, device: str, pattern: CompactPattern | None
+    case: Case, device: str, pattern: CompactPattern | ExponentialPattern | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Tensor]:
     """Return the leaves with their views, gradients in them, the output gradient and the output."""
     slots = case.heads_by_slot
@@ -105,7 +110,8 @@ def mix(
             DensePattern(pattern.dense().to(torch.promote_types(case.dtype, torch.float32))) if case.dense else pattern
         )
         frozen = FrozenHeads.from_patterns(given, **options)
-    output = mixed_attention(*(view for _, view in leaves.values()), frozen)
+    query, key, value = (view for _, view in leaves.values())
+    output = mixed_attention(query, key, value, frozen)
     assert output.dtype == case.dtype
     output.backward(upstream)
     return leaves, upstream, output.detach()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from saf.patterns import CompactPattern
+from saf.patterns import CompactPattern, ExponentialPattern
 from tests.ops.layer_answers import UNIT, answers
 from tests.ops.layer_case import Case, collected, mix
 
@@ -73,7 +73,7 @@ class Outcome:
         return lines + ([] if self.untouched else ["gradients outside the operands' views"])
 
 
-def run(case: Case, device: str, pattern: CompactPattern | None = None) -> Outcome:
+def run(case: Case, device: str, pattern: CompactPattern | ExponentialPattern | None = None) -> Outcome:
     """Mix a layer and its gradients, and compute both in float64; beside our own live heads, PyTorch's."""
     pattern = pattern if pattern is not None or not case.frozen else case.pattern(device)
     leaves, upstream, output = mix(case, device, pattern)

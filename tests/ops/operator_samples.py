@@ -9,9 +9,11 @@ import torch
 import saf.ops
 from saf.ops import FrozenHeads
 from saf.ops.fused.tables import MAPS, PATTERNS
+from saf.ops.linear.operator import linear_tables
 from saf.ops.operator import has_triton
 from saf.ops.rows.frozen import OWN, READERS, row_tables
 from saf.patterns import CompactPattern
+from tests.ops.exponential_patterns import exponential_patterns
 
 
 def registered() -> set[str]:
@@ -55,6 +57,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     fused = fused_samples(draw, device, dtype) if "fused" in runnable(device) else []
     return {
         "toeplitz": convolved,
+        "linear": linear_samples(draw, device, dtype),
         "inference": inference_samples(draw, convolved[0][1:4], fused),
         **row_samples(draw, device, dtype),
         "fused": [arguments for arguments, _ in fused],
@@ -136,6 +139,20 @@ def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
     inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
     inputs = [x.requires_grad_() for x in inputs]
     return [(x, *rest, transpose) for x in inputs for transpose in (False, True)]
+
+
+def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
+    """Both directions, a strided and a contiguous input, and heads that share one of two value heads."""
+    made = linear_tables(exponential_patterns(2, 48, band=8).singles(), dtype, torch.device(device))
+    tables, *scalings = list(made[0]), made[1], made[2]
+    samples = []
+    for heads, count in (([0, 1], 2), ([1, 1], 2), ([0, 0], 1)):
+        sources = torch.tensor(heads, dtype=torch.int32, device=device)
+        for transpose in (False, True):
+            given = 2 if transpose else count
+            for x in (draw(2, given, 40, 16), draw(2, 40, given, 16).transpose(1, 2)):
+                samples.append((x.requires_grad_(), heads, sources, tables, *scalings, count, transpose))
+    return samples
 
 
 def fused_samples(draw, device: str, dtype: torch.dtype) -> list[tuple[tuple, tuple]]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from saf.ops import FrozenHeads, frozen_attention
-from saf.patterns import CompactPattern
+from saf.patterns import CompactPattern, ExponentialPattern
+from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
 from tests.ops.layer_answers import UNIT, rebuilding, underflow
 
@@ -17,14 +18,17 @@ class Frozen:
     """Frozen heads with hard patterns on one device, and their dense form `[F, T, T]` in float64."""
 
     def __init__(self, length: int, dim: int, dtype: torch.dtype, backend: str, device: str, *, extra: int = 63):
-        self.pattern = hard_patterns(PATTERNS, length + extra, device)
+        self.pattern: CompactPattern | ExponentialPattern = hard_patterns(PATTERNS, length + extra, device)
+        if backend == "linear":
+            self.pattern = exponential_patterns(len(PATTERNS), length + extra, band=64).to(device=device)
         self.length, self.dim, self.dtype, self.backend, self.device = length, dim, dtype, backend, device
         self.heads = self.prepare(self.pattern)
+        self.compact = self.pattern.compact()
         self.dense = self.pattern.dense()[:, :length, :length]
         self.unit = UNIT[dtype]
         self.generator = torch.Generator(device).manual_seed(3)
 
-    def prepare(self, pattern: CompactPattern) -> FrozenHeads:
+    def prepare(self, pattern: CompactPattern | ExponentialPattern) -> FrozenHeads:
         return FrozenHeads.from_patterns(pattern, backend=self.backend, dtype=self.dtype, device=self.device)
 
     def random(self, batch: int = 2) -> Tensor:
@@ -42,7 +46,7 @@ class Frozen:
         """The componentwise bound of `P V`."""
         unit = 2.5 * self.unit + self.length**0.5 * min(self.unit, UNIT[torch.float32])
         wide = value.double()
-        rough = self.dense * (unit + rebuilding(self.pattern, self.backend, self.length))
+        rough = self.dense * (unit + rebuilding(self.compact, self.backend, self.length))
         bound = rough @ wide.abs() + self.unit * (self.dense @ wide).abs()
         return bound + underflow(self.dtype) * (1 + wide.abs().sum(2, keepdim=True))
 
@@ -106,9 +110,9 @@ def is_adjoint(frozen: Frozen) -> Iterator[str]:
 
 
 def gauges_agree(frozen: Frozen) -> Iterator[str]:
-    """`alpha += a + c j, rho += b + c d` is the same pattern."""
+    """`alpha += a + c j, rho += b + c d` is the same pattern, for an exponential one beside its compact form."""
     position = torch.arange(frozen.pattern.length, dtype=torch.float64, device=frozen.device)
-    alpha, rho = frozen.pattern.alpha + 5 + 0.3 * position, frozen.pattern.rho - 2 + 0.3 * position
+    alpha, rho = frozen.compact.alpha + 5 + 0.3 * position, frozen.compact.rho - 2 + 0.3 * position
     value = frozen.random()
     other = frozen_attention(value, frozen.prepare(CompactPattern.from_parameters(alpha, rho)))
     if not ((other.double() - frozen.mix(value).double()).abs() <= 2 * frozen.bound(value)).all():

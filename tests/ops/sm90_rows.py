@@ -10,6 +10,9 @@ from saf.ops.decoder import loss_kernel as softmax_gradient
 from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_kernel, query_block_kernel
 from saf.ops.fused.launch import block_constants, choose_fused_config, padded
 from saf.ops.launch import SHARED_MEMORY
+from saf.ops.linear.kernels import mix_kernel, scan_kernel, states_kernel
+from saf.ops.linear.launch import choose_config as linear_config
+from saf.ops.linear.launch import linear_constants
 from saf.ops.rows.kernels import (
     join_constants,
     join_kernel,
@@ -77,12 +80,12 @@ class Row:
     @property
     def tile_rows(self) -> int:
         """Rows of the tiles that are multiplied: query positions, key positions in the key-block kernel."""
-        return self.constants.get("BN" if self.kernel is key_block_kernel else "BM", 0)
+        return self.constants.get({key_block_kernel: "BN", mix_kernel: "C"}.get(self.kernel, "BM"), 0)
 
 
 def all_rows() -> dict[str, Row]:
     """Return every row by name; equal ones, once."""
-    return toeplitz_rows() | fused_rows() | descriptor_rows() | single_rows() | small_rows()
+    return toeplitz_rows() | linear_rows() | fused_rows() | descriptor_rows() | single_rows() | small_rows()
 
 
 def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
@@ -101,6 +104,26 @@ def toeplitz_rows() -> dict[str, Row]:
                 name = f"toeplitz {label} D{dim} {compiled_name(config)} {direction(transpose)}"
                 constants = kernel_constants(config, length, batch * dim, dim, transpose, "ieee")
                 rows[name] = Row(toeplitz_kernel, constants | kernel_options(config), dtype)
+    return rows
+
+
+def linear_rows() -> dict[str, Row]:
+    """The linear product: chunks of 64 rows and two or three tiles, of 128 rows and two."""
+    rows = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for chunk, band in ((64, 64), (64, 128), (128, 128))[: 2 if dtype == torch.float32 else 3]:
+            for dim in (64, 96, 256):
+                config = linear_config(length=32768, columns=2 * dim, heads=3, chunk=chunk, dtype=dtype)
+                for reverse in (False, True):
+                    product, states, mix = linear_constants(
+                        config, rows=chunk, reach=1 + band // chunk, poles=16, powers=8, dim=dim, columns=2 * dim,
+                        reverse=reverse, mapped=False, precision="ieee",
+                    )  # fmt: skip
+                    name = f"{NAMES[dtype]} D{dim} C{chunk} band {band} {direction(reverse)}"
+                    rows[f"linear mix {name}"] = Row(mix_kernel, product | mix, dtype)
+                    rows[f"linear states {name}"] = Row(states_kernel, product | states, dtype)
+        constants = {"P": 16, "BN": 64, "POWERS": 8, "STAGES": 3, "num_warps": 4}
+        rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
     return rows
 
 

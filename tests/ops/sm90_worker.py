@@ -34,6 +34,8 @@ ALIGNED = (
     "num_value_heads",
     "place",
     "stretch",
+    "stretches",
+    "power",
     "parts",
     "lowest",
 )
@@ -50,8 +52,10 @@ INTEGER_POINTERS = [
     "slots",
     "own",
     "readers",
+    "sources",
 ]
-FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs"]
+FLOAT_POINTERS = ["pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after"]
+FLOAT_POINTERS += ["turns", "states"]
 LONG_POINTERS = ["labels", "count", "first", "start"]
 
 

@@ -69,7 +69,9 @@ def test_half_precision_uses_matrix_units(rows):
     """16-bit products go through matrix instructions, Hopper's own in tiles large enough; float32 ones do not."""
     wrong = {}
     for name, row in rows.items():
-        half = name.split()[0] in ("toeplitz", "descriptor", "fused", "rows", "split") and " fp32 " not in name
+        half = (
+            name.split()[0] in ("toeplitz", "linear", "descriptor", "fused", "rows", "split") and " fp32 " not in name
+        )
         expected = None if not half else "wgmma" if row["tile_rows"] >= WGMMA_ROWS else "mma.sync"
         if row["matrix_units"] != expected:
             wrong[name] = row

@@ -35,6 +35,15 @@ def test_outputs_and_gradients_keep_their_budgets(backend, dtype):
     assert found == {}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("band", [64, 128])
+def test_exponential_patterns_keep_their_budgets(dtype, band):
+    cases = [dataclasses.replace(case, backend="linear", dtype=dtype, band=band) for case in SHAPES if case.frozen]
+    cases += [dataclasses.replace(cases[5], backend=backend) for backend in ("toeplitz", "reference")]
+    found = {case.name: problems for case in cases if (problems := run(case, "cpu").problems())}
+    assert found == {}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_patterns_of_a_trained_model(dtype, real_heads):
     """The first 600 positions of patterns of 4,096."""
@@ -47,6 +56,12 @@ def test_patterns_of_a_trained_model(dtype, real_heads):
 @pytest.mark.parametrize("length", [1, 63, 300])
 def test_properties(backend, dtype, length):
     assert problems(Frozen(length, 16, dtype, backend, "cpu")) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [1, 63, 300])
+def test_properties_of_exponential_patterns(dtype, length):
+    assert problems(Frozen(length, 16, dtype, "linear", "cpu")) == []
 
 
 @pytest.mark.parametrize("backend", ["toeplitz", "reference"])

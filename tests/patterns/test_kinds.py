@@ -8,6 +8,7 @@ from saf.patterns import (
     KINDS,
     CompactPattern,
     DensePattern,
+    ExponentialPattern,
     TrainablePattern,
     pattern_for_each_head,
     pattern_from_state,
@@ -17,9 +18,15 @@ from saf.patterns import (
 COMPACT = CompactPattern.from_parameters(
     torch.linspace(0, 1, 6, dtype=torch.float64), torch.linspace(0, -2, 6, dtype=torch.float64)
 )
+# rho falls by 2/5 a distance: a band of two, and one decay.
+EXPONENTIAL = ExponentialPattern(
+    COMPACT.alpha, COMPACT.rho[:2], torch.full((1,), 0.4).double(), torch.zeros(1).double(), COMPACT.rho[2:3].exp(),
+    torch.zeros(1).double(), 6,
+)  # fmt: skip
 SINGLES = {
     "compact": COMPACT,
     "dense": DensePattern(COMPACT.dense()),
+    "exponential": EXPONENTIAL,
     "trainable": TrainablePattern(COMPACT.alpha, COMPACT.rho),
 }
 
@@ -54,7 +61,7 @@ def test_prefix_device_and_heads_of_a_pattern(kind):
 def test_a_list_may_mix_kinds_and_batches():
     batch = CompactPattern.stack([COMPACT, COMPACT])
     singles = pattern_for_each_head([batch, *SINGLES.values()])
-    assert [single.kind for single in singles] == ["compact", "compact", "compact", "dense", "trainable"]
+    assert [single.kind for single in singles] == ["compact", "compact", *SINGLES]
     assert [logits.shape for logits in trained_logits(singles)] == [(6,), (6,)]
     with pytest.raises(InputError, match="one leading dimension"):
         CompactPattern.stack([batch, batch]).singles()

@@ -9,6 +9,7 @@ from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,26 +7,37 @@ import torch
 from saf.errors import InputError, UnsupportedError, did_you_mean
 from saf.ops.backend import Backend
 from saf.ops.backends.fused import Fused
+from saf.ops.backends.linear import Linear
 from saf.ops.backends.reference import Reference
 from saf.ops.backends.toeplitz import Toeplitz
 from saf.patterns import TrainablePattern
 
-BACKENDS: dict[str, Backend] = {"toeplitz": Toeplitz(), "fused": Fused(), "reference": Reference()}
+BACKENDS: dict[str, Backend] = {
+    "toeplitz": Toeplitz(), "linear": Linear(), "fused": Fused(), "reference": Reference(),
+}  # fmt: skip
 AUTO_ORDER = ("toeplitz", "reference")
 """What `"auto"` tries in turn. `fused` is the paper's execution, kept to be measured: `toeplitz` is faster."""
 
 
-def choose_backend(name: str, *, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool = False) -> str:
+def choose_backend(
+    name: str,
+    *,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    trainable: bool = False,
+    exponential: bool = False,
+) -> str:
     """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
 
-    With `trainable` it must give gradients to key and distance logits too. Raises InputError for an unknown name and
-    UnsupportedError when a named backend cannot run: it is never replaced by another one.
+    With `exponential` patterns among a layer's it tries `linear` before these. With `trainable` it must give gradients
+    to key and distance logits too. Raises InputError for an unknown name and UnsupportedError when a named backend
+    cannot run: it is never replaced by another one.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
     if name == "auto":
         reasons = {}
-        for candidate in AUTO_ORDER:
+        for candidate in ("linear",) * exponential + AUTO_ORDER:
             reason = _obstacle(candidate, device, dtypes, trainable)
             if reason is None:
                 return candidate
@@ -62,7 +73,10 @@ def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Seq
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
     """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
     device = torch.device(device)
-    lines = [f"rule: the first of {', '.join(AUTO_ORDER)} that supports the device and the dtype"]
+    lines = [
+        f"rule: linear for layers with exponential patterns, else the first of {', '.join(AUTO_ORDER)}, that supports "
+        "the device and the dtype"
+    ]
     for name, backend in BACKENDS.items():
         reason = backend.supports(device, dtype)
         how = backend.describe(device, dtype) if reason is None else f"no: {reason}"

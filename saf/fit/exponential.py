@@ -1,0 +1,404 @@
+"""Fit exponential patterns: a free band and a sum of damped cosines, by maximum likelihood, many heads at once.
+
+A compact fit comes first. Poles are chosen greedily for it, and stay. Then band, amplitudes and key logits minimise the
+cross-entropy of Eq. (4) with a penalty on the cancellation among poles, which low precision would not survive.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from saf.fit.lbfgs import minimize
+from saf.fit.objective import check_targets, fit_loss
+from saf.fit.proportional import fit_proportional
+from saf.patterns import CompactPattern, ExponentialPattern
+from saf.patterns.exponential import DampedCosines
+
+MAX_EXTRA_KL = 0.02
+"""Nats per row that an exponential pattern may be further from its target than the compact fit is."""
+MAX_CANCELLATION = 4.0
+"""Largest accepted mean of (sum of the poles' envelopes) / g: rounding errors of the sum grow by it."""
+MAX_SHORT_KL = 0.005
+"""Nats per row that the short form of alpha may cost beside an exponential pattern with every key free."""
+POLES = (16, 32)
+"""Numbers of poles that are tried in turn."""
+SINKS = 16
+"""Keys that have logits of their own in the short form of alpha."""
+TRENDS = (24.0, 96.0, 384.0)
+"""Keys over which the decays of that short form fall by e: sinks of real models fade within a few hundred keys."""
+
+_DECAYS = 2  # poles without frequency: a constant, and one that falls over _NEAR distances
+_NEAR = 40.0
+_DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)  # of the poles tried, at T = 4096; they scale with 1 / T
+_LONGEST_PERIOD = 2.5  # radians over T below which a frequency is left to the decays
+_CANCELLATION = 1e-3  # nats per row and unit of mean cancellation: a group lasso over amplitudes
+_PSEUDO = 0.1  # counts a distance that pull g to its smoothed form, so that it stays positive
+_RIDGE, _GREEDY_RIDGE = 1e-4, 1e-5
+_SMOOTH = 32  # distances on either side that the smoothed g averages over
+_STEPS, _TOLERANCE = 200, 1e-5  # evaluations; nats per row that the last ten steps gain together
+_HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # numbers of the largest array: a CPU's cache, a tenth of a GPU's memory
+
+
+@dataclass(frozen=True, eq=False)
+class ExponentialFit:
+    """Hold one head's pattern as accepted, and how it compares with the head's compact fit.
+
+    Attributes:
+        pattern: an ExponentialPattern, or the compact fit where none was accepted.
+        extra_kl: nats per row further from the target than the compact fit; of the best attempt if none was accepted.
+        cancellation: mean over attention mass beyond the band of (sum of the poles' envelopes) / g.
+        worst_row: the largest KL of a row of the compact fit to the same row of the pattern, nats.
+        poles: how many the pattern has; 0 for a compact one.
+        free_keys: how many keys have a logit of their own.
+    """
+
+    pattern: CompactPattern | ExponentialPattern
+    extra_kl: float
+    cancellation: float
+    worst_row: float
+    poles: int
+    free_keys: int
+
+
+def fit_exponential(
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    band: Annotated[int, at_least(1)] = 128,
+    pairs: Annotated[int, at_least(2)] = POLES[0],
+) -> ExponentialPattern:
+    """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
+
+    `band` is the number of distances with a free weight and `pairs` that of poles beyond it, two of them without
+    frequency; every key keeps a logit of its own. Raises InputError for marginals that no causal pattern has. How close
+    a fit is, `saf.fit_kl(pattern.to_compact(), ...)` tells; `fit_exponential_heads` keeps to limits.
+    """
+    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    shape, length = eta_abs.shape, eta_abs.shape[-1]
+    targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
+    alpha, rho, _ = fit_proportional(*targets)
+    compact = CompactPattern.from_parameters(alpha, rho).canonical()
+    fitted: list[Any] = [one.pattern for one in _in_groups(compact, *targets, band=band, pairs=pairs)]
+    stacked = ExponentialPattern.stack(fitted)
+    return stacked._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
+
+
+def fit_exponential_heads(
+    compact: CompactPattern,
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    band: Annotated[int, at_least(1)] = 128,
+    max_extra_kl: float = MAX_EXTRA_KL,
+    max_cancellation: float = MAX_CANCELLATION,
+) -> list[ExponentialFit]:
+    """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
+
+    Tried in turn: 16 poles, 32 poles, the compact fit itself. Where an exponential pattern is accepted, the short form
+    of alpha takes its place if it costs at most 0.005 nats more.
+    """
+    targets = check_targets(eta_abs, eta_rel)
+    compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
+    fits: list[ExponentialFit | None] = [None] * len(compact)
+    pending = list(range(len(compact)))
+    for pairs in POLES:
+        chosen = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
+        tried = _in_groups(compact[chosen], *(x[chosen] for x in targets), band=band, pairs=pairs, short=True)
+        for head, fit in zip(pending, tried, strict=True):
+            before = fits[head]
+            fits[head] = fit if before is None or fit.extra_kl < before.extra_kl else before
+        pending = [
+            head
+            for head, fit in zip(pending, tried, strict=True)
+            if not (fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation)
+        ]
+        if not pending:
+            break
+    kept = {head: ExponentialFit(compact[head], one.extra_kl, one.cancellation, 0.0, 0, compact.length)
+            for head in pending if (one := fits[head]) is not None}  # fmt: skip
+    return [kept.get(head, fit) for head, fit in enumerate(fits) if fit is not None]
+
+
+def _in_groups(
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool = False
+) -> list[ExponentialFit]:
+    """Fit as many heads at once as memory is meant for; the short form of alpha is tried where it is asked for."""
+    length = compact.length
+    size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
+    fits = []
+    for first in range(0, len(compact), size):
+        some = slice(first, first + size)
+        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, short=short)
+    return fits
+
+
+def _fit(
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
+) -> list[ExponentialFit]:
+    """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
+    length = compact.length
+    if length <= band:
+        none = compact.rho[:, :0]
+        same = ExponentialPattern(compact.alpha, compact.rho, none, none, none, none, length)
+        return [ExponentialFit(same[head], 0.0, 1.0, 0.0, 0, length) for head in range(len(same))]
+    weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
+    mass = _sums(compact.alpha.exp(), compact.rho.exp())[2]
+    poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
+    model = _Model(compact, eta_abs, eta_rel, band, poles)
+    free = model.optimise(model.start(), _STEPS)
+    fits = model.measure(free, compact)
+    if not short or length <= 4 * SINKS:
+        return fits
+    fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
+    shortened = fewer.measure(fewer.optimise(fewer.start_from(model, free), _STEPS), compact)
+    return [
+        small if small.extra_kl <= fit.extra_kl + MAX_SHORT_KL and small.cancellation <= MAX_CANCELLATION else fit
+        for fit, small in zip(fits, shortened, strict=True)
+    ]
+
+
+def _sums(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Z, column sums and diagonal sums of the patterns with factors `exp(alpha)` and `g`, `[N, T]` each.
+
+    By FFT in float64, whose errors are relative to the largest row: good for a step of a fit. What is reported and
+    executed is computed without it.
+    """
+    length = keys.shape[-1]
+    keys_f, weights_f = torch.fft.rfft(keys, 2 * length), torch.fft.rfft(weights, 2 * length)
+    rows = torch.fft.irfft(keys_f * weights_f, 2 * length)[:, :length].clamp(min=1e-300)
+    inverse = torch.fft.rfft(1 / rows, 2 * length)
+    columns = torch.fft.irfft(weights_f.conj() * inverse, 2 * length)[:, :length] * keys
+    return rows, columns, torch.fft.irfft(keys_f.conj() * inverse, 2 * length)[:, :length] * weights
+
+
+def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return damping and frequency `[N, P]`: the decays, then `count` poles for g `[N, n]` with diagonal sums `mass`.
+
+    Each is the one of the grid that correlates most with what the poles before it leave of g, relative to g and
+    weighted by attention mass.
+    """
+    heads, size = weights.shape
+    at = torch.arange(size, dtype=torch.float64, device=weights.device)
+    grid = torch.tensor(_DAMPINGS, dtype=torch.float64, device=weights.device) * (4096 / length)
+    envelopes = (-grid[:, None] * at).exp()
+    wanted = mass.sqrt()
+    relative = wanted / weights
+    relative = relative / relative.square().mean(-1, keepdim=True).sqrt()
+    energy = (relative.square() @ envelopes.square().mT).clamp(min=1e-300)
+    points = 8 * length
+    usable = torch.arange(points // 2 + 1, device=weights.device) * (2 * math.pi / points)
+    usable = usable * length >= _LONGEST_PERIOD
+    usable[-4:] = False
+
+    damping = weights.new_zeros(heads, _DECAYS + count)
+    frequency = torch.zeros_like(damping)
+    damping[:, 1] = 1 / _NEAR
+    atoms = weights.new_zeros(heads, size, 2 * (_DECAYS + count))
+    atoms[:, :, 0], atoms[:, :, 2] = relative, relative * (-at / _NEAR).exp()
+    gram = atoms.mT @ atoms
+    for pole in range(_DECAYS, _DECAYS + count):
+        used = 2 * pole
+        ridge = _GREEDY_RIDGE * gram.diagonal(dim1=1, dim2=2).sum(-1) / used
+        known = atoms[:, :, :used]
+        system = gram[:, :used, :used] + ridge[:, None, None] * torch.eye(used, dtype=gram.dtype, device=gram.device)
+        amplitudes = torch.linalg.solve(system, known.mT @ wanted[..., None])
+        residual = (wanted - (known @ amplitudes).squeeze(-1)) * relative
+        spectrum = torch.view_as_real(torch.fft.rfft(residual[:, None] * envelopes, points))
+        correlation = spectrum.square().sum(-1) / energy[..., None]
+        best = (correlation * usable).flatten(1).argmax(-1)
+        which = best // len(usable)
+        damping[:, pole] = grid[which]
+        frequency[:, pole] = (best % len(usable)) * (2 * math.pi / points)
+        turned = frequency[:, pole, None] * at
+        scaled = relative * envelopes[which]
+        atoms[:, :, used], atoms[:, :, used + 1] = scaled * turned.cos(), scaled * turned.sin()
+        new = atoms[:, :, : used + 2].mT @ atoms[:, :, used : used + 2]
+        gram[:, : used + 2, used : used + 2] = new
+        gram[:, used : used + 2, : used + 2] = new.mT
+    return damping, frequency
+
+
+class _Model:
+    """The objective of one group of heads, in coordinates in which its curvature is near one.
+
+    Coordinates `[N, n]`: key logits, band, amplitudes. Key logits are all free or, in the short form, those of the
+    first SINKS keys, the amplitudes of TRENDS and a constant.
+    """
+
+    def __init__(
+        self, compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, poles: tuple[Tensor, Tensor],
+        *, short: bool = False,
+    ):  # fmt: skip
+        self.eta_abs, self.eta_rel, self.band, self.length = eta_abs, eta_rel, band, compact.length
+        self.alpha, self.rho = compact.alpha, compact.rho
+        self.poles = DampedCosines(*poles, compact.length - band)
+        self.free_keys = SINKS if short else compact.length
+        later = torch.arange(self.length - self.free_keys, dtype=torch.float64, device=eta_abs.device)
+        trends = torch.tensor([*TRENDS, math.inf], dtype=torch.float64, device=eta_abs.device)
+        self.trends = (-later / trends[:, None]).exp() if short else later.new_zeros(0, 0)
+        if short:
+            self.alpha = self._projected(compact.alpha)
+        self.key_scale = eta_abs[:, : self.free_keys].rsqrt()
+        self.trend_scale = (eta_abs[:, self.free_keys :] @ self.trends.square().mT).rsqrt()
+        self.band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
+        self.base = self._loss(compact.alpha, compact.rho)
+        self._set_amplitudes()
+
+    def _projected(self, alpha: Tensor) -> Tensor:
+        """Return alpha with its later keys replaced by the closest trend, weighted by attention mass."""
+        weights = self.eta_abs[:, None, self.free_keys :]
+        gram = (self.trends * weights) @ self.trends.mT
+        right = (self.trends * weights) @ alpha[:, self.free_keys :, None]
+        ridge = 1e-6 * gram.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
+        gram = gram + ridge * torch.eye(len(self.trends), dtype=gram.dtype, device=gram.device)
+        later = torch.linalg.solve(gram, right).mT @ self.trends
+        return torch.cat([alpha[:, : self.free_keys], later.squeeze(1)], -1)
+
+    def _set_amplitudes(self) -> None:
+        """Set the scale of g, the floors that keep it positive, and the coordinates of amplitudes."""
+        band, poles = self.band, self.poles
+        mass = _sums(self.alpha.exp(), self.rho.exp())[2][:, band:]
+        weights = self.rho[:, band:].exp()
+        self.unit = mass.sum(-1, keepdim=True) / (mass / weights).sum(-1, keepdim=True)
+        weights = weights / self.unit
+        ones = weights.new_ones(1, 1, 2 * _SMOOTH + 1)
+        total, number = (
+            torch.nn.functional.conv1d(x[:, None], ones, padding=_SMOOTH).squeeze(1)
+            for x in (weights.log(), torch.ones_like(weights))
+        )
+        self.smooth = (total / number).exp()
+        self.floor = 0.15 * self.smooth
+
+        relative = mass.sqrt() / weights
+        atoms = poles.atoms() * relative[..., None]
+        gram, right = atoms.mT @ atoms, (atoms.mT @ mass.sqrt()[..., None]).squeeze(-1)
+        size = gram.shape[-1]
+        ridge = (_RIDGE / size) * gram.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
+        gram = gram + ridge * torch.eye(size, dtype=gram.dtype, device=gram.device)
+        self.decays = _two_decays(gram[:, :_DECAYS, :_DECAYS], right[:, :_DECAYS], size)
+        factor = torch.linalg.cholesky(gram)
+        self.whiten = torch.linalg.inv(factor).mT
+        first = torch.cholesky_solve(right[..., None], factor).squeeze(-1)
+        first = self._positive(first, 0.25)
+        self.first = (factor.mT @ first[..., None]).squeeze(-1)
+        envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
+        sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
+        self.cost = sizes / mass.sum(-1, keepdim=True)
+
+    def _loss(self, alpha: Tensor, rho: Tensor) -> Tensor:
+        """Return the cross-entropy, in nats over all rows."""
+        rows = _sums(alpha.exp(), rho.exp())[0]
+        return rows.log().sum(-1) - (self.eta_abs * alpha).sum(-1) - (self.eta_rel * rho).sum(-1)
+
+    def _positive(self, amplitudes: Tensor, share: float) -> Tensor:
+        """Return the amplitudes moved towards the two decays until g is at least a share of what is expected of it."""
+        found, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
+        least = share * torch.minimum(self.smooth, decays)
+        step = torch.where(found < least, (least - found) / (decays - found).clamp(min=1e-300), 0.0)
+        step = step.amax(-1, keepdim=True).clamp(max=1.0)
+        return (1 - step) * amplitudes + step * self.decays
+
+    def start(self) -> Tensor:
+        """Return the coordinates of the compact fit with least-squares amplitudes."""
+        width = self.key_scale.shape[-1] + self.trend_scale.shape[-1] + self.band
+        return torch.cat([self.first.new_zeros(len(self.first), width), self.first], -1)
+
+    def start_from(self, other: "_Model", point: Tensor) -> Tensor:
+        """Return the coordinates of another model's band and amplitudes, its key logits replaced by the short form."""
+        _, rho, amplitudes, _ = other.unpack(point)
+        band = (rho[:, : self.band] - self.rho[:, : self.band]) / self.band_scale
+        scaled = amplitudes * (other.unit / self.unit)
+        inner = torch.linalg.solve_triangular(self.whiten, scaled[..., None], upper=True).squeeze(-1)
+        keys = self.first.new_zeros(len(self.first), self.key_scale.shape[-1] + self.trend_scale.shape[-1])
+        return torch.cat([keys, band, inner], -1)
+
+    def unpack(self, point: Tensor, amplitudes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return alpha, rho `[N, T]`, amplitudes `[N, 2P]`, and g beyond the band where it is above its floor.
+
+        Below the floor the logarithm goes on as a straight line, so that a step may pass through negative weights.
+        """
+        keys, trend, near, inner = point.split(
+            [self.key_scale.shape[-1], self.trend_scale.shape[-1], self.band, self.whiten.shape[-1]], -1
+        )
+        alpha = self.alpha + torch.cat([keys * self.key_scale, (trend * self.trend_scale) @ self.trends], -1)
+        used = (self.whiten @ inner[..., None]).squeeze(-1) if amplitudes is None else amplitudes
+        found = self.poles.sum(used)
+        above = found.maximum(self.floor)
+        far = above.log() + torch.where(found < self.floor, found / self.floor - 1, 0.0) + self.unit.log()
+        return alpha, torch.cat([self.rho[:, : self.band] + near * self.band_scale, far], -1), used, above
+
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""
+        alpha, rho, amplitudes, above = self.unpack(point)
+        rows, columns, diagonals = _sums(alpha.exp(), rho.exp())
+        loss = rows.log().sum(-1) - (self.eta_abs * alpha).sum(-1) - (self.eta_rel * rho).sum(-1) - self.base
+        excess = rho[:, self.band :] - self.unit.log() - self.smooth.log()
+        ratio = excess.exp()
+        cosine, sine = amplitudes.chunk(2, -1)
+        size = (cosine.square() + sine.square() + 1e-6).sqrt()
+        penalty = self.length * _CANCELLATION * self.cost
+        value = loss + _PSEUDO * (ratio - excess - 1).sum(-1) + (penalty * size).sum(-1)
+
+        keys, distances = columns - self.eta_abs, diagonals - self.eta_rel
+        by_far = (distances[:, self.band :] + _PSEUDO * (ratio - 1)) / above
+        by_amplitude = self.poles.transposed(by_far) + (penalty / size).repeat(1, 2) * amplitudes
+        own = keys[:, : self.free_keys] * self.key_scale
+        trend = (keys[:, self.free_keys :] @ self.trends.mT) * self.trend_scale
+        inner = (self.whiten.mT @ by_amplitude[..., None]).squeeze(-1)
+        return value, torch.cat([own, trend, distances[:, : self.band] * self.band_scale, inner], -1)
+
+    def optimise(self, point: Tensor, steps: int) -> Tensor:
+        """Return the coordinates of the optimum."""
+        return minimize(self, point, steps=steps, tolerance=_TOLERANCE * self.length)
+
+    def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
+        """Return the patterns at a point and how far each is from its compact fit."""
+        amplitudes = self._positive(self.unpack(point)[2], 0.05)
+        alpha, rho, amplitudes, _ = self.unpack(point, amplitudes)
+        cosine, sine = (amplitudes * self.unit).chunk(2, -1)
+        later, damping = self.alpha[:, :0], self.alpha[:, :0]
+        if self.free_keys < self.length:
+            # The projection and its change lie in the span of the trends; their constant is the gauge that ends at 0.
+            tail = alpha[:, self.free_keys :]
+            coefficients = torch.linalg.lstsq(self.trends.mT.expand(len(tail), -1, -1), tail[..., None]).solution
+            later, constant = coefficients.squeeze(-1).split([len(TRENDS), 1], -1)
+            alpha = alpha - constant
+            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=alpha.device)).expand_as(later)
+        pattern = ExponentialPattern(
+            alpha[:, : self.free_keys], rho[:, : self.band], self.poles.damping, self.poles.frequency, cosine, sine,
+            self.length, later, damping,
+        )  # fmt: skip
+        size = (amplitudes.chunk(2, -1)[0].square() + amplitudes.chunk(2, -1)[1].square()).sqrt()
+        executed = pattern.to_compact()
+        goal = self.eta_abs, self.eta_rel
+        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *goal) for one in (executed, compact))
+        rows = _row_kl(compact, executed)
+        found = zip((loss - least).tolist(), (self.cost * size).sum(-1).tolist(), rows.tolist(), strict=True)
+        counts = self.poles.damping.shape[-1], self.free_keys
+        return [ExponentialFit(pattern[head], *numbers, *counts) for head, numbers in enumerate(found)]
+
+
+def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
+    """Return the non-negative least-squares amplitudes of the two decays, `[N, size]`, zeros elsewhere."""
+    both = torch.linalg.solve(gram, right)
+    alone = right / gram.diagonal(dim1=1, dim2=2)
+    # Where one would be negative the other is best alone: every product of two decays is positive.
+    both = torch.where(both.flip(-1) < 0, alone, both).clamp(min=0)
+    return torch.nn.functional.pad(both, (0, size - both.shape[-1]))
+
+
+def _row_kl(compact: CompactPattern, other: CompactPattern) -> Tensor:
+    """Return the largest KL of a row of `compact` to the same row of `other`, nats, `[N]`."""
+    keys, weights = compact.alpha.exp(), compact.rho.exp()
+    by_key, by_distance = compact.alpha - other.alpha, compact.rho - other.rho
+    rows = _convolved(keys * by_key, weights) + _convolved(keys, weights * by_distance)
+    return (rows / compact.log_z.exp() + other.log_z - compact.log_z).amax(-1)
+
+
+def _convolved(left: Tensor, right: Tensor) -> Tensor:
+    """Return the causal convolution of `[N, T]` with `[N, T]`."""
+    length = left.shape[-1]
+    return torch.fft.irfft(torch.fft.rfft(left, 2 * length) * torch.fft.rfft(right, 2 * length), 2 * length)[:, :length]

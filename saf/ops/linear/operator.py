@@ -1,0 +1,219 @@
+"""The registered operator `saf::linear`: tables, the chunked algorithm in plain PyTorch, and its gradient.
+
+    y[i] = after[i] * sum_{j<=i} g(i - j) before[j] x[j]
+
+Positions are cut into chunks of C rows. Pairs in one chunk, or in chunks so near that the band of g reaches them, meet
+in tiles [C, C] of g. What lies further back meets through a state: for each pole, the sum of `exp((-damping + i
+frequency) distance) before x` over all rows that are far enough. The adjoint is the same product with time reversed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saf.errors import UnsupportedError
+from saf.ops.heads import heads_like
+from saf.ops.operator import operator, product_precision, uses_triton
+from saf.patterns import ExponentialPattern
+from saf.patterns.exponential import DampedCosines
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+"""Dtypes of values. Sums of poles in float16 would need a range that it does not have."""
+LONG = 8192
+"""Positions beyond which chunks have 128 rows: fewer states to add up, at tiles of four times the size."""
+TURNS = 8
+"""How many powers of two of chunks a state can be moved by at once."""
+ROW_SUM_TOLERANCE = 0.02
+"""How far rounded tables may take a row's sum from that of exact ones: a quarter of what a cancellation of 4 does."""
+
+
+class LinearTables(NamedTuple):
+    """Hold what executes F heads, in the dtype of values where not said otherwise.
+
+    Attributes:
+        near: `[F, N, C, C]`, g between the rows of a chunk and of those 0 to N - 1 chunks before it.
+        write: `[F, 2P, C]`, what each row of a chunk adds to the state at the chunk's end: cosines, then sines.
+        read: `[F, C, 2P]`, what each row of a chunk reads of the state at the end of N chunks before it.
+        turns: `[F, K, 2, P]` float32 (float64 for float64 values), cosine and sine part of the factor by which a state
+            turns and decays over 1, 2, 4, ... chunks.
+    """
+
+    near: Tensor
+    write: Tensor
+    read: Tensor
+    turns: Tensor
+
+
+def chunk_rows(length: int, dtype: torch.dtype) -> int:
+    """Return C, the rows of a chunk, for patterns of `length` positions and values of `dtype`."""
+    return 64 if length <= LONG or dtype == torch.float32 else 128
+
+
+def linear_tables(
+    patterns: Sequence[ExponentialPattern], dtype: torch.dtype, device: torch.device, *, chunk: int | None = None
+) -> tuple[LinearTables, Tensor, Tensor]:
+    """Return the tables of one pattern per head, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
+
+    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
+    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
+    hold.
+    """
+    patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
+    length = patterns[0].length
+    rows = chunk or chunk_rows(length, dtype)
+    reach = max(one.band.shape[-1] for one in patterns)
+    count = 1 + -(-(reach - 1) // rows)
+    most = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
+    made = zip(*(_head_tables(one, rows, count, most) for one in patterns), strict=True)
+    exact = LinearTables._make(torch.stack(tables) for tables in made)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rounded = LinearTables(exact.near.to(dtype), exact.write.to(dtype), exact.read.to(dtype), exact.turns.to(wide))
+    keys = torch.stack([one.key_logits() for one in patterns])
+    keys = (keys - keys.amax(-1, keepdim=True)).exp()
+    ones = torch.ones(1, len(patterns), length, 1, dtype=torch.float64, device=device)
+    sums = [
+        _chunked(ones, LinearTables(*(x.double() for x in tables)), before, torch.ones_like(keys))[0, :, :, 0]
+        for tables, before in ((exact, keys), (rounded, keys.to(dtype).double()))
+    ]
+    inverse = (1 / sums[1]).to(wide).contiguous()
+    if not bool((inverse.isfinite() & (inverse > 0) & ((sums[1] / sums[0] - 1).abs() <= ROW_SUM_TOLERANCE)).all()):
+        raise UnsupportedError(
+            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
+            "range too far; use pattern.to_compact()"
+        )
+    return rounded, keys.to(wide), inverse
+
+
+def _head_tables(pattern: ExponentialPattern, rows: int, count: int, most: int) -> tuple[Tensor, ...]:
+    """Return the tables of one head in float64: `count` tiles, `most` poles."""
+    width = pattern.band.shape[-1]
+    missing = most - pattern.damping.shape[-1]
+    damping, frequency, cosine, sine = (
+        pad(x, (0, missing)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
+    )
+    largest = pattern.distance_weights().max()
+    far = DampedCosines(damping, frequency, count * rows - width).sum(torch.cat([cosine, sine]))
+    weights = torch.cat([pattern.band.exp(), far]) / largest
+    row = torch.arange(rows, device=damping.device)
+    lag = row[:, None] - row + rows * torch.arange(count, device=damping.device)[:, None, None]
+    near = torch.where(lag >= 0, weights[lag.clamp(min=0)], 0.0)
+
+    pole = torch.complex(-damping, frequency)
+    kept = (pole[:, None] * (rows - 1 - row)).exp()
+    # The state's own row is the last one of N chunks before, at distance (N - 1) C + 1 of the first row that reads it.
+    seen = (pole * (row[:, None] + (count - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
+    turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
+    return (
+        near,
+        torch.cat([kept.real, kept.imag]),
+        torch.cat([seen.real, -seen.imag], -1),
+        torch.stack([turns.real, turns.imag], 1),
+    )
+
+
+def _chunked(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor) -> Tensor:
+    """Return the product for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`.
+
+    16-bit inputs are scaled in their own dtype, all else is float32 (float64 for float64 values).
+    """
+    batch, heads, length, dim = x.shape
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    near, write, read, turns = (table.to(compute) for table in tables)
+    rows, reach = near.shape[-1], near.shape[1]
+    chunks = -(-length // rows)
+    scaled = (x.to(compute) * before[:, :length, None].to(compute)).to(x.dtype).to(compute)
+    scaled = pad(scaled, (0, 0, 0, chunks * rows - length))
+    columns = scaled.view(batch, heads, chunks, rows, dim).permute(1, 2, 3, 0, 4).reshape(heads, chunks, rows, -1)
+    total = near[:, :1] @ columns
+    for back in range(1, min(reach, chunks)):
+        total[:, back:] += near[:, back : back + 1] @ columns[:, :-back]
+    if chunks > reach:
+        added = write[:, None] @ columns[:, :-reach]
+        cosines, sines = added.chunk(2, -2)
+        turn = torch.complex(turns[:, 0, 0], turns[:, 0, 1])[..., None]
+        state = torch.zeros_like(torch.complex(cosines[:, 0], sines[:, 0]))
+        states = []
+        for chunk in range(chunks - reach):
+            state = turn * state + torch.complex(cosines[:, chunk], sines[:, chunk])
+            states.append(torch.cat([state.real, state.imag], 1))
+        total[:, reach:] += read[:, None] @ torch.stack(states, 1)
+    total = total.view(heads, chunks, rows, batch, dim).permute(3, 1, 2, 0, 4)
+    total = total.reshape(batch, chunks * rows, heads, dim)[:, :length]
+    output = x.new_empty(batch, length, heads, dim)
+    output.copy_(total * after[:, :length].t()[:, :, None].to(compute))
+    return output.transpose(1, 2)
+
+
+@cache
+def _kernels() -> Any:
+    """Return the kernels' launcher; an import in every call would cost the host more than it does."""
+    from saf.ops.linear.launch import linear_matmul
+
+    return linear_matmul
+
+
+def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
+    """Return the sums of `x [B, F, T, D]` over the slots that read each of `count` heads, stored as `[B, T, H, D]`."""
+    if heads == list(range(count)):
+        return x
+    total = heads_like(x, count).zero_()
+    for head in set(heads):
+        readers = [slot for slot, own in enumerate(heads) if own == head]
+        total[:, head] = torch.stack([x[:, slot] for slot in readers]).sum(0) if len(readers) > 1 else x[:, readers[0]]
+    return total
+
+
+@operator("saf::linear")
+def linear_product(
+    x: Tensor,
+    heads: list[int],
+    sources: Tensor,
+    tables: list[Tensor],
+    before: Tensor,
+    after: Tensor,
+    count: int,
+    transpose: bool,
+) -> Tensor:
+    """Return frozen heads `[B, F, T, D]` of values `x [B, count, T, D]`, or with `transpose` the adjoint.
+
+    Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
+    `[B, F, T, D]` and sums over the frozen heads that read a value head: `[B, count, T, D]`. `tables` are those of
+    `LinearTables`, scalings `[F, >=T]`, of the direction asked for. Results are stored as `[B, T, ., D]`.
+    """
+    if uses_triton(x.device, x.dtype):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        mapped = None if transpose or heads == list(range(x.shape[1])) else sources
+        own = LinearTables(*tables)
+        result = _kernels()(x, own, before, after, mapped, transpose=transpose, precision=product_precision(x.dtype))
+        return _sum_by_head(result, heads, count) if transpose else result
+    if not transpose:
+        return _chunked(x if heads == list(range(x.shape[1])) else x[:, heads], LinearTables(*tables), before, after)
+    length = x.shape[-2]
+    scalings = before[:, :length].flip(1), after[:, :length].flip(1)
+    result = _chunked(x.flip(2), LinearTables(*tables), *scalings).flip(2)
+    return _sum_by_head(result.transpose(1, 2).contiguous().transpose(1, 2), heads, count)
+
+
+@torch.library.register_fake("saf::linear")
+def _(x, heads, sources, tables, before, after, count, transpose) -> Tensor:
+    return heads_like(x, count if transpose else len(heads))
+
+
+def _setup(ctx, inputs, output) -> None:
+    """Keep the tables: a gradient does not depend on the values."""
+    _, ctx.heads, sources, tables, before, after, ctx.count, ctx.transpose = inputs
+    ctx.save_for_backward(sources, before, after, *tables)
+
+
+def _backward(ctx, gradient: Tensor):
+    """Return the gradient to the values: the transposed product, its scalings swapped."""
+    sources, before, after, *tables = ctx.saved_tensors
+    rest = ctx.heads, sources, tables, after, before, ctx.count, not ctx.transpose
+    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None
+
+
+torch.library.register_autograd("saf::linear", _backward, setup_context=_setup)
