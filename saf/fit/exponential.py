@@ -6,11 +6,12 @@ cross-entropy of Eq. (4) with a penalty on the cancellation among poles, which l
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from saf.errors import InputError
 from saf.fit.lbfgs import minimize
 from saf.fit.objective import check_targets, fit_loss
 from saf.fit.proportional import fit_proportional
@@ -67,8 +68,8 @@ def fit_exponential(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    band: Annotated[int, at_least(1)] = 128,
-    pairs: Annotated[int, at_least(2)] = POLES[0],
+    band: int = 128,
+    pairs: int = POLES[0],
 ) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
@@ -76,6 +77,8 @@ def fit_exponential(
     frequency; every key keeps a logit of its own. Raises InputError for marginals that no causal pattern has. How close
     a fit is, `saf.fit_kl(pattern.to_compact(), ...)` tells; `fit_exponential_heads` keeps to limits.
     """
+    if band < 1 or pairs < 2:
+        raise InputError(f"band must be at least 1 and pairs at least 2, got {band} and {pairs}")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
@@ -91,7 +94,7 @@ def fit_exponential_heads(
     eta_abs: Tensor,
     eta_rel: Tensor,
     *,
-    band: Annotated[int, at_least(1)] = 128,
+    band: int = 128,
     max_extra_kl: float = MAX_EXTRA_KL,
     max_cancellation: float = MAX_CANCELLATION,
 ) -> list[ExponentialFit]:

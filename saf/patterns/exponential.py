@@ -189,9 +189,7 @@ class ExponentialPattern:
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "ExponentialPattern":
         """Return the pattern of `state`."""
-        length = tensors["length"]
-        check("length", length.item() if length.numel() == 1 else length, int)
-        return cls(**{**tensors, "length": int(length)})
+        return cls(**{**tensors, "length": int(tensors["length"])})
 
 
 class DampedCosines:
