@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SafError as error:
         if not error.heard:
             print(f"saf {name}: {error}", file=sys.stderr)
+        _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print(f"saf {name}: interrupted{KEPT if name in TRAINING else ''}", file=sys.stderr)
@@ -73,6 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     finally:
         invocation.reset(called)
+
+
+def _end_in_group(code: int) -> None:
+    """End a process at once that is still in a group with others: the threads of a broken group would abort it."""
+    if "torch" not in sys.modules:  # which loads for seconds
+        return
+    from saf.machine.processes import group_place
+
+    if group_place()[1] > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def usage() -> str:

@@ -86,7 +86,14 @@ def joined(device: str) -> Iterator[None]:
         if not is_first():
             warnings.simplefilter("ignore", SafWarning)
         talk()
-        yield
+        try:
+            yield
+        except SafError as error:
+            # Of an error that all raise by themselves, such as a loss that is not finite, one tells people.
+            if not _is_told(error):
+                with suppress(RuntimeError):  # the others may be elsewhere, or gone
+                    _tell(error)
+            raise
         gathered(None)  # `torchrun` ends the others once one has left with an exit code: none leaves before the last
     # Only a group that is in order is left in order: after an error, leaving could wait for those that are gone.
     distributed.destroy_process_group()

@@ -51,14 +51,24 @@ def rearrange_(
     head_orders.moved[parameter] = True
     if optimizer is not None:
         remember_optimizer(parameter, optimizer)
-    state = moments(parameter, optimizer)
-    for name, old in state.items():
+    if optimizer is not None and not parameter.numel():
+        _catch_up_(parameter, optimizer)
+    for name, old in moments(parameter, optimizer).items():
         assert optimizer is not None
         optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
     gradient = parameter.grad
     replace_data_(parameter, _rebuilt(parameter.data, dimension, plan, head_dim, "weight"))
     if gradient is not None and parameter.numel():  # a forward pass gives an empty weight none either
         parameter.grad = _rebuilt(gradient.detach(), dimension, plan, head_dim, "gradient")
+
+
+def _catch_up_(parameter: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Give a weight without elements, which steps pass over for want of a gradient, the step count of the others."""
+    own = optimizer.state.get(parameter, {})
+    steps = [state["step"] for other, state in optimizer.state.items() if other.numel() and "step" in state]
+    if "step" in own and steps:
+        newest = max(steps, key=float)
+        own["step"] = newest.clone() if isinstance(newest, Tensor) else newest
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:
