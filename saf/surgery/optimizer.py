@@ -152,7 +152,8 @@ class HeadOrders:
             if (told := group.get(ORDER)) == self._digest(own["params"]):
                 continue
             for parameter, key in zip(own["params"], group["params"], strict=False):
-                concerned = told is not None or parameter in self.rows
+                # Others are copies, such as shards, that took over the groups of an optimiser with its state.
+                concerned = parameter in self.rows or (told is not None and parameter in self.moved)
                 if not concerned or not state.get(key) or _unused(state[key], parameter):
                     continue
                 # An optimiser made since whose groups say nothing, such as one filled by hand, is taken by its shapes.

@@ -293,3 +293,18 @@ def test_largest_gradients_are_clipped_where_a_layer_has_no_queries_left():
                 edit(model, [(0, head) for head in range(4)])
             largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None and p.numel())
             assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=torch.inf) == largest
+
+
+def test_a_copy_of_model_and_optimiser_trains_on_beside_them():
+    """As a sharded copy does, whose parameters no edit has seen."""
+    model, optimizer = trained()
+    install(model, HEADS, optimizer=optimizer)
+    twin = copy.deepcopy(model)
+    own = dict(zip(model.parameters(), twin.parameters(), strict=True))
+    copied = ADAMW([{**group, "params": [own[each] for each in group["params"]]} for group in optimizer.param_groups])
+    for parameter, state in optimizer.state.items():
+        copied.state[own[parameter]] = copy.deepcopy(state)
+    for _ in range(2):
+        update(model, optimizer)
+        update(twin, copied)
+    assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
