@@ -222,14 +222,14 @@ class FreezeCallback(Editing, ExportableState):
             self._before, self.called = Before.of(model), False
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
-        different = read_sequences(task.batches).num_different
-        self.config.check_calibration(sequences=different, length=task.batches[0].shape[-1])
         stored = stored_in(state, type(self).__name__) if state.global_step else None
         if stored is None:  # others were checked when they began
             check_heads_of(model, self.config)
         updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*task.batches, *task.held_out])
+        different = read_sequences(task.batches).num_different
+        self.config.check_calibration(sequences=different, length=task.batches[0].shape[-1])
         if task.held_out or "gates" in self.config.needs:
             adapter.check_next_token()
         layouts = [site.layout for site in adapter.sites()]
