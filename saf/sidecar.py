@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from saf.adapters import Adapter, adapter_for
-from saf.adapters.description import STATE, TENSORS, described, described_beside, write_description
+from saf.adapters.description import (
+    STATE,
+    TENSORS,
+    check_plain_weights,
+    described,
+    described_beside,
+    write_description,
+)
 from saf.adapters.transformers.folder import OPENS
 from saf.arguments import checked
 from saf.errors import CheckpointError, InputError, SafWarning
@@ -39,6 +46,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     adapter = adapter_for(model)
     if adapter.saves_weights:
         _check_free(folder)
+        for site in adapter.sites():
+            check_plain_weights(site)
         state, tensors = described(adapter.sites())
     else:
         state, tensors = described_beside(adapter)

@@ -18,6 +18,7 @@ from saf.models.by_layer import CompiledByLayer
 from saf.ops import FrozenHeads
 
 Sink = Callable[[Tensor, Tensor], None]
+ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 """Rows taken out of a layer, on the CPU: by role, by whose they are (`HeadLayout.rows`), by name: `weight`, moments."""
 
@@ -126,6 +127,18 @@ def rows_of(site: Site, role: str) -> Rows:
     return found
 
 
+def hooked(attention: nn.Module) -> str | None:
+    """Return the name of a module with weights, within an attention layer, that has hooks; None where none has.
+
+    Such hooks see heads in slot order, which an edit changes.
+    """
+    for name, module in attention.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if name and module._parameters and any(hooks):
+            return name
+    return None
+
+
 class LanguageModel(ABC):
     """Answer for a causal language model that can be evaluated, whether or not its attention is known."""
 
@@ -197,8 +210,18 @@ class Adapter(LanguageModel):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers on `input_ids [B, T]`, without the output layer."""
 
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """Return how many layers a forward pass runs, by the model's configuration."""
+
     def check_attention(self) -> None:
-        """Raise UnsupportedError for a model of the family whose attention layers are not all known; nothing here."""
+        """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
+        if (count := len(self.sites())) != self.num_layers:
+            raise UnsupportedError(
+                f"attention layers must be as many as the configuration's {self.num_layers} layers, got {count}: take "
+                "draft and multi-token-prediction layers out, and give a layer that is used twice a copy of its own"
+            )
 
     def attend_through_seam(self) -> None:
         """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""

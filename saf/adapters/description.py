@@ -70,15 +70,35 @@ def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def check_plain_weights(site: Site) -> None:
-    """Raise UnsupportedError for projections whose weights are no plain tensors, as quantised and sharded ones are."""
+    """Raise UnsupportedError for projections whose weights are no plain parameters of their own modules.
+
+    Quantised and sharded weights have no rows to move; weights that a pass computes, as pruning masks and norms of
+    `torch.nn.utils` do, would come back in the old order of heads.
+    """
+    own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
     for role, (weight, _) in site.projections().items():
-        if type(weight) not in (nn.Parameter, Tensor):
+        check_unsharded(role, weight)
+        if type(weight) is Tensor or (type(weight) is nn.Parameter and id(weight) not in own):
+            raise UnsupportedError(
+                f"the weights of a layer's {role} must be its own parameter, got a tensor that every pass computes: "
+                "make it one first (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm)"
+            )
+        if type(weight) is not nn.Parameter:
             kind = type(weight)
             raise UnsupportedError(
                 f"the weights of a layer's {role} are {kind.__module__}.{kind.__name__}, whose rows can be neither "
                 "moved nor saved by heads: freeze, edit and save the model in its own weights, and quantise it once it "
                 "is open"
             )
+
+
+def check_unsharded(role: str, weight: Tensor) -> None:
+    """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
+    if type(weight).__name__ == "DTensor":
+        raise UnsupportedError(
+            f"the weights of a layer's {role} must be whole, got a process's share (DTensor): calibrate, freeze and "
+            "save before fully_shard or tensor parallelism"
+        )
 
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:

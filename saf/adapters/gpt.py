@@ -112,6 +112,11 @@ class GPTAdapter(Adapter):
         return self.model.embed.weight.device
 
     @property
+    def num_layers(self) -> int:
+        """Return the number of decoder layers."""
+        return self.model.config.num_layers
+
+    @property
     def max_length(self) -> int:
         """Return the longest input in tokens."""
         return self.model.config.max_length

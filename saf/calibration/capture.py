@@ -8,7 +8,9 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, Site
+from saf.adapters import Adapter, Site, rows_of
+from saf.adapters.adapter import ON_META
+from saf.adapters.description import check_unsharded
 from saf.adapters.documents import documents_told
 from saf.arguments import Where
 from saf.errors import InputError, UnsupportedError
@@ -179,10 +181,12 @@ def read_targets(batches: Sequence[Batch], ids: Sequence[Tensor]) -> list[Tensor
 def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
     """Raise InputError for a token id that the model has no embedding of, and for a model without numbers.
 
-    On a device such an id would be an assertion.
+    On a device such an id would be an assertion. Raises UnsupportedError for weights of which processes have shares.
     """
+    for site in adapter.sites():
+        check_unsharded("query", rows_of(site, "query").parameter)
     if adapter.device.type == "meta":
-        raise InputError("the model's weights are on the meta device, which holds no numbers; load them first")
+        raise InputError(ON_META)
     known = adapter.vocab_size
     low, high = min(int(one.min()) for one in ids), max(int(one.max()) for one in ids)
     if low < 0 or (known is not None and high >= known):
@@ -291,8 +295,13 @@ class _Kept:
         self._filled += len(part)
 
     def taken(self) -> Tensor:
-        assert self._whole is not None
-        assert self._filled == self._count
+        """Return all that was kept; raise UnsupportedError where the layer did not attend once for every sequence."""
+        if self._whole is None or self._filled != self._count:
+            raise UnsupportedError(
+                "every measured layer must attend once in a pass by the model's attention function, got "
+                f"{self._filled} sequences of {self._count}: put back the forward pass and the "
+                "configuration that transformers gave the layer"
+            )
         return self._whole
 
 

@@ -10,6 +10,7 @@ heads have rows in which projection is what `saf.heads.KINDS` says of the kind o
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from saf.adapters import Adapter, Removed, Site, adapter_for, rows_of
+from saf.adapters.adapter import ON_META, hooked
+from saf.adapters.description import check_plain_weights
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, HeadLayout, HeadSet, role_of
+from saf.machine.processes import in_group
 from saf.ops import FrozenHeads
 from saf.patterns import Pattern, trained_logits
 from saf.surgery.optimizer import (
@@ -62,8 +66,12 @@ def _rows_of(sites: Iterable[Site]) -> Iterator[tuple[Tensor, str | None]]:
             yield parameter, None if rows == made.rows_in(name) else repr(rows)
 
 
-def check_unwrapped(model: nn.Module) -> None:
-    """Raise UnsupportedError for a model in a data-parallel wrapper: it would average gradients of the old shapes."""
+def editable(model: nn.Module) -> Adapter:
+    """Return the adapter of a model; raise UnsupportedError where an edit of a layer would reach beyond it.
+
+    That is so in a data-parallel wrapper, which would average gradients of the old shapes, and where an attention
+    weight, or its memory, is also that of another layer, role or module.
+    """
     inner: object = model
     while isinstance(inner, nn.Module):
         if isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "FullyShardedDataParallel":
@@ -72,15 +80,120 @@ def check_unwrapped(model: nn.Module) -> None:
                 "they are; pass its .module, then wrap that again"
             )
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+    adapter = adapter_for(model)
+    _check_memory(adapter)
+    return adapter
+
+
+def _check_memory(adapter: Adapter) -> None:
+    """Raise UnsupportedError where bytes of an attention weight are also those of another parameter or buffer."""
+    weights = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
+    spans = []
+    for name, tensor in chain(
+        adapter.model.named_parameters(remove_duplicate=False), adapter.model.named_buffers(remove_duplicate=False)
+    ):
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = (str(tensor.device), tensor.data_ptr())
+            spans.append((first, (first[0], first[1] + reach * tensor.itemsize), name, id(tensor) in weights))
+    # In order of memory, a span overlaps an earlier one where it overlaps the one that reaches furthest.
+    end, owner, before = ("", 0), "", False
+    for first, last, name, projection in sorted(spans):
+        if first < end and (projection or before):
+            raise UnsupportedError(
+                f"an attention weight must have memory of its own, got one of {owner} and {name}: give each a copy "
+                "(nn.Parameter(weight.detach().clone()))"
+            )
+        if last > end:
+            end, owner, before = last, name, projection
 
 
 def check_editable(model: nn.Module, optimizer: Any = None) -> None:
     """Raise what an edit of any layer would raise for the model and the optimiser, before work is put in."""
-    check_unwrapped(model)
     inner = unwrap_optimizer(optimizer)
-    for site in adapter_for(model).sites():
-        site.check(site.layout)
-        check_optimizer(inner, [parameter for parameter, _ in site.projections().values()])
+    for site in editable(model).sites():
+        _check_layer(site, site.layout, inner)
+
+
+def _check_layer(site: Site, layout: HeadLayout, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise InputError or UnsupportedError for a layer that cannot be given a layout, as `plan_edit` does."""
+    site.check(layout)
+    check_plain_weights(site)
+    _check_hooks(site)
+    if rows_of(site, "value").parameter.is_meta:
+        raise InputError(ON_META)
+    check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+
+
+def _check_hooks(site: Site) -> None:
+    """Raise UnsupportedError for hooks in a layer, or on its weights, that would find other heads after the edit."""
+    found = hooked(site.attention)
+    for role, (weight, _) in site.projections().items():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            found = found or f"the {role} weight"
+    if found:
+        raise UnsupportedError(
+            f"hooks on {found} of an attention layer would act on other heads once these are edited: remove them, and "
+            "hook the layer instead"
+        )
+
+
+def watch_wrapper_(attention: nn.Module) -> None:
+    """Let a layer's next pass in a process group check that the model was wrapped again after the edit."""
+    if in_group():
+        _forget_wrapper_(attention)
+        attention.register_forward_pre_hook(check_wrapper)
+
+
+def _forget_wrapper_(attention: nn.Module) -> None:
+    """Take the check of `watch_wrapper_` out of a layer."""
+    for number in [number for number, hook in attention._forward_pre_hooks.items() if hook is check_wrapper]:
+        del attention._forward_pre_hooks[number]
+
+
+def check_wrapper(attention: nn.Module, _: Any) -> None:
+    """Check in a pass that a wrapper of several processes knows a layer's edited weights; once it does, no more."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_check_all_known)  # while the program is made: an edit makes another one
+    elif _check_known(attention):
+        _forget_wrapper_(attention)
+
+
+def _check_all_known(_: Any) -> None:
+    """Check every edited layer of the wrapper whose pass is compiled."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    for module in () if wrapper is None else wrapper.modules():
+        if check_wrapper in module._forward_pre_hooks.values():
+            _check_known(module)
+
+
+def _check_known(attention: nn.Module) -> bool:
+    """Return whether a layer trains in a pass of DistributedDataParallel that averages its weights' gradients.
+
+    Raises InputError for a wrapper from before an edit. With `find_unused_parameters` it takes edited weights for
+    unused, and processes drift apart. A wrapper keeps the nodes that accumulate gradients of its parameters alive; an
+    edit has made others, which nothing keeps before the pass.
+    """
+    trains = attention.training or torch.is_grad_enabled()  # reentrant checkpointing records in the backward pass
+    if DistributedDataParallel._get_active_ddp_module() is None or not trains or torch.is_inference_mode_enabled():
+        return False
+    for weight in attention.parameters():
+        if weight.requires_grad and weight.numel() and weight.dim() > 1:
+            _gradient_notes(weight)["saf"] = True
+            if "saf" not in _gradient_notes(weight):
+                raise InputError(
+                    "heads were edited, and this DistributedDataParallel from before would not average gradients of "
+                    "their weights: wrap the model again (in accelerate prepare_model)"
+                )
+    return True
+
+
+def _gradient_notes(weight: Tensor) -> Any:
+    """Return the dictionary that goes with the node which accumulates a weight's gradient, as long as that lives."""
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(weight).node.metadata
 
 
 @dataclass(frozen=True)
@@ -135,8 +248,7 @@ def plan_edit(
         UnsupportedError: A layout that the layer cannot execute, a backend that cannot run or train these patterns,
             optimiser state that cannot be carried.
     """
-    site.check(layout)
-    check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+    _check_layer(site, layout, optimizer)
     if optimizer is not None:
         for name, (parameter, _) in site.projections().items():
             own = moments(parameter, optimizer).keys()
@@ -164,6 +276,7 @@ def carry_out_(edits: Iterable[LayerEdit], optimizer: torch.optim.Optimizer | No
     for edit in edits:
         removed = _move_rows_(edit, optimizer)
         edit.site.assign(edit.layout, edit.frozen, removed)
+        watch_wrapper_(edit.site.attention)
         if optimizer is not None and edit.leaving:
             drop_logits_(optimizer, edit.leaving)
         if optimizer is not None and edit.joining:

@@ -10,7 +10,7 @@ from saf.arguments import checked
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
-from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, layers_with, patterns_of, plan_edit
+from saf.surgery.edit import carry_out_, check_live, editable, editing, layers_with, patterns_of, plan_edit
 from saf.surgery.optimizer import check_group, unwrap_optimizer
 
 
@@ -45,12 +45,12 @@ def install_(
         InputError: Heads that do not exist or are not live, a wrong number of patterns, unequal lengths, an
             optimiser that does not hold the model's weights, a TrainablePattern without `trainable`, `output` of other
             heads or another shape. Nothing is changed then.
-        UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
+        UnsupportedError: A model wrapped for data parallelism; weights that are computed, shared, quantised or have
+            hooks, attention that is not transformers' own; a backend that cannot run, optimiser state that cannot
             be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
-    check_unwrapped(model)
     heads = HeadSet.in_order(heads)
-    adapter = adapter_for(model)
+    adapter = editable(model)
     given = pattern_for_each_head(patterns) if len(heads) else []
     if len(given) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(given)}")

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from saf.adapters import adapter_for
 from saf.arguments import checked
 from saf.heads import Head, HeadSet
-from saf.surgery.edit import carry_out_, check_live, check_unwrapped, editing, layers_with, patterns_of, plan_edit
+from saf.surgery.edit import carry_out_, check_live, editable, editing, layers_with, patterns_of, plan_edit
 from saf.surgery.optimizer import unwrap_optimizer
 
 
@@ -33,8 +32,7 @@ def prune_(
             Nothing is changed then.
         UnsupportedError: A model wrapped for data parallelism; optimiser state that cannot be carried.
     """
-    check_unwrapped(model)
-    adapter, heads = adapter_for(model), HeadSet(heads)
+    adapter, heads = editable(model), HeadSet(heads)
     check_live(adapter, heads)
     optimizer = unwrap_optimizer(optimizer)
     carry_out_(

@@ -16,13 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import Removed, Site, adapter_for, rows_of
-from saf.adapters.description import SCHEMA, Sums, described, weight_sum
+from saf.adapters.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.ops.backends import choose_backend
 from saf.ops.frozen_layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
-from saf.surgery.edit import LayerEdit, absent_rows, carry_out_, editing, plan_edit, value_dtypes
+from saf.surgery.edit import (
+    LayerEdit,
+    absent_rows,
+    carry_out_,
+    editable,
+    editing,
+    plan_edit,
+    value_dtypes,
+    watch_wrapper_,
+)
 from saf.surgery.rows import replace_data_
 
 _NAMED = 3
@@ -47,6 +56,7 @@ def restore_(
     for number, edit in _planned(model, state, tensors, backend):
         _resize_(edit.site, edit.layout)
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
+        watch_wrapper_(edit.site.attention)
 
 
 @editing
@@ -63,6 +73,7 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
     ]
     for site, layout in found:
         site.check(layout)
+        check_plain_weights(site)
         _resize_(site, layout)
     return found
 
@@ -101,6 +112,7 @@ def _planned(
     model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
 ) -> list[tuple[int, LayerEdit]]:
     """Return what gives every edited layer of the state its layout and patterns, all checked."""
+    editable(model)
     edits, layers = [], matching_layers(model, state)
     backends = {} if backend else recorded_backends(layers)
     for number, site, layer in layers:

@@ -12,7 +12,7 @@ from saf.heads import EDITED, Head, HeadSet
 from saf.surgery.edit import (
     absent_rows,
     carry_out_,
-    check_unwrapped,
+    editable,
     editing,
     layers_with,
     patterns_of,
@@ -37,8 +37,7 @@ def uninstall_(
             moments of their layer. Nothing is changed then.
         UnsupportedError: A model wrapped for data parallelism.
     """
-    check_unwrapped(model)
-    adapter = adapter_for(model)
+    adapter = editable(model)
     edited = adapter.heads(*EDITED)
     heads = edited if heads is None else HeadSet(heads)
     if strangers := (heads - edited).to_list():

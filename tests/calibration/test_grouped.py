@@ -80,6 +80,7 @@ class GroupedAdapter(Adapter):
     family = "grouped"
     saves_weights, one_graph = True, True
     max_length = vocab_size = None
+    num_layers = 2
     device = torch.device("cpu")
     next_token_loss = token_log_probs = last_logits = attention_settings = None
 

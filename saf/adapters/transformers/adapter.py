@@ -15,13 +15,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
 from saf.adapters.adapter import Adapter, Removed, Sink
-from saf.adapters.description import check_plain_weights
 from saf.adapters.transformers.attention import (
     NAME,
     attach_state,
+    check_function,
     choose_forward,
     detach_idle_state,
-    forward_without_queries,
+    is_stock,
     layout_of,
     no_dropout,
     register,
@@ -129,7 +129,8 @@ class TransformersSite:
         Hooks of accelerate that move inputs between devices stay around the layer's forward pass.
         """
         self._adapter.check_dropout()
-        check_plain_weights(self)
+        if self.layout.ordinary or not layout.ordinary:  # what was chosen since goes with the last edited head
+            self._adapter.check_function()
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
             raise UnsupportedError(
@@ -142,12 +143,11 @@ class TransformersSite:
             raise UnsupportedError(
                 f"layer {self.attention.layer_idx} attends to later tokens too; frozen heads are causal"
             )
-        own, forward = replaced_forward(self.attention), self._family.forward
-        if (forward is not None or not layout.num_live) and own not in (None, forward_without_queries, forward):
-            advice = "leave one of its heads live with max_per_layer or exclude" if forward is None else "put it back"
+        own = replaced_forward(self.attention) or type(self.attention).forward
+        if not layout.ordinary and own is not self._family.forward and not is_stock(own):
             raise UnsupportedError(
-                f"the forward pass of layer {self.attention.layer_idx} was replaced, and a layer "
-                f"{'with edited' if forward else 'without live'} heads needs its own; {advice}"
+                f"the forward pass of layer {self.attention.layer_idx} was replaced, and a layer with edited heads "
+                "needs that of transformers; put it back"
             )
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
@@ -217,21 +217,34 @@ class TransformersAdapter(TransformersModel, Adapter):
         names = {type(module).__name__ for module in model.modules()}
         return next((cls(model, family) for family in FAMILIES if family.attention in names), None)
 
+    @property
+    def num_layers(self) -> int:
+        """Return the number of decoder layers."""
+        return self.model.config.num_hidden_layers
+
     def check_attention(self) -> None:
-        """Raise UnsupportedError for layers that attend to an encoder's output; such a model can be evaluated alone."""
+        """Raise UnsupportedError for layers that attend to an encoder's output, and where a layer has none of its own.
+
+        Such models can be evaluated.
+        """
         if any(getattr(attention, "is_cross_attention", False) for attention in self._attention):
             raise UnsupportedError(
                 f"this {type(self.model).__name__} has cross-attention to an encoder's output, whose heads can be "
                 "neither measured nor frozen: open or build it as a decoder alone (from_pretrained(..., "
                 "add_cross_attention=False))"
             )
+        super().check_attention()
 
     def sites(self) -> list[TransformersSite]:
         """Return the attention layers in order."""
         return [TransformersSite(self, attention) for attention in self._attention]
 
     def run(self, input_ids: Tensor) -> None:
-        """Run the layers through our function, without the output layer; raise UnsupportedError for dropped caps."""
+        """Run the layers through our function, without the output layer.
+
+        Raises UnsupportedError for dropped caps, and as `check_function`.
+        """
+        self.check_function()
         if self.drops_caps:
             raise UnsupportedError(
                 "this model's attention logits have a soft cap, which its attention function, 'sdpa', leaves out; call "
@@ -257,6 +270,11 @@ class TransformersAdapter(TransformersModel, Adapter):
         """Raise UnsupportedError where a layer has attention dropout: all of them attend through our function then."""
         if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
             raise UnsupportedError(no_dropout(rates[0], self.known))
+
+    def check_function(self) -> None:
+        """Raise UnsupportedError where layers attend by a function that may compute something else than softmax."""
+        for attention in self._attention:
+            check_function(attention)
 
     @property
     def drops_caps(self) -> bool:

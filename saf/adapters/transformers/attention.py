@@ -1,20 +1,24 @@
 """What models of transformers call once heads of theirs are frozen: attention, and layers without queries."""
 
+import inspect
+import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.adapters.adapter import Removed, Sink
+from saf.adapters.adapter import Removed, Sink, hooked
 from saf.adapters.documents import Documents
 from saf.adapters.transformers.cache import Beginning, check_filled, check_offloading, filled, make_room
 from saf.adapters.transformers.family import Family
 from saf.adapters.transformers.mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
-from saf.errors import UnsupportedError
+from saf.errors import SafWarning, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_layout import LAYOUT, TellsLayout
@@ -53,6 +57,34 @@ class HeadState(TellsLayout):
         """Take another layout."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
         self.tell_layout(layout, frozen)
+
+
+STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention functions of transformers that compute softmax attention."""
+_KERNELS = re.compile(r"kernels-community/[a-z-]*flash-attn\d?")
+"""Where it downloads flash attention from that is not installed."""
+
+
+def is_stock(function: Any) -> bool:
+    """Return whether a function is code of transformers or of this package, decorated or not."""
+    # __module__ is what functools.wraps copies; the globals are of the file that the code stands in.
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith(("transformers.", "saf."))
+
+
+def check_function(attention: Any) -> None:
+    """Raise UnsupportedError unless a layer attends by a function in `STOCK`, with the mask that belongs to it."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = attention.config._attn_implementation
+    known = name in (*STOCK, NAME) or _KERNELS.fullmatch(str(name)) is not None
+    found = inspect.unwrap(type(attention).forward).__globals__  # where the layer looks its function up
+    function = found.get("ALL_ATTENTION_FUNCTIONS", {}).get(name, found.get("eager_attention_forward"))
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name, function)
+    if not (known and is_stock(function) and is_stock(mask)):
+        raise UnsupportedError(
+            f"attention must be softmax attention by one of transformers' own functions ({', '.join(STOCK)}), got "
+            f"{'another one in the place of ' if known else ''}{name!r}: choose one by model.set_attn_implementation"
+        )
 
 
 @cache
@@ -111,6 +143,13 @@ def before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"a model with frozen or pruned heads attends by {NAME!r}, not {name!r}; call "
             f"model.set_attn_implementation({NAME!r}), or uninstall_ first"
+        )
+    if not (torch.compiler.is_compiling() or module.saf.layout.ordinary) and (found := hooked(module)):
+        warnings.warn(
+            f"hooks on {found} of layer {module.layer_idx} find heads in slot order: live ones first, frozen ones "
+            "without queries and keys; hook the layer instead",
+            SafWarning,
+            stacklevel=2,
         )
     if (cache := options.get("past_key_values")) is not None:
         if getattr(cache, "offloading", False):

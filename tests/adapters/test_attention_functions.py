@@ -1,0 +1,150 @@
+"""Attention that is not transformers' own: it may be no softmax attention, so it is neither measured nor frozen."""
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+
+import saf
+from saf.adapters import adapter_for
+from saf.errors import UnsupportedError
+from tests.transformers_models import HEADS, make, tokens, transformers
+
+masking = pytest.importorskip("transformers.masking_utils")
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+CONFIG = saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=99)
+PATTERN = saf.CompactPattern.from_parameters(*torch.zeros(2, 1, 32))
+SDPA = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+@functools.wraps(SDPA)
+def doubled(*args, **options):
+    """Attend as SDPA does, twice as strongly: code of somebody who copied its name along."""
+    output, weights = SDPA(*args, **options)
+    return 2 * output, weights
+
+
+def own_forward(self, hidden_states, **_):
+    roles = (self.q_proj, self.k_proj, self.v_proj)
+    heads = [role(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for role in roles]
+    mixed = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    return self.o_proj(mixed.transpose(1, 2).flatten(2)), None
+
+
+def registered(patch, model):
+    patch.setitem(transformers.AttentionInterface._global_mapping, "doubled", doubled)
+    model.set_attn_implementation("doubled")
+
+
+def registered_with_a_mask(patch, model):
+    registered(patch, model)
+    patch.setitem(transformers.AttentionMaskInterface._global_mapping, "doubled", masking.sdpa_mask)
+
+
+def stock_name_registered(patch, model):
+    patch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", doubled)
+
+
+def stock_name_in_one_place(patch, model):
+    patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", doubled)
+
+
+def eager_registered(patch, model):
+    patch.setitem(transformers.AttentionInterface._global_mapping, "eager", doubled)
+    model.set_attn_implementation("eager")
+
+
+def eager_of_the_model(patch, model):
+    patch.setattr(modeling_llama, "eager_attention_forward", doubled)
+    model.set_attn_implementation("eager")
+
+
+def another_mask(patch, model):
+    patch.setitem(transformers.AttentionMaskInterface._global_mapping, "sdpa", lambda **_: None)
+
+
+def one_layer(patch, model):
+    patch.setitem(transformers.AttentionInterface._global_mapping, "doubled", doubled)
+    attention = model.model.layers[0].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "doubled"
+
+
+def forward_of_the_class(patch, model):
+    patch.setattr(modeling_llama.LlamaAttention, "forward", own_forward)
+
+
+def forward_of_a_layer(patch, model):
+    attention = model.model.layers[0].self_attn
+    patch.setattr(attention, "forward", types.MethodType(own_forward, attention))
+
+
+OTHERS = [
+    registered,
+    registered_with_a_mask,
+    stock_name_registered,
+    stock_name_in_one_place,
+    eager_registered,
+    eager_of_the_model,
+    another_mask,
+    one_layer,
+    forward_of_the_class,
+    forward_of_a_layer,
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_attention_by_another_function_is_neither_measured_nor_edited(other, monkeypatch, tmp_path):
+    model, saved = make("llama"), make("llama")
+    saf.install_(saved, [(0, 1)], PATTERN)
+    saf.save(saved, tmp_path)
+    other(monkeypatch, model)
+    before = model.config._attn_implementation
+    for refused in (
+        lambda: saf.calibrate(model, [tokens()]),
+        lambda: saf.freeze_(model, [tokens()], CONFIG),
+        lambda: saf.install_(model, [(0, 1)], PATTERN),
+        lambda: saf.prune_(model, [(0, 1)]),
+        lambda: saf.load(model, tmp_path),
+    ):
+        with pytest.raises(UnsupportedError):
+            refused()
+    assert model.config._attn_implementation == before
+    assert all(map(torch.equal, model.parameters(), make("llama").parameters()))
+
+
+def test_one_that_is_chosen_afterwards_is_refused_in_the_next_pass_and_goes_with_the_edit(monkeypatch, tmp_path):
+    from saf.integrations import transformers as integration
+
+    model, ids = make("llama"), tokens(2)
+    ordinary = model(ids, use_cache=False).logits
+    saf.install_(model, HEADS, [saf.CompactPattern.from_parameters(*torch.zeros(2, 32))] * len(HEADS))
+    model.save_pretrained(tmp_path)
+    registered(monkeypatch, model)
+    for refused in (
+        lambda: model(ids, use_cache=False),
+        lambda: model.generate(ids[:, :4], max_new_tokens=2),
+        lambda: saf.calibrate(model, [ids]),
+        lambda: saf.prune_(model, [(2, 0)]),
+        lambda: type(model).from_pretrained(tmp_path, attn_implementation="doubled"),
+    ):
+        with pytest.raises(UnsupportedError):
+            refused()
+    assert integration.FreezeCallback
+    saf.uninstall_(model)
+    assert not adapter_for(model).frozen_heads()
+    torch.testing.assert_close(model(ids, use_cache=False).logits, ordinary)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+def test_transformers_own_functions_are_measured_alike(name):
+    model = make("llama")
+    model.set_attn_implementation(name)
+    found, expected = (saf.calibrate(each, [tokens()]).variance for each in (model, make("llama")))
+    assert torch.equal(found, expected)
+    saf.freeze_(model, [tokens()], CONFIG)
+    assert model(tokens(), use_cache=False).logits.isfinite().all()
