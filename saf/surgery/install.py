@@ -43,7 +43,8 @@ def install_(
         InputError: Heads that do not exist or are not live, a wrong number of patterns, unequal lengths, an
             optimiser that does not hold the model's weights, a TrainablePattern without `trainable`, `output` of other
             heads or another shape. Nothing is changed then.
-        UnsupportedError: A model wrapped for data parallelism; a backend that cannot run, optimiser state that cannot
+        UnsupportedError: A model wrapped for data parallelism; weights that are computed, shared, quantised or have
+            hooks, attention that is not transformers' own; a backend that cannot run, optimiser state that cannot
             be carried; dense patterns to be trained, or a backend, dtype or optimiser that cannot train patterns.
     """
     heads = HeadSet.in_order(heads)
