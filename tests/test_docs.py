@@ -81,7 +81,7 @@ def test_a_wrong_document_is_told(document, text, problem):
 def test_a_right_document_passes(document, tmp_path):
     (tmp_path / "saf").mkdir()
     text = "# Two words\n[a](#two-words) [b](https://x.org" + "/home/a) `saf/NAME.py` `pip install --x y` `runs/a`\n"
-    text += "`saf COMMAND --help` `saf.load` `saf bench op` `--freeze.rate 1`\n```sh\nsaf run NAME --scale small\n```"
+    text += "`saf COMMAND --help` `saf.load` `saf bench op` `--freeze.rate 1`\n```sh\nsaf bench op --shape 124m\n```"
     assert check_docs.static_problems(document(text)) == []
 
 

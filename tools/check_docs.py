@@ -4,8 +4,8 @@
     python tools/check_docs.py --no-run   # without running code
 
 Blocks marked ```python run in order, one script a document, in an empty folder; blocks that need a GPU or a
-network are marked ```python no-run and must only parse. Commands of `saf` and `make`, in ```sh blocks and in
-backticks, must exist with every flag that they name, but in documents that tell what once was.
+network are marked ```python no-run and must only parse. Commands of `saf`, `make` and the experiments, in ```sh blocks
+and in backticks, must exist with every flag that they name, but in documents that tell what once was.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +26,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/
 HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/results.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
-FOLDERS = ("saf", "docs", "tests", "tools", "examples", "recipes", "results", ".ci")
+FOLDERS = ("saf", "docs", "tests", "tools", "examples", "experiments", "results", ".ci")
 MACHINE_FOLDERS = ("work", "tmp", "root", "home")
 RUN_SECONDS = 240
 
@@ -130,8 +131,10 @@ def command_problem(command: str) -> str | None:
         return next((f"`{command}`: make has no target {word}" for word in asked if word not in targets), None)
     if words[:1] == ["saf"]:
         known = flags_of(tuple(word for word in words[1:3] if not word.startswith("-")))
+    elif words[:3] == ["python", "-m", "experiments"]:
+        known = flags_of_experiments()
     elif words and FLAG.match(words[0]):
-        known = flags_of()
+        known = (flags_of() or set()) | flags_of_experiments()
     else:
         return None
     if known is None:
@@ -161,6 +164,16 @@ def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     return found
 
 
+@cache
+def flags_of_experiments() -> set[str]:
+    """Return the flags of `python -m experiments` and its further commands."""
+    sys.path.insert(0, str(ROOT))
+    from experiments.__main__ import Experiments, Keep, Results
+
+    named = {each.name for command in (Experiments, Keep, Results) for each in fields(command)}
+    return COMMON_FLAGS | {f"--{name.replace('_', '-')}" for name in named}
+
+
 def static_problems(path: Path) -> list[str]:
     """Return what is wrong with one document without running it."""
     text = path.read_text()
@@ -187,16 +200,16 @@ def static_problems(path: Path) -> list[str]:
 
 
 def stale_results() -> list[str]:
-    """Return what rendered results lack of what `saf report --results` makes of results/, and files to be removed."""
+    """Return what differs from what `python -m experiments results` makes of results/, and files to be removed."""
     if not (ROOT / "results").is_dir():
         return []
     sys.path.insert(0, str(ROOT))
-    from saf.experiments.document import render_document
+    from experiments.results import render_document
     from saf.report.collection import find, superseded
 
     made = render_document(ROOT / "results", ROOT / "docs")
     stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
-    advice = "run `saf report --results results --out docs/results.md`"
+    advice = "run `python -m experiments results`"
     found = [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
     older = superseded(find(ROOT / "results")[1])
     advice = "all that it measured stands newer in other files; remove it, the history keeps it"

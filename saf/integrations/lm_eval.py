@@ -239,7 +239,7 @@ def _tasks(
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
             f"the questions of {', '.join(names)} could not be had from the hub ({type(error).__name__}: {error}); "
-            "offline, give a folder of their public files with --task-data (`saf run`: --tasks)"
+            "offline, give a folder of their public files with --task-data"
         ) from error
     for name, task in tasks.items():
         hub = {"hub": f"{task.config.dataset_path} {task.config.dataset_name or ''}".strip()}

@@ -31,7 +31,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-_DECIDING = ("saf", "recipes")
+_DECIDING = ("saf", "experiments")
 """Folders of a checkout whose files decide what is computed: the package, and what its tables are of."""
 
 
@@ -39,7 +39,7 @@ _DECIDING = ("saf", "recipes")
 def commit() -> str | None:
     """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one.
 
-    Edited is what has files in `saf` or `recipes` that are changed, new or gone.
+    Edited is what has files in `saf` or `experiments` that are changed, new or gone.
 
     It is that of when a process first asked, which has loaded its modules by then: what is edited later did not run.
     """

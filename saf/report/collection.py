@@ -18,8 +18,7 @@ from saf.records.text import natural_order
 
 LISTS = ("rows", "memory")
 """Entries of a benchmark that hold measurements."""
-STORE = "store.json"
-"""What marks a folder of records of recipes: they are read as tables of arms, not each for itself."""
+
 _Order = tuple[bool, str, int]
 """Of measurements of the same thing: accepted ones after refused ones, then by date, then by the files' order."""
 
@@ -48,7 +47,9 @@ class File:
 
 
 def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
-    """Return the runs by the folder that holds them, and every other JSON record, in order; those of stores left out.
+    """Return the runs by the folder that holds them, and every other JSON record, in order.
+
+    Records of experiments, which say so, are left out: they are read as tables of arms.
 
     Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
     """
@@ -56,8 +57,7 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
         raise InputError(
             f"{results} is not a folder of results; expected one with runs or what `--out` of commands wrote"
         )
-    apart = stores(results)
-    found = [path for path in results.rglob("*.json") if not any(folder in path.parents for folder in apart)]
+    found = list(results.rglob("*.json"))
     folders = sorted({path.parent for path in found if path.name == "config.json"}, key=_by_name)
     trainings: dict[Path, list[RecordedRun]] = {}
     for folder in folders:
@@ -66,7 +66,8 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     stems = [path.stem for path in paths]
     files = []
     for path in sorted(paths, key=_by_name):
-        record = read_json(path)
+        if "experiment" in (record := read_json(path)):
+            continue
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
         files.append(File(path, with_header(record) if is_result(record) else record, name))
     return trainings, _telling_devices(files)
@@ -92,11 +93,6 @@ def short_name(device: str) -> str:
     ['H100', 'GeForce RTX 4090', 'cpu (x86_64, 2 threads)']
     """
     return re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))
-
-
-def stores(results: Path) -> list[Path]:
-    """Return the folders that `saf run` keeps its records in, in order."""
-    return sorted((path.parent for path in results.rglob(STORE)), key=_by_name)
 
 
 def newest(files: Sequence[File]) -> list[File]:

@@ -139,14 +139,13 @@ def _count(files: int) -> str:
 
 _INTRODUCTION = """# Results
 
-<!-- Rendered: saf report --results results --out docs/results.md. Do not edit; `make check` compares. -->
+<!-- Rendered: python -m experiments results. Do not edit; `make check` compares. -->
 
-Every number below is read from a file under `results` and rendered by
-`saf report --results results --out docs/results.md`; `make check` fails when this page and the files disagree, and
-names a file of whose measurements all stand newer in another. Of each point, arm and baseline the newest measurement is
-shown; where benchmarks ran on several devices, rows of another than most say so. Floors, kernels, profiles and what
-else a file holds: `saf report FILE` makes its page. Words: [glossary](glossary.md); what was tried, losses included:
-[log](log.md).
+Every number below is read from a file under `results` and rendered by `python -m experiments results`; `make check`
+fails when this page and the files disagree, and names a file of whose measurements all stand newer in another. Of each
+point, arm and baseline the newest measurement is shown; where benchmarks ran on several devices, rows of another than
+most say so. Floors, kernels, profiles and what else a file holds: `saf report FILE` makes its page. Words:
+[glossary](glossary.md); what was tried, losses included: [log](log.md).
 
 A speedup is the baseline's time over the arm's, the median over alternating pairs: above 1 the arm is faster. The free
 bound is the speedup if mixing in frozen heads cost nothing, "of the bound" how much of the time saved then is saved. A

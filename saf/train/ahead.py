@@ -58,7 +58,7 @@ class Layouts:
     @property
     def bytes(self) -> int:
         """Return what the process will hold on a device at most: a layer's activations twice over, and a context."""
-        # 45 bytes a token and channel is what a layer of an update keeps (saf/experiments/plan.py); CUDA and its
+        # 45 bytes a token and channel is what a layer of an update keeps; CUDA and its
         # libraries take about a GiB in every process.
         return 2 * 45 * self.batch_size * self.length * self.model.hidden_size + (1 << 30)
 

@@ -8,11 +8,10 @@ from saf.errors import InputError
 from saf.machine.execution import Execution
 from saf.machine.processes import group_place, in_group
 from saf.records.quantities import gibibytes
+from saf.train.memory import STATE_BYTES
 from saf.train.parallel import Alone, Parallel, Replicas, Shards, check_shards
 
 ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
-STATE_BYTES = 16
-"""Bytes of a parameter's float32 weight, gradient and two moments."""
 
 
 def parallel_of(

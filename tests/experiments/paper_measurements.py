@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from saf.experiments.measurement import Measurement, Number
+from experiments.measurements import Measurement, Number
 from tests.paper_source import Cell, Place, Said
 
 LENGTHS = {512: "512", 1024: "1K", 2048: "2K", 4096: "4K", 8192: "8K", 16384: "16K"}

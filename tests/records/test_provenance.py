@@ -11,7 +11,7 @@ from saf.records.provenance import commit
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A checkout of a package, a recipe and a document, which the package seems to run from."""
-    for name in ("saf/__init__.py", "recipes/timing.py", "docs/log.md"):
+    for name in ("saf/__init__.py", "experiments/recipes/timing.py", "docs/log.md"):
         path = tmp_path / name
         path.parent.mkdir()
         path.write_text("# first\n")
@@ -28,8 +28,8 @@ def checkout(tmp_path, monkeypatch):
         (None, False),
         ("docs/log.md", False),
         ("saf/__init__.py", True),
-        ("recipes/timing.py", True),
-        ("recipes/new.py", True),
+        ("experiments/recipes/timing.py", True),
+        ("experiments/recipes/new.py", True),
     ],
 )
 def test_a_commit_is_marked_where_the_package_or_its_recipes_were_edited(checkout, edited, marked):

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from markdown_it import MarkdownIt
 
+from experiments.results import write_document
 from saf.cli.output import show
 from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
-from saf.experiments.document import write_document
 from saf.records.run import RecordedRun
 from saf.records.text import plain
 from saf.report.benchmarks.page import write_bench_report

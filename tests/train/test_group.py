@@ -19,7 +19,6 @@ from saf.bench.kinds import measure
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateKind, UpdateSettings
 from saf.errors import InputError
-from saf.experiments.many_gpus import Interconnect, foretell
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
@@ -225,9 +224,6 @@ def test_four_processes_go_on_where_two_stopped_and_train_as_one(stories):
             torch.testing.assert_close(weights[name], tensor, rtol=2e-3, atol=1e-5)
 
 
-def test_the_state_that_a_process_holds_is_what_is_foretold(stories):
-    told = foretell(
-        saf.preset("tiny"), batch_size=1, accumulation=2, flops=1e12, gpus=2, nodes=1, links=Interconnect(), kind="fsdp"
-    )
+def test_each_of_two_processes_holds_half_of_16_bytes_a_parameter(stories):
     for rank in range(2):
-        assert read_json(stories / f"held {rank}.json")["bytes"] == told.state_bytes
+        assert read_json(stories / f"held {rank}.json")["bytes"] == 8 * saf.preset("tiny").num_parameters

@@ -25,7 +25,7 @@ def read_records(files: Sequence[Path]) -> list[Record]:
         # Benchmarks alone list what they left out.
         if not is_result(record) or "left_out" not in record:
             raise InputError(
-                f"{file} is no record of `saf bench`, as expected; `saf report --results FOLDER` shows every result"
+                f"{file} is no record of `saf bench`, as expected; `python -m experiments results` shows every result"
             )
         records.append(with_header(record))
     return records

@@ -148,30 +148,22 @@ def command(*words: object) -> dict:
     return COMMAND.from_words([str(word) for word in words]).run()
 
 
-def test_the_command_writes_page_picture_and_document(tmp_path, capsys):
+def test_the_command_writes_page_and_picture(tmp_path):
     path = tmp_path / "results" / "update.json"
     record(path)
     answer = command(path, "--picture", tmp_path / "bars.svg")
     assert answer["report"] == str(path.with_suffix(".html"))
     assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
     assert (tmp_path / "bars.svg").read_text().startswith("<svg")
-    capsys.readouterr()
-    answer = command("--results", path.parent, "--out", tmp_path / "docs" / "all.md", "--json")
-    assert json.loads(capsys.readouterr().out) == answer
-    assert (tmp_path / "docs" / "all.md").read_text().startswith("# Results")
-    assert answer["pictures"] == [str(tmp_path / "docs" / "images" / "bench-update.svg")]
 
 
 def test_a_record_that_no_seal_vouches_for_is_named_when_it_cannot_be_shown(tmp_path):
     path, whole = tmp_path / "update.json", tmp_path / "whole.json"
     changed = {**record(whole), "rows": [{"point": None}]}
     path.write_text(json.dumps(changed))
-    for words in ((path, whole), ("--results", tmp_path, "--out", tmp_path / "all.md")):
-        with pytest.raises(
-            InputError, match=r"(Key|Type)Error.*as they were written: \S+update\.json; restore"
-        ) as caught:
-            command(*words)
-        assert "whole.json" not in str(caught.value)
+    with pytest.raises(InputError, match=r"(Key|Type)Error.*as they were written: \S+update\.json; restore") as caught:
+        command(path, whole)
+    assert "whole.json" not in str(caught.value)
     write_json(path, changed)  # with a seal it would be a fault of this program
     with pytest.raises(KeyError):
         command(path)
@@ -186,14 +178,6 @@ def test_the_command_says_what_does_not_go_together(tmp_path):
         ((path, ordinary), "folders and .json files together"),
         ((path, "--out", tmp_path / "page.md"), "a page is HTML; .*got page.md"),
         ((ordinary, "--out", tmp_path / "page.pdf"), "a page is HTML; .*got page.pdf"),
-        ((ordinary, "--seeds", 3), "--seeds is of tables of recipes, and has no effect on a page"),
-        ((ordinary, "--tokens", "60M"), "--tokens is of tables of recipes"),
-        ((path, "--scale", "paper"), "--scale is of tables of recipes"),
-        (("--results", tmp_path, "--store", tmp_path), "--store is of tables of recipes, .* a document of results"),
-        (("timing", "--picture", tmp_path / "x.svg"), "--picture is of runs and benchmarks"),
-        (("--results", tmp_path), "needs --out"),
-        (("--results", tmp_path, "--out", tmp_path / "x.md", ordinary), "stands for itself"),
-        (("--results", tmp_path, "--out", tmp_path / "x.md", "--picture", tmp_path / "x.svg"), "stands for itself"),
     ):
         with pytest.raises(InputError, match=reason):
             command(*words)

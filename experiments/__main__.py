@@ -1,0 +1,214 @@
+"""`python -m experiments`: list the recipes of the paper's tables, run what they lack, and show them."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from experiments.figures import draw
+from experiments.inputs import Inputs, check, smoke_inputs
+from experiments.measurements import Maker
+from experiments.recipe import Recipe, names, recipe
+from experiments.results import document_parts, measured_records, write_document
+from experiments.run import Key, Outcome, Run, execute, plan
+from experiments.scales import Scale, scale_named
+from experiments.tables import RecipeTable, latex, read_records
+from saf.errors import InputError, SafError
+from saf.records.files import write_atomically
+from saf.records.quantities import gibibytes, seconds
+from saf.train.loop import EXIT_STOPPED
+
+
+@dataclass(kw_only=True)
+class Experiments:
+    """Run what recipes lack and show their tables; without a name, list them.
+
+    The same command resumes what stopped or failed; what is there is not made again. `python -m experiments results`
+    renders the document of all results, `python -m experiments keep` copies records of runs to be committed. Exit
+    code 75: a signal stopped a run after a checkpoint.
+    """
+
+    recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Names of recipes."""
+    scale: str = "small"
+    """paper, small or smoke; small also with tokens, small-75M, and each with the name of a series, small-75M-again."""
+    arms: tuple[str, ...] = ()
+    """Run only these arms, of the recipes' or any others, with what they need; or only these measurements."""
+    seeds: tuple[int, ...] = ()
+    """Seeds instead of the scale's, of which a recipe takes as many as the paper's table has."""
+    out: Path = Path("runs")
+    """Folder of the runs: OUT/SCALE/ARM/seed-SEED. All recipes share it."""
+    data: Path | None = None
+    """Folder made by `saf data prepare`; the smoke scale makes its own."""
+    tasks: Path | None = None
+    """Folder of examples to finetune on: sst2/train.tsv and dev.tsv, boolq/train.jsonl and val.jsonl,
+    quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own."""
+    questions: Path | None = None
+    """Folder of the zero-shot tasks' public files; the hub's questions where none is named."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own and on one GPU, by turns; a single one runs in this process."""
+    dry_run: bool = False
+    """List runs, tokens, memory and, with --flops, hours; make nothing."""
+    show: bool = False
+    """Show the tables of what is there, committed results with --out results, and make nothing."""
+    flops: float | None = None
+    """FLOP/s of a GPU in training, such as 4e14, for the hours of --dry-run."""
+    tables: Path | None = None
+    """Also write tables into this folder: Markdown, LaTeX, CSV, and figures as SVG."""
+
+    def run(self) -> int:
+        """List, plan, or run and show; return the exit status."""
+        if not self.recipes and not self.arms:
+            for name in names():
+                print(f"{name:24} {recipe(name).title} ({recipe(name).source.label})")
+            return 0
+        scale, chosen = scale_named(self.scale), {name: recipe(name) for name in self.recipes}
+        if self.show:
+            self._show(chosen)
+            return 0
+        runs = plan(self._wanted(scale, chosen), scale, self.out)
+        if self.dry_run:
+            _list(runs, self.flops)
+            return 0
+        inputs = Inputs(data=self.data, tasks=self.tasks, questions=self.questions)
+        if scale.base == "smoke":
+            inputs = smoke_inputs(self.out / "smoke-inputs", inputs)
+        elif runs:
+            pretrained = [run.record() for run in runs.values() if run.arm.task is None]
+            check(inputs, scale, [record for record in pretrained if record is not None])
+        outcome = execute(runs, inputs, jobs=self.jobs, say=_say)
+        if not outcome.stopped:
+            self._measure(scale, chosen, runs, inputs, outcome)
+        self._show(chosen)
+        for title, problem in outcome.failed.items():
+            _say(f"{title} {problem}")
+        return EXIT_STOPPED if outcome.stopped else int(bool(outcome.failed))
+
+    def _seeds(self, scale: Scale, each: Recipe | None = None) -> tuple[int, ...]:
+        return self.seeds or scale.seeds[: each.seeds if each else None]
+
+    def _wanted(self, scale: Scale, chosen: dict[str, Recipe]) -> list[Key]:
+        measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
+        if self.arms:
+            named = [arm for name in self.arms for arm in measured.get(name, [name])]
+            return [(arm, seed) for arm in named for seed in self._seeds(scale)]
+        first = {row.arm for each in chosen.values() for row in each.rows if row.first_seed}
+        return [
+            (arm, seed)
+            for each in chosen.values()
+            for arm in each.arms(scale.base)
+            for seed in (self._seeds(scale, each) if arm not in first else self._seeds(scale, each)[:1])
+        ]
+
+    def _measure(
+        self, scale: Scale, chosen: dict[str, Recipe], runs: dict[Key, Run], inputs: Inputs, outcome: Outcome
+    ) -> None:
+        """Make the measurements that are missing and whose runs have ended, one at a time."""
+        for name, each in chosen.items():
+            for seed in self._seeds(scale, each):
+                maker = Maker(
+                    recipe=name,
+                    measurements=each.measurements,
+                    scale=scale,
+                    seed=seed,
+                    runs=runs,
+                    inputs=inputs,
+                    root=self.out,
+                )
+                for one in each.measurements:
+                    asked = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke
+                    if asked and (problem := maker.make(one, say=_say)):
+                        outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
+
+    def _show(self, chosen: dict[str, Recipe]) -> None:
+        records = read_records(self.out, self.scale)
+        for name, each in chosen.items():
+            table = RecipeTable(name, each, self.scale, records)
+            text = "\n\n".join(document_parts(table, measured_records(table, self.out / self.scale)))
+            print(f"\n{text}")
+            if self.tables is None:
+                continue
+            stem = f"{name}-{self.scale}"
+            tex = "\n".join(latex(shown) for _, shown in table.tables())
+            files = {f"{stem}.md": text, f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
+            files |= {f"{stem}-{figure.name}.svg": draw(figure, table) or "" for figure in each.figures}
+            for file, content in files.items():
+                if content:
+                    write_atomically(self.tables / file, content.encode())
+
+
+def _list(runs: dict[Key, Run], flops: float | None) -> None:
+    total = 0.0
+    print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}" + (f" {'time':>9}" if flops else ""))
+    for run in runs.values():
+        if run.record() is not None:
+            continue
+        total += run.flops
+        time = f" {seconds(run.flops / flops):>9}" if flops else ""
+        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {gibibytes(run.bytes):>10}{time}")
+    hours = f", {total / flops / 3600:,.1f} hours of one GPU without compilation and evaluation" if flops else ""
+    print(f"{len(runs)} runs, {sum(run.record() is None for run in runs.values())} of them missing{hours}")
+
+
+@dataclass(kw_only=True)
+class Results:
+    """Render the document of all results, and its pictures beside it."""
+
+    results: Path = Path("results")
+    """Folder of committed results."""
+    out: Path = Path("docs/results.md")
+    """The Markdown file."""
+
+    def run(self) -> int:
+        """Write the document and print the paths."""
+        print(*write_document(self.results, self.out), sep="\n")
+        return 0
+
+
+@dataclass(kw_only=True)
+class Keep:
+    """Copy the records of ended runs and measurements into the folder of committed results."""
+
+    scale: str
+    """Whose runs."""
+    out: Path = Path("runs")
+    """Folder of the runs."""
+    results: Path = Path("results")
+    """Folder of committed results: RESULTS/SCALE/ARM/seed-SEED.json."""
+
+    def run(self) -> int:
+        """Copy; records that are there already stay as they are."""
+        kept = 0
+        for path in sorted((self.out / self.scale).glob("**/*.json")):
+            run = path.name == "result.json" and path.parent.parent.parent == self.out / self.scale
+            measured = path.parent.parent.name == "measurements" and path.stem.partition("-")[0] in ("seed", "once")
+            if not (run or measured):
+                continue
+            place = path.parent.with_suffix(".json") if run else path
+            target = self.results / place.relative_to(self.out)
+            if not target.exists():
+                write_atomically(target, path.read_bytes())
+                kept += 1
+        print(f"{kept} records copied to {self.results / self.scale}")
+        return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(words: list[str]) -> int:
+    """Run a command and return its exit status; a user's mistake is one line."""
+    commands: dict[str, Any] = {"results": Results, "keep": Keep}
+    command, rest = (commands[words[0]], words[1:]) if words[:1] and words[0] in commands else (Experiments, words)
+    try:
+        return tyro.cli(command, args=rest, prog="python -m experiments").run()
+    except (InputError, SafError) as error:
+        _say(f"error: {error}")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

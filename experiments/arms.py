@@ -1,0 +1,540 @@
+"""Every arm of every recipe, as data: what it changes of its parent, or of its scale's settings.
+
+An arm has one name. Its run at a scale is made once, however many recipes show it. Settings are those of
+`saf.TrainConfig` by name; `freeze`, `schedule` and `mqar` are dictionaries of their own settings.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from saf.errors import InputError, did_you_mean
+
+Settings = Mapping[str, Any]
+CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
+RATES = {"10": 0.1, "25": 0.25, "50": 0.5, "75": 0.75}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One training, or one finetuning, for each seed."""
+
+    name: str
+    settings: Settings = field(default_factory=dict)
+    """Changes of the scale's settings, or of the parent's."""
+    scaled: Mapping[str, Settings] = field(default_factory=dict)
+    """Further changes at single scales."""
+    context: int = 4_096
+    """Tokens of context at the paper's scale; other scales have their own for it."""
+    parent: str | None = None
+    """The arm whose checkpoint it continues from; None starts from initialisation."""
+    at: float = 0.5
+    """Share of the parent's updates after which it branches off; finetuning starts from the end."""
+    more: float = 0.0
+    """Updates beyond the parent's schedule (without a parent, the scale's), as a share of it."""
+    match: str | None = None
+    """The arm whose training time it gets from the parent's checkpoint on; None trains the scale's updates."""
+    heads: str | None = None
+    """The arm whose heads it freezes or prunes; None lets its settings choose."""
+    reseed: int = 0
+    """Added to the seed, for another order of the data."""
+    task: str | None = None
+    """The task that it finetunes its parent on; None is pretraining."""
+    like: str | None = None
+    """The finetuned ordinary arm whose examples, epochs and settings it takes; None chooses its own."""
+    varies: Literal["pretraining", "task", "both"] = "pretraining"
+    """Which seed of a finetuned arm varies. The other one is the scale's first, so that the two are never pooled."""
+    elsewhere: str | None = None
+    """The arm that stands for it at other scales than the paper's, where both would be the same."""
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """The arms whose runs must have ended before this one begins, by their role."""
+        named = {"parent": self.parent, "match": self.match, "heads": self.heads, "like": self.like}
+        return {role: name for role, name in named.items() if name is not None}
+
+
+def percent(rate: float) -> str:
+    """Return a rate as arms' names have it: 0.25 is "25"."""
+    return f"{100 * rate:g}"
+
+
+# --- settings that several arms share
+
+HELD_OUT = {"paper": {"calibration_source": "calibration"}}
+"""The paper's controls calibrate on held-out text; its other runs do on training text."""
+STRICT = {"paper": {"calibration_source": "calibration", "freeze": {"strict": True}}}
+"""In its controls every one of the lowest-scoring heads must fit; none is replaced by the next."""
+PRUNE = {"freeze": {"operation": "prune"}}
+RANDOM = {"score": "random", "match": "variance"}
+GATES = {"freeze": {"operation": "prune", "rate": 0.25, "score": "gate_taylor"}}
+LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
+LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
+"""After a full run: from the rate that it ends with down to a tenth."""
+LATER_SMALL = {"small": {"peak_lr": 1e-4}}
+ONE_BILLION = {
+    **{"model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512, "peak_lr": 3e-4, "min_lr_ratio": 0.1},
+    **{"warmup": 375, "eval_every": 1_000, "save_every": 500, "calibration_sequences": 16},
+}
+"""524,288 tokens an update, as four GPUs with eight micro-batches of two windows each."""
+
+# --- matched time
+
+SPEEDS = {
+    # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json).
+    (4_096, "freeze"): {0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013}
+    | {0.75: 1.3005081503257414},
+    (4_096, "prune"): {0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198}
+    | {0.75: 1.5184881841571478},
+    (8_192, "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
+    (8_192, "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
+    (16_384, "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
+    (16_384, "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
+}
+CHARGE_SECONDS = 28.3
+"""Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
+RAW_CLOCK = {"match_clock": "everything"}
+
+
+def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
+    """Return settings that give a run `ratio` updates for each that its reference had left."""
+    return {**RAW_CLOCK, "match_speed": ratio, "match_speed_source": source, "match_charge_seconds": charge}
+
+
+def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str, Settings]:
+    """Return the settings of an arm at matched time, by scale.
+
+    The paper's scale has its scaled clock. Small runs are too short for a clock and get the speed that was measured;
+    smoke runs one that is set.
+    """
+    if operation is None:
+        small = smoke = speed(1.0, "ordinary: its reference's speed")
+    else:
+        ratio = SPEEDS[context, operation][rate]
+        small = speed(ratio, "124M on an H200, measured in pairs", CHARGE_SECONDS)
+        smoke = speed(1.25, "set for the smoke scale, not measured")
+    return {"paper": {"match_clock": "scaled"}, "small": small, "smoke": smoke}
+
+
+def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
+    """Return settings by scale, of several such mappings."""
+    found: dict[str, Settings] = {}
+    for part in parts:
+        for scale, settings in part.items():
+            found[scale] = merged(found.get(scale, {}), settings)
+    return found
+
+
+def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
+    """Return settings with changes; of dictionaries of settings, such as `freeze`, those named alone are changed."""
+    return {
+        **settings,
+        **{
+            name: {**settings[name], **value} if isinstance(value, dict) and name in settings else value
+            for name, value in changes.items()
+        },
+    }
+
+
+# --- pretraining: one ordinary run a context, and what branches off it
+
+
+def _contexts() -> Iterator[Arm]:
+    """Yield the arms of the main question at each context: frozen and pruned, at matched tokens and matched time."""
+    for k, context in CONTEXTS.items():
+        trunk = f"{k}-ordinary"
+        at: Settings = {"context": context}
+        yield Arm(name=trunk, **at)
+        if k == "1k":
+            continue
+        for name, rate in RATES.items():
+            if rate in SPEEDS[context, "freeze"]:
+                yield from _paired(k, context, name, rate)
+        timed: Settings = {**at, "parent": trunk, "match": trunk}
+        yield Arm(name=f"{k}-ordinary-time", scaled=matched(context, None), **timed)
+        yield Arm(name=f"{k}-ordinary-time-reordered", scaled=matched(context, None), reseed=1_000, **timed)
+        yield Arm(name=f"{k}-ordinary-more", settings=speed(1.06, "set for the exchange rate"), **timed)
+        yield from _raw_clock(k, context)
+
+
+def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
+    trunk, freeze = f"{k}-ordinary", {"freeze": {"rate": rate}}
+    at: Settings = {"context": context, "parent": trunk}
+    yield Arm(name=f"{k}-mean-{name}", settings=freeze, **at)
+    yield Arm(name=f"{k}-pruned-{name}", settings=PRUNE, heads=f"{k}-mean-{name}", **at)
+    control = f"{k}-mean-{name}-control"
+    yield Arm(name=control, settings=freeze, scaled=STRICT, elsewhere=f"{k}-mean-{name}", **at)
+    yield Arm(
+        name=f"{k}-pruned-{name}-control",
+        settings=PRUNE,
+        scaled=HELD_OUT,
+        heads=control,
+        **{"elsewhere": f"{k}-pruned-{name}", **at},
+    )
+    timed: Settings = {**at, "match": trunk}
+    frozen = f"{k}-mean-{name}-time"
+    yield Arm(name=frozen, settings=freeze, scaled=both(STRICT, matched(context, "freeze", rate)), **timed)
+    scaled = both(HELD_OUT, matched(context, "prune", rate))
+    yield Arm(name=f"{k}-pruned-{name}-time", settings=PRUNE, scaled=scaled, heads=frozen, **timed)
+    if k == "4k" and name in ("25", "50"):
+        random = {"freeze": {"rate": rate, **RANDOM}}
+        yield Arm(name=f"{k}-random-{name}", settings=random, scaled=HELD_OUT, **at)
+        scaled = both(HELD_OUT, matched(context, "freeze", rate))
+        yield Arm(name=f"{k}-random-{name}-time", settings=random, scaled=scaled, **timed)
+
+
+def _raw_clock(k: str, context: int) -> Iterator[Arm]:
+    """Yield arms that are charged their own seconds as they are; half of a small run is shorter than compiling it."""
+    trunk = f"{k}-raw-reference"
+    yield Arm(name=trunk, context=context, scaled={"small": {"compile": "off"}})
+    timed: Settings = {"context": context, "parent": trunk, "match": trunk}
+    yield Arm(name=f"{k}-ordinary-raw", settings=RAW_CLOCK, **timed)
+    for name in ("25", "50"):
+        freeze = {**RAW_CLOCK, "freeze": {"rate": RATES[name]}}
+        yield Arm(name=f"{k}-mean-{name}-raw", settings=freeze, scaled=STRICT, **timed)
+        prune = {**RAW_CLOCK, **PRUNE}
+        yield Arm(name=f"{k}-pruned-{name}-raw", settings=prune, scaled=HELD_OUT, heads=f"{k}-mean-{name}-raw", **timed)
+
+
+def _moments() -> Iterator[Arm]:
+    """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
+    for at in (0.25, 0.4, 0.6, 0.75, 1.0):
+        place: Settings = {"parent": "4k-ordinary", "at": at}
+        name = f"4k-mean-25-at-{percent(at)}"
+        yield Arm(name=name, settings={"freeze": {"rate": 0.25}}, **place)
+        if at == 0.25:
+            yield Arm(
+                name=f"{name}-control", settings={"freeze": {"rate": 0.25}}, scaled=STRICT, elsewhere=name, **place
+            )
+        freeze = {"rate": 0.25, "pattern": "structured_random"}
+        yield Arm(name=f"4k-structured-random-25-at-{percent(at)}", settings={"freeze": freeze}, **place)
+
+
+PATTERNS: dict[str, Settings] = {
+    # Sampled and sharp patterns are stored whole, as the paper's (app:controlled-pretraining-details).
+    "sharp-mean": {"pattern": "sharp_mean", "storage": "dense"},
+    "gaussian": {"pattern": "gaussian", "storage": "dense"},
+    "dirichlet": {"pattern": "dirichlet", "storage": "dense", "pattern_options": {"scale": 16}},
+    "structured-random": {"pattern": "structured_random"},
+}
+
+
+def _patterns() -> Iterator[Arm]:
+    """Yield other patterns than the mean, whole storage, learned positions, trainable patterns."""
+    trunk: Settings = {"parent": "4k-ordinary"}
+    for pattern, settings in PATTERNS.items():
+        for name, rate in RATES.items():
+            yield Arm(name=f"4k-{pattern}-{name}", settings={"freeze": {"rate": rate, **settings}}, **trunk)
+    yield Arm(name="4k-dense-25", settings={"freeze": {"rate": 0.25, "storage": "dense"}}, **trunk)
+    learned = "4k-learned-ordinary"
+    yield Arm(name=learned, settings={"model_overrides": {"position": "learned"}})
+    yield Arm(name="4k-learned-dense-25", parent=learned, settings={"freeze": {"rate": 0.25, "storage": "dense"}})
+    yield Arm(name="4k-learned-mean-25", parent=learned, settings={"freeze": {"rate": 0.25}})
+    yield Arm(name="4k-trainable-25", settings={"freeze": {"rate": 0.25, "trainable": True}}, scaled=STRICT, **trunk)
+    yield Arm(name="4k-residual-cosine-25", settings={"freeze": {"rate": 0.25, "score": "residual_cosine"}}, **trunk)
+
+
+def _schedules() -> Iterator[Arm]:
+    def events(name: str, rate: float = 0.5, **settings: Any) -> Settings:
+        return {"freeze": {"rate": rate}, "schedule": {"name": name, **settings}}
+
+    trunk: Settings = {"parent": "4k-ordinary"}
+    for rate in (0.25, 0.5):
+        yield Arm(name=f"4k-gradual-{percent(rate)}", settings=events("gradual", rate), **trunk)
+    for budget in (0.01, 0.02):
+        name = f"4k-validation-budget-{percent(budget)}"
+        yield Arm(name=name, settings=events("validation_budget", budget=budget), **trunk)
+    for multiplier in (3.0, 1.5):
+        triggered = events("train_loss", multiplier=multiplier)
+        yield Arm(name=f"4k-train-loss-{multiplier}", settings=triggered)
+        yield Arm(name=f"4k-train-loss-{multiplier}-from-25", settings=triggered, at=0.25, **trunk)
+    yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
+    # Runs of several events are compiled by layers; so are those that their time is compared with.
+    yield Arm(name="4k-layerwise-ordinary", scaled=LAYERWISE)
+    for rate in (0.25, 0.5):
+        yield Arm(
+            name=f"4k-layerwise-mean-{percent(rate)}",
+            parent="4k-layerwise-ordinary",
+            settings={"freeze": {"rate": rate}},
+            scaled=LAYERWISE,
+        )
+
+
+SCORES = ("forward_kl", "residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor")
+GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
+
+
+def _scores() -> Iterator[Arm]:
+    """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
+    for k, context in CONTEXTS.items():
+        trunk = f"{k}-tracked-ordinary"
+        yield Arm(name=trunk, context=context, settings={"track_gradients": True})
+        scores = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES)}.get(k, ("forward_kl",))
+        for rate in (0.25, 0.5) if k != "1k" else (0.25,):
+            for score in ("variance", *scores):
+                freeze = {"rate": rate} if score == "variance" else {"rate": rate, "score": score}
+                yield Arm(
+                    name=tracked(k, score, rate),
+                    context=context,
+                    parent=trunk,
+                    # Where the paper has gradient scores, at 1K, its patterns are whole.
+                    settings={"freeze": {**freeze, "storage": "dense"} if k == "1k" else freeze},
+                )
+
+
+def tracked(k: str, score: str, rate: float) -> str:
+    """Return the name of the arm frozen by a score."""
+    return f"{k}-tracked-{score.replace('_', '-')}-{percent(rate)}"
+
+
+FLAT = {"fitter_options": {"alpha_constant_after": 16}}
+FLAT_SMOKE = {"smoke": {"freeze": {"fitter_options": {"alpha_constant_after": 4}}}}
+HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
+IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
+    # Name: settings of the event, and what else is different.
+    "refit": ({"refit": True}, {}),
+    "flat": (FLAT, {"scaled": FLAT_SMOKE}),
+    "rewarm": ({}, {"settings": {"rewarm": 0.01}}),
+    "two-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 2}}}),
+    "three-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 3}}}),
+    "half-layer": ({"max_per_layer": 4}, {"scaled": HALF_PAPER}),
+    "at-40": ({}, {"at": 0.4}),
+    "at-25": ({}, {"at": 0.25}),
+    "at-25-half-layer": ({"max_per_layer": 4}, {"at": 0.25, "scaled": HALF_PAPER}),
+    "gradient-refit-flat": ({"score": "qk_gradient", "refit": True, **FLAT}, {"scaled": FLAT_SMOKE}),
+    "cosine-refit-flat": ({"score": "residual_cosine", "refit": True, **FLAT}, {"scaled": FLAT_SMOKE}),
+    "pruned": ({"operation": "prune"}, {}),
+    "gradient-pruned": ({"operation": "prune", "score": "qk_gradient"}, {}),
+    "at-25-pruned": ({"operation": "prune"}, {"at": 0.25}),
+}
+"""What else might lower the change at the same rate."""
+BOUGHT = {
+    "freeze": speed(1.085, "124M on an H200, 4K"),
+    "prune": speed(1.127, "124M on an H200, 4K"),
+}
+"""Freezing earlier gives more updates their speed."""
+
+
+def _ideas() -> Iterator[Arm]:
+    for rate in (0.25, 0.5):
+        for idea, (freeze, others) in IDEAS.items():
+            arm = Arm(name=f"4k-tracked-{idea}-{percent(rate)}", parent="4k-tracked-ordinary", **others)
+            yield replace(arm, settings={**arm.settings, "freeze": {"rate": rate, **freeze}})
+    for name, at, operation in (
+        *(("variance", 0.5, "freeze"), ("at-40", 0.4, "freeze"), ("at-25", 0.25, "freeze")),
+        *(("pruned", 0.5, "prune"), ("at-25-pruned", 0.25, "prune")),
+    ):
+        yield Arm(
+            name=f"4k-tracked-{name}-25-bought",
+            parent="4k-tracked-ordinary",
+            at=at,
+            match="4k-tracked-ordinary",
+            settings={**BOUGHT[operation], "freeze": {"rate": 0.25, "operation": operation}},
+        )
+
+
+# --- after a full run; 1B
+
+LATER_ARMS: dict[str, Settings] = {
+    "ordinary": {},
+    "mean-25": {"freeze": {"rate": 0.25}},
+    "pruned-25": PRUNE,
+    "gate-taylor-25": GATES,
+}
+
+
+def _later() -> Iterator[Arm]:
+    """Yield half as many updates again on top of a full run, frozen or pruned before them."""
+    place: Settings = {"parent": "4k-ordinary", "at": 1.0, "more": 0.5}
+    for timed in (False, True):
+        for name, settings in LATER_ARMS.items():
+            end = "-time" if timed else ""
+            operation = None if name == "ordinary" else "freeze" if name == "mean-25" else "prune"
+            speeds = {scale: each for scale, each in matched(4_096, operation, 0.25).items() if scale != "paper"}
+            yield Arm(
+                **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
+                match="later-ordinary" if timed else None,
+                heads="later-mean-25" if name == "pruned-25" else None,
+                scaled=both(LATER_SMALL, HELD_OUT if settings else {}, speeds if timed else {}),
+            )
+    more = {**LATER, **speed(1.06, "set for the exchange rate")}
+    yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SMALL, match="later-ordinary", **place)
+    yield Arm(
+        name="pruned-from-start",
+        more=0.5,
+        heads="later-mean-25",
+        scaled=HELD_OUT,
+        settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
+    )
+
+
+def _one_billion() -> Iterator[Arm]:
+    """Yield the arms of 1B, which other scales have at their own size."""
+    yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, elsewhere="8k-ordinary")
+    place: Settings = {"context": 8_192, "parent": "1b-ordinary"}
+    for name in ("25", "50"):
+        freeze = {"freeze": {"rate": RATES[name]}}
+        yield Arm(name=f"1b-mean-{name}", settings=freeze, elsewhere=f"8k-mean-{name}", **place)
+    yield Arm(name="1b-gate-taylor-25", settings=GATES, **place)
+
+
+# --- finetuning
+
+RECALL_SMOKE = {
+    **{"updates": 2, "batch_size": 4},
+    "mqar": {
+        **{"length": 32, "pairs": 2, "vocabulary": 64, "test_lengths": (32, 32), "test_pairs": (2, 4)},
+        **{"test_examples": 4, "development": 4},
+    },
+}
+TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1}
+RECOVERY = (0, 50, 200, 500)
+"""Updates after which a model whose heads were replaced is judged."""
+
+
+def _tuned(name: str, parent: str, task: str, like: str | None, **others: Any) -> Arm:
+    """Return a finetuned arm; one that is like the ordinary one takes its settings."""
+    smoke = {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
+    own = others.pop("own", {})
+    return Arm(
+        name=name,
+        parent=parent,
+        task=task,
+        like=like,
+        scaled=others.pop("scaled", {}) if like else both(own, smoke),
+        **others,
+    )
+
+
+def _recovered(name: str, parent: str, settings: Settings, heads: str | None, **others: Any) -> Arm:
+    """Return a model that has learnt recall, whose heads are replaced and which goes on with new examples."""
+    return Arm(
+        **{"name": name, "parent": parent, "task": "mqar", "reseed": 1_000, "heads": heads, **others},
+        settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **settings},
+        scaled={"smoke": {"updates": 4, "report_at": (0, 1, 2, 4)}},
+    )
+
+
+def _recall() -> Iterator[Arm]:
+    """Yield associative recall: of later checkpoints, with either seed varying; of patterns; after replacement."""
+    for varies, end in (("pretraining", ""), ("task", "-task-seeds")):
+        for name in LATER_ARMS:
+            like = None if name == "ordinary" else f"recall-later-ordinary{end}"
+            yield _tuned(f"recall-later-{name}{end}", f"later-{name}-time", "mqar", like, varies=varies)
+    for name, settings in LATER_ARMS.items():
+        heads = "recovery-mean-25" if name == "pruned-25" else None
+        yield _recovered(f"recovery-{name}", "recall-later-ordinary", settings, heads)
+    for name, parent in (
+        ("ordinary", "4k-ordinary"),
+        ("frozen", "4k-mean-25-control"),
+        ("trainable", "4k-trainable-25"),
+    ):
+        like = None if name == "ordinary" else "recall-patterns-ordinary"
+        yield _tuned(f"recall-patterns-{name}", parent, "mqar", like)
+
+
+DOWNSTREAM: dict[str, tuple[str, str, Mapping[str, Settings]]] = {
+    # Task: its name, context, settings by scale.
+    "sst2": ("sst2", "4k", {"paper": {"batch_size": 256}, "small": {"batch_size": 32, "most_examples": 16_384}}),
+    "boolq": ("boolq", "4k", {"paper": {"batch_size": 64}, "small": {"batch_size": 32}}),
+    "quality": (
+        *("quality", "16k"),
+        {scale: {"batch_size": 4, "accumulation": 4, "max_tokens": 16_384} for scale in ("paper", "small", "smoke")},
+    ),
+}
+SMALL_TASKS: dict[str, dict[str, Settings]] = {
+    "sst2": {"small": {"batch_size": 32, "most_examples": 16_384}},
+    "boolq": {"small": {"batch_size": 32}},
+}
+
+
+def _downstream() -> Iterator[Arm]:
+    """Yield finetuning on questions: one checkpoint of each arm with three seeds, but where said otherwise."""
+    for title, (task, k, own) in DOWNSTREAM.items():
+        for model in ("ordinary", "mean-25", "mean-50"):
+            like = None if model == "ordinary" else f"downstream-{title}-ordinary"
+            context = CONTEXTS[k]
+            yield _tuned(
+                f"downstream-{title}-{model}", f"{k}-{model}", task, like, own=own, varies="task", context=context
+            )
+    for task, own in SMALL_TASKS.items():
+        ordinary = f"during-{task}-ordinary"
+        yield _tuned(ordinary, "4k-ordinary", task, None, own=own, varies="task")
+        for name, settings in (
+            ("one-time", {"schedule": {"name": "one_time", "at": 0.5}}),
+            ("train-loss", {"schedule": {"name": "train_loss"}}),
+            ("after", {"schedule": {"name": "one_time", "at": 1.0}}),
+        ):
+            freeze, smoke = {"freeze": {"rate": 0.25}, **settings}, {"smoke": {"calibration_sequences": 4}}
+            yield _tuned(
+                f"during-{task}-{name}", "4k-ordinary", task, ordinary, varies="task", settings=freeze, scaled=smoke
+            )
+    billion = {
+        "sst2": {"paper": {"batch_size": 128}, "small": {"batch_size": 32, "most_examples": 16_384}},
+        "boolq": {"paper": {"batch_size": 32}, "small": {"batch_size": 32}},
+        "quality": {scale: {"batch_size": 4, "accumulation": 4} for scale in ("paper", "small", "smoke")},
+    }
+    for task, own in billion.items():
+        for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50"):
+            like = None if model == "ordinary" else f"1b-{task}-ordinary"
+            yield _tuned(f"1b-{task}-{model}", f"1b-{model}", task, like, own=own, varies="task", context=8_192)
+
+
+def _pruning_downstream() -> Iterator[Arm]:
+    """Yield finetuned checkpoints of matched time and of later intervention, with either seed varying."""
+    midpoint = {model: f"4k-{model}-time" for model in ("ordinary", "mean-25", "mean-50", "pruned-25", "pruned-50")}
+    tokens = {name: f"later-{name}" for name in LATER_ARMS} | {"from-start": "pruned-from-start"}
+    time = {name: f"later-{name}-time" for name in LATER_ARMS}
+    groups = (
+        *(("midpoint", midpoint, "pretraining"), ("later-tokens", tokens, "pretraining")),
+        *(("later-time", time, "task"), ("later-time-pretraining", time, "pretraining")),
+    )
+    for group, parents, varies in groups:
+        for task, own in SMALL_TASKS.items():
+            for model, parent in parents.items():
+                like = None if model == "ordinary" else f"{group}-{task}-ordinary"
+                yield _tuned(f"{group}-{task}-{model}", parent, task, like, own=own, varies=varies)
+
+
+STAGE_MODELS = {"ordinary": {}, "mean-25": {"freeze": {"rate": 0.25}}, "pruned-25": PRUNE}
+STAGE_TASKS: dict[str, Settings] = {
+    # Batches of 32 leave launches of small kernels few enough; SST-2 is a stratified part of its file.
+    "sst2": {"batch_size": 32, "most_examples": 16_384},
+    "boolq": {"batch_size": 32},
+    "quality": {"max_tokens": 4_096},
+    "mqar": {},
+}
+
+
+def _stages() -> Iterator[Arm]:
+    """Yield whole chains, a seed each: pretraining, tasks, and replacement after recall was learnt."""
+    for task, settings in STAGE_TASKS.items():
+        own = dict.fromkeys(("paper", "small", "smoke"), settings)
+        for model in STAGE_MODELS:
+            like = None if model == "ordinary" else f"stages-{task}-ordinary"
+            yield _tuned(f"stages-{task}-{model}", f"4k-{model}", task, like, own=own, varies="both")
+    for model, settings in STAGE_MODELS.items():
+        heads = "stages-recovery-mean-25" if model == "pruned-25" else None
+        yield _recovered(f"stages-recovery-{model}", "stages-mqar-ordinary", settings, heads, varies="both")
+
+
+def _all() -> dict[str, Arm]:
+    families = (_contexts, _moments, _patterns, _schedules, _scores, _ideas, _later, _one_billion)
+    families += (_recall, _downstream, _pruning_downstream, _stages)
+    arms: dict[str, Arm] = {}
+    for arm in (arm for family in families for arm in family()):
+        if arm.name in arms:
+            raise ValueError(f"two arms are called {arm.name!r}")
+        arms[arm.name] = arm
+    return arms
+
+
+ARMS = _all()
+
+
+def arm_at(name: str, scale: str) -> Arm:
+    """Return an arm, or the one that stands for it at a scale; raise InputError for a name that none has."""
+    if name not in ARMS:
+        raise InputError(f"there is no arm {name!r}{did_you_mean(name, ARMS)}")
+    arm = ARMS[name]
+    return arm if scale == "paper" or arm.elsewhere is None else arm_at(arm.elsewhere, scale)

@@ -1,0 +1,97 @@
+"""Causal prefill by length, batch, way of calling and shape: tab:prefill-latency, fig:systems-across-stages (c, d)."""
+
+from experiments.measurements import Measurement, Number, speedup
+from experiments.recipe import Recipe
+from saf.records.paper import PREFILL, PREFILL_TEXT, prefill_speed
+
+LENGTHS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+BATCHES = tuple(f"4096x{size}" for size in SIZES)
+# cuDNN is the baseline; each other way of ordinary attention is a row of its own: math is PyTorch's eager product.
+MODEL = {"model": "124m", "others": ("auto", "flash", "flex", "math"), "pairs": 6}
+# Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel (docs/log.md).
+CALLED = {"kernels": ("auto",), "others": ("flash", "flex", "math")}
+SMALL = {"seconds": 540.0, "pairs": 4, "settle_ms": 50.0}
+SMOKE = {
+    **{"model": "tiny", "others": (), "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
+    **{"profile": False, "graphs": "off"},
+}
+
+
+def _numbers(points: tuple[tuple[int, int], ...]) -> tuple[Number, ...]:
+    found = []
+    for point in points:
+        for rate in (0.25, 0.5):
+            quoted = prefill_speed(("124m", *point), rate)
+            paper = None if quoted is None else quoted.text
+            found.append(speedup(f"{point[0]:,} × {point[1]}, {rate:.0%}", rate, point, paper, way="call"))
+    return tuple(found)
+
+
+def _shape(model: str, speeds: dict[int, tuple[str | None, str | None]]) -> Measurement:
+    """One sequence at a shape, a quarter and all of its heads."""
+    return Measurement(
+        name=f"{model.upper()} shape, one sequence",
+        does="bench prefill",
+        settings={**MODEL, "model": model, "points": tuple(f"{t}x1" for t in speeds), "rates": (0.25, 1.0)},
+        scaled={"small": SMALL, "smoke": {**SMOKE, "points": ("64x1",), "rates": (0.5, 1.0)}},
+        numbers=tuple(
+            speedup(f"{model.upper()}, {length:,} × 1, {rate:.0%}", rate, (length, 1), paper, way="call")
+            for length, papers in speeds.items()
+            for rate, paper in zip((0.25, 1.0), papers, strict=True)
+        ),
+        label=PREFILL_TEXT.label,
+        smoke=model == "124m",
+    )
+
+
+RECIPE = Recipe(
+    title="Causal prefill",
+    source=PREFILL,
+    also=("fig:systems-across-stages", "app:kernel-details"),
+    measurements=(
+        Measurement(
+            name="lengths, 64 sequences",
+            does="bench prefill",
+            settings={**MODEL, "points": tuple(f"{t}x64" for t in LENGTHS), "rates": (0.25, 0.5), "fresh": True},
+            scaled={"small": {**SMALL, "fresh": False}, "smoke": {**SMOKE, "fresh": False, "points": ("16x2", "32x2")}},
+            numbers=_numbers(tuple((length, 64) for length in LENGTHS)),
+        ),
+        Measurement(
+            name="batches at 4K",
+            does="bench prefill",
+            settings={**MODEL, **CALLED, "points": BATCHES, "rates": (0.25, 0.5), "fresh": True},
+            scaled={"small": {**SMALL, "fresh": False}, "smoke": {**SMOKE, "fresh": False, "points": ("32x1", "32x4")}},
+            numbers=_numbers(tuple((4_096, size) for size in SIZES if 1 < size < 64)),
+        ),
+        Measurement(
+            name="one sequence, fresh processes",
+            does="bench prefill",
+            settings={**MODEL, **CALLED, "points": ("4096x1",), "rates": (0.25, 0.5), "fresh": True},
+            scaled={"small": SMALL},
+            numbers=(
+                speedup("4,096 × 1, fresh processes, 25%", 0.25, (4_096, 1), "0.969×", way="call"),
+                speedup("4,096 × 1, fresh processes, 50%", 0.5, (4_096, 1), "0.972×", way="call"),
+            ),
+            label=PREFILL_TEXT.label,
+            smoke=False,
+        ),
+        Measurement(
+            name="one sequence in graphs",
+            does="bench prefill",
+            settings={**MODEL, "points": ("4096x1",), "rates": (0.25, 0.5, 0.75), "graphs": "on"},
+            scaled={"small": SMALL, "smoke": {**SMOKE, "points": ("32x1",), "rates": (0.75,)}},
+            numbers=tuple(
+                speedup(f"4,096 × 1, replayed, {rate:.0%}", rate, (4_096, 1), paper, way="graph")
+                for rate, paper in ((0.25, "1.113×"), (0.5, "1.220×"), (0.75, "1.377×"))
+            ),
+            label=PREFILL_TEXT.label,
+        ),
+        _shape("124m", {16_384: ("1.08×", "1.33×")}),
+        _shape("774m", {8_192: ("1.07×", "1.31×"), 16_384: ("1.08×", "1.36×")}),
+    ),
+    notes=(
+        "The baseline is cuDNN, the paper's is flash; flash, flex and PyTorch's eager product are rows of their own.",
+        "Models have random weights and the layers of real head maps; speeds do not depend on the weights.",
+    ),
+)

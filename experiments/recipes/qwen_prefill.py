@@ -1,0 +1,58 @@
+"""Prefill with grouped queries, attention alone and the whole model: tab:qwen-prefill-details."""
+
+from experiments.measurements import Measurement, Number, speedup
+from experiments.recipe import Recipe
+from saf.records.paper import QWEN, attention_speed, prefill_speed
+
+RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
+POINTS = tuple((length, size) for size in (4, 8) for length in (2_048, 4_096, 8_192))
+SHAPES = tuple(f"{length}x{size}" for length, size in POINTS)
+SMOKE = {"rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0, "profile": False, "others": ()}
+
+
+def _attention(point: tuple[int, int], rate: float) -> Number:
+    """Attention alone, as the paper has it: one layer's, called."""
+    quoted = attention_speed(*point, rate)
+    assert quoted is not None, point
+    title = f"attention, {point[0]:,} × {point[1]}, {rate:.0%}"
+    return speedup(title, rate, point, quoted.text, way="forward call")
+
+
+def _whole(point: tuple[int, int], rate: float) -> Number:
+    """The whole model, called."""
+    quoted = prefill_speed(("qwen3-4b", *point), rate)
+    assert quoted is not None, point
+    title = f"whole model, {point[0]:,} × {point[1]}, {rate:.0%}"
+    return speedup(title, rate, point, quoted.text, way="call")
+
+
+RECIPE = Recipe(
+    title="Prefill of Qwen3-4B",
+    source=QWEN,
+    measurements=(
+        Measurement(
+            name="attention",
+            does="bench op",
+            settings={
+                **{"shape": "qwen3-4b", "points": SHAPES, "rates": RATES, "parts": ("layer",)},
+                **{"directions": ("forward",), "graphs": "off"},
+            },
+            scaled={
+                "small": {"seconds": 540.0, "pairs": 5},
+                "smoke": {**SMOKE, "shape": "124m", "num_heads": 4, "num_kv_heads": 2, "points": ("32x1",)},
+            },
+            numbers=tuple(_attention(point, rate) for point in POINTS for rate in RATES),
+        ),
+        Measurement(
+            name="whole model",
+            does="bench prefill",
+            settings={"model": "qwen3-4b", "points": SHAPES, "rates": RATES, "precisions": ("bf16",), "pairs": 5},
+            scaled={
+                "small": {"num_layers": 6, "rates": (0.25, 0.5), "seconds": 540.0},
+                "smoke": {**SMOKE, "model": "tiny", "points": ("32x1",), "precisions": ("fp32",)},
+            },
+            numbers=tuple(_whole(point, rate) for point in POINTS for rate in RATES),
+        ),
+    ),
+    notes=("Weights are random: speeds do not depend on them. The small scale has 6 of 36 layers in the whole model.",),
+)

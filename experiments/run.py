@@ -1,0 +1,412 @@
+"""The runner: which runs some arms need, and a loop that makes those that are missing, what they depend on first.
+
+A run's folder is `OUT/SCALE/ARM/seed-SEED`. Its `result.json` names scale, arm and seed, and holds what tables read;
+a run that has one is not made again. What stopped or was killed is resumed.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.arms import Arm, arm_at, merged
+from experiments.inputs import PUBLIC, Inputs
+from experiments.scales import BRANCHES, Scale, scale_named
+from saf.errors import InputError, SafError
+from saf.evaluate.answers import has_answers, read_answers
+from saf.evaluate.perplexity import read_evaluation
+from saf.freezing.config import FreezeConfig
+from saf.machine.execution import visible_devices
+from saf.models import GPTConfig, preset
+from saf.records.files import read_json, to_json, write_json
+from saf.records.run import RecordedRun
+from saf.schedules import OneTime, schedule_from_dict
+from saf.tasks import FinetuneSettings, MQARSettings
+from saf.train import TrainConfig, open_checkpoint, pretrain
+from saf.train.checkpoint import latest, step_name
+from saf.train.finetuning import DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
+from saf.train.loop import EXIT_STOPPED, StopRequest
+from saf.train.memory import peak_bytes
+from saf.train.observer import duration
+from saf.train.run_config import recorded_config, settings_after
+
+Say = Callable[[str], None]
+Key = tuple[str, int]
+"""Arm and seed of a run at one scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of an arm: a folder, what it changes, and the runs that it needs."""
+
+    arm: Arm
+    scale: Scale
+    seed: int
+    root: Path
+    needs: Mapping[str, "Run"]
+    """By role: parent, match, heads, like."""
+
+    @property
+    def key(self) -> Key:
+        """Arm and seed."""
+        return self.arm.name, self.seed
+
+    @property
+    def title(self) -> str:
+        """The run in words."""
+        return f"{self.arm.name} (seed {self.seed})"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self.root / self.scale.name / self.arm.name / f"seed-{self.seed}"
+
+    @cached_property
+    def changes(self) -> dict[str, Any]:
+        """What it changes of its scale's or its parent's settings."""
+        own = merged(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
+        if self.arm.parent is None:
+            own = merged(self.scale.of(self.arm.context), own)
+            own["updates"] += round(self.arm.more * own["updates"])
+        elif self.arm.more:
+            before = self.needs["parent"].updates
+            own = {"updates": before + round(self.arm.more * before), "lr_start": self.step, **own}
+        return to_json(own)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All settings that decide its size, its parents' included."""
+        if self.arm.parent is None:
+            return self.changes
+        taken = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
+        if self.arm.task is not None:
+            shape = {name: taken[name] for name in ("model", "model_overrides", "length")}
+            defaults = {**DEFAULTS, **OF_TASKS[self.arm.task]}
+            own = {name: defaults[name] for name in ("batch_size", "accumulation", "updates") if name in defaults}
+            taken = {**(self.needs["like"].settings if "like" in self.needs else own), **shape}
+        return merged(taken, self.changes)
+
+    @property
+    def updates(self) -> int:
+        """Updates of the whole schedule; of finetuning on files, an estimate with as many epochs as can be chosen."""
+        if self.arm.task not in PUBLIC:
+            return int(self.settings["updates"])
+        examples = min(PUBLIC[self.arm.task][2], self.settings.get("most_examples") or PUBLIC[self.arm.task][2])
+        epochs = self.settings.get("epochs") or MOST_EPOCHS * (1 if self.arm.like else 2)
+        return int(-(-examples * 9 // 10 // (self.settings["batch_size"] * self.settings["accumulation"])) * epochs)
+
+    @property
+    def step(self) -> int | None:
+        """The parent's update that it branches off from; None at its end."""
+        if self.arm.parent is None or self.arm.task is not None:
+            return None
+        return OneTime(at=float(self.arm.at)).first_update(self.needs["parent"].updates)
+
+    @property
+    def own_updates(self) -> int:
+        """Updates that it does itself."""
+        left = self.updates - (self.step or 0)
+        return int(left * (self.changes.get("match_speed") or 1.0)) if self.arm.match else left
+
+    @property
+    def shape(self) -> GPTConfig:
+        """The model's shape."""
+        size = {"vocab_size": self.scale.vocabulary, "max_length": self.settings["length"]}
+        return preset(self.settings["model"], **{**size, **self.settings.get("model_overrides", {})})
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens of a micro-batch; to finetune, of mean length."""
+        rows, length = int(self.settings.get("batch_size", TrainConfig.batch_size)), float(self.settings["length"])
+        if self.arm.task in PUBLIC:
+            length = min(length, PUBLIC[self.arm.task][3], float(self.settings.get("max_tokens") or length))
+        elif self.arm.task is not None:
+            length = (self.settings.get("mqar") or {}).get("length", MQARSettings.length) if self.arm.task else length
+        return round(rows * length)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it trains on itself."""
+        return self.own_updates * self.micro_batch * int(self.settings.get("accumulation", 1))
+
+    @property
+    def flops(self) -> float:
+        """Arithmetic of its own updates, as if all heads were live."""
+        return self.tokens * self.shape.flops_per_token(int(self.settings["length"]))
+
+    @property
+    def bytes(self) -> float:
+        """Peak memory of an update, as if all heads were live."""
+        return peak_bytes(self.shape, self.micro_batch)
+
+    def record(self) -> dict[str, Any] | None:
+        """Return its result; None before it ended. Raises InputError where it was made by other settings."""
+        path = self.folder / "result.json"
+        if not path.is_file() or "experiment" not in (found := read_json(path)):
+            return None
+        made = found["experiment"]["settings"]
+        changed = sorted(n for n in made.keys() | self.changes.keys() if made.get(n) != self.changes.get(n))
+        if changed:
+            raise InputError(
+                f"{self.folder} was made with other settings ({', '.join(changed)}); remove it or its --out"
+            )
+        return found
+
+
+def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
+    """Return the runs of arms and seeds with all that they need, what is needed first."""
+    runs: dict[Key, Run] = {}
+
+    def add(name: str, seed: int) -> Run:
+        arm = arm_at(name, scale.base)
+        if (arm.name, seed) not in runs:
+            needs = {}
+            for role, other in arm.needs.items():
+                # Where the task's seed varies, the pretrained parent is that of the first seed.
+                fixed = role == "parent" and arm.varies == "task" and arm_at(other, scale.base).task is None
+                needs[role] = add(other, scale.seeds[0] if fixed else seed)
+            runs[arm.name, seed] = Run(arm=arm, scale=scale, seed=seed, root=root, needs=needs)
+        return runs[arm.name, seed]
+
+    for name, seed in wanted:
+        add(name, seed)
+    return runs
+
+
+# --- one run
+
+
+def config_of(run: Run, inputs: Inputs) -> tuple[TrainConfig, int | None]:
+    """Return the configuration of a run whose needs have ended, and its epochs where they are given."""
+    own = {name: value for name, value in run.changes.items() if name not in ("freeze", "schedule", "mqar", "epochs")}
+    own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    if "freeze" in run.changes or "heads" in run.needs:
+        heads: dict[str, Any] = {"heads": _heads(run.needs["heads"])} if "heads" in run.needs else {}
+        own["freeze"] = FreezeConfig(**run.changes.get("freeze", {}), **heads)
+    if "schedule" in run.changes:
+        own["schedule"] = schedule_from_dict(run.changes["schedule"])
+    out = str(run.folder)
+    if run.arm.parent is None:
+        text = str(inputs.text())
+        save_at = BRANCHES
+        return TrainConfig(data=text, out=out, seed=run.seed, save_at=save_at, **own), None
+    parent = open_checkpoint(_checkpoint(run))
+    if run.arm.task is None:
+        if run.arm.match:
+            own["match_time"] = str(run.needs["match"].folder)
+        if run.arm.reseed:
+            own["seed"] = run.seed + run.arm.reseed
+        return settings_after(parent, out=out, keep=1, **own), None
+    return _finetuned(run, parent, own, inputs), run.changes.get("epochs")
+
+
+def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> TrainConfig:
+    task = str(run.arm.task)
+    if "like" in run.needs:
+        base = settings_like(run.needs["like"].folder, parent=parent, out=run.folder)
+    else:
+        base = finetune_defaults(parent, task=task, out=run.folder)
+    first = run.scale.seeds[0] if run.arm.varies == "pretraining" else run.seed
+    base |= {"parent": str(parent.path), "seed": first + run.arm.reseed}
+    if task == "mqar":
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in run.changes.get("mqar", {}).items()}
+        base["mqar"] = replace(base["mqar"], **given)
+        base["report_at"] = tuple(each for each in base["report_at"] if each <= own.get("updates", base["updates"]))
+        return TrainConfig(**{**base, **own})
+    if "like" not in run.needs:
+        base["data"], base["test"] = map(str, inputs.examples(task))
+    named, values = {each.name for each in fields(FinetuneSettings)}, {**base, **own}
+    plain = {name: value for name, value in values.items() if name not in named}
+    of_examples = FinetuneSettings(**{name: value for name, value in values.items() if name in named})
+    return TrainConfig(**{**plain, "finetuning": of_examples})
+
+
+def _heads(run: Run) -> tuple[tuple[int, int], ...]:
+    event = (run.record() or {}).get("intervention") or {}
+    if not event.get("heads"):
+        raise InputError(f"{run.title} froze or pruned no heads, and another run is to have them")
+    return tuple((layer, head) for layer, head in event["heads"])
+
+
+def _checkpoint(run: Run) -> Path:
+    """Return the checkpoint that a run starts from."""
+    parent = run.needs["parent"]
+    folder = parent.folder / "checkpoints"
+    path = latest(folder) if run.step is None else folder / step_name(run.step)
+    if path is None or not path.is_dir():
+        raise InputError(
+            f"{parent.title} has lost the checkpoint {path or folder}; remove {parent.folder} to train it again"
+        )
+    return path
+
+
+def train(run: Run, inputs: Inputs) -> bool:
+    """Make or resume one run and complete its record; return False where a signal stopped it after a checkpoint."""
+    if not (run.folder / "result.json").is_file():
+        if (run.folder / "config.json").is_file():
+            result = pretrain(recorded_config(run.folder), resume=True)
+        else:
+            config, epochs = config_of(run, inputs)
+            if run.arm.task is None or "like" in run.needs:
+                result = pretrain(config)
+            else:
+                result = finetune(config, epochs=epochs, resume=run.folder.exists())
+        if "stopped_at" in result:
+            return False
+    keep_record(run)
+    return True
+
+
+def keep_record(run: Run) -> None:
+    """Add to a run's result.json which run it is, and what pairs of runs are compared by."""
+    recorded = RecordedRun.open(run.folder)
+    place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
+    judged = {"num_heads": recorded.num_heads, **_judged(recorded)}
+    write_json(run.folder / "result.json", {**(recorded.result or {}), **judged, "experiment": place})
+
+
+def _judged(recorded: RecordedRun) -> dict[str, Any]:
+    """Return losses of held-out windows, or which questions are answered rightly; recall has accuracies alone."""
+    if has_answers(recorded):
+        answers = read_answers(recorded)
+        asked = json.dumps([(each["id"], each["answer"]) for each in answers])
+        return {
+            "questions_hash": hashlib.sha256(asked.encode()).hexdigest(),
+            "right": [int(each["right"]) for each in answers],
+            "trained_on": recorded.config["data"].get("test_examples_trained_on", 0),
+        }
+    if "recall" in (recorded.result or {}):
+        return {}
+    evaluation, losses = read_evaluation(recorded.folder)
+    kept = {name: evaluation[name] for name in ("windows_hash", "by_position")}
+    return {**kept, "window_losses": losses.windows.tolist()}
+
+
+# --- all runs
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of a plan."""
+
+    failed: dict[str, str] = field(default_factory=dict)
+    """Reasons by what did not end."""
+    stopped: bool = False
+    """Whether a signal stopped it; the same command continues."""
+
+
+def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say) -> Outcome:
+    """Make the runs that are missing. One that fails is named, what needs it is left out, the others go on.
+
+    With one job runs are made in this process; several are made in processes of their own, a GPU each by turns.
+    """
+    pending = {key: run for key, run in runs.items() if run.record() is None}
+    outcome, work, took, total = Outcome(), 0.0, 0.0, len(pending)
+    devices = visible_devices()
+    lanes = list(range(jobs))
+    active: dict[Future[str | None], tuple[Run, int, float]] = {}
+    with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
+        while pending or active:
+            for key in [
+                key for key, run in pending.items() if any(n.title in outcome.failed for n in run.needs.values())
+            ]:
+                outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
+            waiting = pending.keys() | {run.key for run, _, _ in active.values()}
+            ready = [run for run in pending.values() if not any(need.key in waiting for need in run.needs.values())]
+            for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
+                del pending[run.key]
+                lane, began = lanes.pop(0), time.monotonic()
+                say(f"{run.title}: {run.own_updates:,} updates in {run.folder}")
+                if jobs == 1:
+                    future: Future[str | None] = Future()
+                    future.set_result(_here(run, inputs))
+                else:
+                    device = devices[lane % len(devices)] if devices else None
+                    future = pool.submit(_apart, run, inputs, device, stop)
+                active[future] = run, lane, began
+            if not active:
+                break
+            for future in wait(active, return_when=FIRST_COMPLETED).done:
+                run, lane, began = active.pop(future)
+                lanes.append(lane)
+                problem = future.result()
+                outcome.stopped |= problem == STOPPED
+                if problem is None:
+                    work, took = work + run.flops, took + time.monotonic() - began
+                elif problem != STOPPED:
+                    outcome.failed[run.title] = problem
+                done = total - len(pending) - len(active)
+                left = sum(each.flops for each in (*pending.values(), *(run for run, _, _ in active.values())))
+                eta = f", about {duration(left / work * took / jobs)} left" if work and left else ""
+                say(
+                    f"{run.title} {problem or f'ended after {duration(time.monotonic() - began)}'}; "
+                    f"{done} of {total}{eta}"
+                )
+        outcome.stopped |= stop.requested and bool(pending)
+    return outcome
+
+
+STOPPED = "stopped after a checkpoint"
+
+
+def _here(run: Run, inputs: Inputs) -> str | None:
+    """Make a run in this process; return None, why it failed, or STOPPED."""
+    try:
+        return None if train(run, inputs) else STOPPED
+    except (SafError, OSError) as error:
+        return f"failed: {error}"
+    except Exception as error:  # whatever it is, other runs go on
+        log = run.folder.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc())
+        return f"failed: {type(error).__name__}: {error} (see {log})"
+
+
+def _apart(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
+    """Make a run in a process of its own, its output beside its folder."""
+    names = {name: str(path) for name, path in vars(inputs).items() if path is not None}
+    told = json.dumps({"arm": run.arm.name, "scale": run.scale.name, "seed": run.seed, "root": str(run.root), **names})
+    log = run.folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    with open(log, "ab") as file:
+        # A session of its own: a terminal's Ctrl-C reaches it once, from here.
+        command = [sys.executable, "-m", "experiments.run", told]
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, **chosen}, start_new_session=True
+        )
+        asked = False
+        while process.poll() is None:
+            if stop.requested and not asked:
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(0.2)
+    if process.returncode == EXIT_STOPPED or (asked and process.returncode == -signal.SIGTERM):
+        return STOPPED
+    lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
+    return None if process.returncode == 0 else f"failed: {lines[-1]} (see {log})"
+
+
+def _main(told: str) -> int:
+    """Make one run that another process named."""
+    named = json.loads(told)
+    inputs = Inputs(**{name: Path(named[name]) for name in ("data", "tasks", "questions") if name in named})
+    key = named["arm"], named["seed"]
+    run = plan([key], scale_named(named["scale"]), Path(named["root"]))[key]
+    problem = _here(run, inputs)
+    print(problem or "ended")
+    return EXIT_STOPPED if problem == STOPPED else int(problem is not None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main(sys.argv[1]))

@@ -1,0 +1,126 @@
+"""How large the runs of a recipe are: the paper's own settings, small ones for an afternoon, and as small as can be.
+
+A scale's name may go on with the tokens of its runs and with the name of a series, another set of runs by the same
+settings: small, small-75M, small-75M-again.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from experiments.arms import Settings
+from saf.errors import InputError, did_you_mean
+
+BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
+"""Shares of its updates after which every run from initialisation keeps a checkpoint to branch from."""
+FEWEST_UPDATES = 40
+"""Of a run whose tokens are given: the moments of a table then lie on updates of their own, and there is a warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """The settings of every run from initialisation."""
+
+    name: str
+    settings: Settings
+    contexts: Mapping[int, Settings]
+    """Further ones by the paper's tokens of context."""
+    seeds: tuple[int, ...]
+    vocabulary: int
+    """Tokens of the tokenizer that is meant."""
+    resizable: bool = False
+
+    @property
+    def base(self) -> str:
+        """The scale whose settings these are: paper, small or smoke."""
+        return self.name.partition("-")[0]
+
+    def of(self, context: int) -> Settings:
+        """Return the settings of a run from initialisation; raise InputError where it would be too short."""
+        settings = {**self.settings, **self.contexts[context]}
+        if self.resizable and settings["updates"] < FEWEST_UPDATES:
+            raise InputError(
+                f"scale {self.name!r} leaves {settings['updates']} updates at {context:,} tokens of context, and "
+                f"{FEWEST_UPDATES} are needed; name more tokens"
+            )
+        return settings
+
+
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale(
+            name="paper",
+            # app:controlled-pretraining-details, in the micro-batches of app:fixed-token-controls: as many tokens.
+            settings={
+                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 15, "updates": 5_000},
+                **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250},
+                **{"calibration_sequences": 32, "calibration_source": "train"},
+            },
+            contexts={
+                1_024: {"length": 1_024, "batch_size": 32},
+                4_096: {"length": 4_096, "batch_size": 8},
+                8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
+            },
+            seeds=(1337, 1338, 1339),
+            vocabulary=50_304,
+        ),
+        Scale(
+            name="small",
+            # Some 30M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
+            settings={
+                "model": "124m",
+                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
+                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 0},
+                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
+            },
+            contexts={
+                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
+                4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
+                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
+            },
+            seeds=(1337,),
+            vocabulary=16_384,
+            resizable=True,
+        ),
+        Scale(
+            name="smoke",
+            # As small as a run can be that calibrates, freezes and is compared.
+            settings={
+                "model": "tiny",
+                "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
+                **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
+                **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
+                "quiet": True,
+            },
+            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            seeds=(1337,),
+            vocabulary=512,
+        ),
+    )
+}
+
+
+def scale_named(name: str) -> Scale:
+    """Return a scale, its runs resized where its name has tokens: small-75M are 75M at the shortest context.
+
+    Other contexts have as large a share of their updates. Raises InputError for a scale that there is not.
+    """
+    base, *rest = name.split("-")
+    if base not in SCALES:
+        raise InputError(f"there is no scale {base!r}{did_you_mean(base, SCALES) or f'; there are {[*SCALES]}'}")
+    scale = SCALES[base]
+    if not rest or not (found := re.fullmatch(r"(\d+)([KMB])", rest[0])):
+        return replace(scale, name=name)
+    if not scale.resizable:
+        raise InputError(f"runs of the scale {base!r} have one length; leave {rest[0]} out")
+    tokens = int(found[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[found[2]]
+    shortest = scale.contexts[min(scale.contexts)]
+    share = tokens / (shortest["length"] * shortest["batch_size"] * shortest["updates"])
+    contexts = {
+        context: {**settings, "updates": round(share * settings["updates"])}
+        for context, settings in scale.contexts.items()
+    }
+    return replace(scale, name=name, contexts=contexts)

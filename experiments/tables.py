@@ -1,0 +1,542 @@
+"""From records to tables: one long DataFrame (arm, seed, metric, value), then a recipe's rows by metric.
+
+A ratio or a difference is taken in each seed first, then averaged over seeds. Where there is one seed, the interval of
+a change is the paired bootstrap over held-out windows.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from experiments.arms import ARMS
+from experiments.recipe import Figure, Recipe, Row
+from experiments.scales import scale_named
+from saf.errors import CompareError
+from saf.evaluate.compare import free_heads_bound
+from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
+from saf.records.result import read_result
+from saf.train.clock import OFF_CLOCK
+
+Record = Mapping[str, Any]
+PAPER_EXCHANGE = 0.14
+"""Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
+
+# --- numbers of one record
+
+
+def _sum_of(*names: str) -> Callable[[Record], float | None]:
+    """Return the reader of an intervention's seconds, of some of its parts or of all."""
+
+    def read(record: Record) -> float | None:
+        seconds = (record.get("intervention") or {}).get("seconds")
+        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in names or seconds)
+
+    return read
+
+
+def _minutes(record: Record) -> float | None:
+    seconds = ((record.get("time") or {}).get("everything") or {}).get("seconds")
+    return None if seconds is None else seconds / 60
+
+
+def _continuation(record: Record) -> float | None:
+    """Return the minutes of a run without its parent's; None of one from initialisation."""
+    time = record.get("time") or {}
+    if time.get("parent_parts") is None:
+        return None
+    return sum(seconds for part, seconds in time["parts"].items() if part not in OFF_CLOCK) / 60
+
+
+def _context(record: Record) -> float | None:
+    """Return by how many nats the loss of a window's last targets is below that of targets 17 to 64."""
+    losses = dict(record.get("by_position") or ())
+    return losses[64] - losses[max(losses)] if 64 in losses and len(losses) > 2 else None
+
+
+def _heads(record: Record) -> float | None:
+    frozen = record["provenance"].get("heads")
+    return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
+
+
+def _remaining(record: Record) -> float | None:
+    event = record.get("intervention")
+    return None if event is None else float(record["updates"] - event["update"])
+
+
+def _accuracy(record: Record) -> float | None:
+    return None if record.get("accuracy") is None else 100 * record["accuracy"]
+
+
+READ: dict[str, Callable[[Record], float | None]] = {
+    "loss": lambda run: run.get("report_loss") if "report_perplexity" in run else None,
+    "perplexity": lambda run: run.get("report_perplexity"),
+    "accuracy": _accuracy,
+    "gate": lambda run: 100 * run["recall"]["development"]["accuracy"] if run.get("recall") else None,
+    "rise": lambda run: (run.get("intervention") or {}).get("loss_rise"),
+    "context": _context,
+    "heads": _heads,
+    "num_heads": lambda run: run.get("num_heads"),
+    "updates": lambda run: run["updates"],
+    "remaining": _remaining,
+    "peak": lambda run: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None,
+}
+TIMES: dict[str, Callable[[Record], float | None]] = {
+    "minutes": _minutes,
+    "continuation": _continuation,
+    "intervention": _sum_of(),
+    "compilation": lambda run: ((run.get("time") or {}).get("parts") or {}).get("compilation"),
+    "capture": _sum_of("capture", "statistics"),
+    "fit": _sum_of("fit"),
+    "update": lambda run: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,
+}
+"""Those that mean nothing of a run that shared its device."""
+RECALL = ((512, 8), (512, 16), (512, 24), (512, 32), (512, 48), (512, 64), (2_048, 8), (4_096, 8))
+"""Tokens and pairs of the paper's tests of associative recall."""
+SMOKE_RECALL = ((32, 2), (32, 4))
+
+
+def recall_metric(length: int, pairs: int) -> str:
+    """Return the name of the metric of one test of recall."""
+    return f"recall {length} {pairs}"
+
+
+RECALL_METRICS = tuple(recall_metric(*test) for test in (*RECALL, *SMOKE_RECALL))
+
+
+def frame(records: Mapping[tuple[str, int], Record]) -> pd.DataFrame:
+    """Return the numbers of records as a long table: arm, seed, metric, value.
+
+    Reports before the end of a run are arms of their own, NAME@0 the first.
+    """
+    rows: list[tuple[str, int, str, float]] = []
+    for (arm, seed), record in records.items():
+        reports = record.get("reports") or {}
+        told = {arm: record} | {
+            f"{arm}@{place}": {**record, **reports[update]} for place, update in enumerate(sorted(reports, key=int))
+        }
+        for name, one in told.items():
+            values = {metric: read(one) for metric, read in (READ if one.get("shared") else {**READ, **TIMES}).items()}
+            for test in (one.get("recall") or {}).get("tests", ()):
+                values[recall_metric(test["length"], test["pairs"])] = 100 * test["accuracy"]
+            rows += [(name, seed, metric, float(value)) for metric, value in values.items() if value is not None]
+    return pd.DataFrame(rows, columns=["arm", "seed", "metric", "value"])
+
+
+def read_records(folder: Path, scale: str) -> dict[tuple[str, int], Record]:
+    """Return the records of a scale by arm and seed: of run folders, or of files ARM/seed-SEED.json."""
+    found = {}
+    for path in sorted((folder / scale).glob("*/seed-*")):
+        file = path / "result.json" if path.is_dir() else path
+        if path.parent.name == "measurements" or file.suffix != ".json" or not file.is_file():
+            continue
+        if "experiment" in (record := read_result(file)):
+            found[record["experiment"]["arm"], int(record["experiment"]["seed"])] = record
+    return found
+
+
+# --- numbers of a row, by metric
+
+Get = Callable[[str | None, str], Any]
+"""Gives an arm's number of some metric: by seed, or resampled; NaN where there is none."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a table shows: a number of the row's own record, or one of several records."""
+
+    title: str
+    places: int
+    signed: bool = False
+    of: Callable[["Comparison"], Any] | None = None
+
+    def text(self, number: float) -> str:
+        """Return a number at the metric's digits and, where it has one, with its sign."""
+        return f"{number:{'+' if self.signed else ''},.{self.places}f}".replace("-", "\u2212")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row with the numbers of arms: what metrics of several records are computed from."""
+
+    row: Row
+    references: Mapping[str, str | None]
+    """The reference of each arm that the recipe shows."""
+    get: Get
+
+    def change(self, arm: str | None, reference: str | None) -> Any:
+        """Return by how many percent an arm's perplexity is above another's."""
+        same = arm is None or reference is None or arm == reference
+        return math.nan if same else 100.0 * np.expm1(self.get(arm, "loss") - self.get(reference, "loss"))
+
+    def own_change(self, arm: str | None) -> Any:
+        """Return an arm's change from its own reference."""
+        return self.change(arm, self.references.get(arm or ""))
+
+    def ratio(self, metric: str, arm: str | None, reference: str | None) -> Any:
+        """Return an arm's number over another's."""
+        same = arm is None or reference is None or arm == reference
+        return math.nan if same else self.get(arm, metric) / self.get(reference, metric)
+
+    def exchange(self) -> Any:
+        """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
+        arm = self.row.beside.get("exchange")
+        more = 100.0 * (self.ratio("updates", arm, self.references.get(arm or "")) - 1.0)
+        return -self.own_change(arm) / more
+
+    def at_tokens(self, rate: Any) -> Any:
+        """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
+        extra = 100.0 * (self.ratio("updates", self.row.arm, self.row.reference) - 1.0)
+        return self.own_change(self.row.beside.get("tokens")) - rate * extra
+
+    def speedup(self) -> Any:
+        """Return the reference's update over the arm's; a number beyond free heads' bound is a busy machine's."""
+        found: Any = 1.0 / self.ratio("update", self.row.arm, self.row.reference)
+        if not isinstance(found, pd.Series):
+            return found
+        heads, total = self.get(self.row.arm, "heads"), self.get(self.row.arm, "num_heads").dropna()
+        bounds = {seed: free_heads_bound(int(heads[seed]), int(total[seed])) or math.inf for seed in total.index}
+        return found.where(~(found > pd.Series(bounds, dtype=float).reindex(found.index)))
+
+
+METRICS = {
+    "perplexity": Metric("perplexity", 3),
+    "delta": Metric("change, %", 3, True, lambda c: c.change(c.row.arm, c.row.reference)),
+    "difference": Metric(
+        *("difference, points", 3, True),
+        lambda c: c.change(c.row.arm, c.row.reference) - c.own_change(c.row.against),
+    ),
+    "relative": Metric("difference, %", 3, True, lambda c: c.change(c.row.arm, c.row.against)),
+    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", c.row.arm, c.row.against)),
+    "time_difference": Metric(
+        *("difference, s", 1, True),
+        lambda c: 60 * (c.get(c.row.arm, "minutes") - c.get(c.row.against, "minutes")),
+    ),
+    "raw": Metric("change on the raw clock, %", 3, True, lambda c: c.own_change(c.row.beside.get("raw"))),
+    "extra": Metric(
+        "extra tokens, %", 2, True, lambda c: 100.0 * (c.ratio("updates", c.row.arm, c.row.reference) - 1.0)
+    ),
+    "tokens": Metric("change at matched tokens, %", 3, True, lambda c: c.own_change(c.row.beside.get("tokens"))),
+    "paper_exchange": Metric(f"with tokens at {PAPER_EXCHANGE} a %, %", 3, True, lambda c: c.at_tokens(PAPER_EXCHANGE)),
+    "own_exchange": Metric("with tokens at the measured rate, %", 3, True, lambda c: c.at_tokens(c.exchange())),
+    "exchange": Metric(
+        *("1% more tokens buys, %", 3, False),
+        lambda c: c.exchange() if c.row.beside.get("exchange") == c.row.arm else math.nan,
+    ),
+    "accuracy": Metric("accuracy, %", 2),
+    "seeds": Metric("by seed, %", 2, False, lambda c: c.get(c.row.arm, "accuracy")),
+    "points": Metric(
+        *("change, points", 2, True),
+        lambda c: (
+            math.nan
+            if c.row.reference in (None, c.row.arm)
+            else c.get(c.row.arm, "accuracy") - c.get(c.row.reference, "accuracy")
+        ),
+    ),
+    "speedup": Metric("speedup", 3, False, Comparison.speedup),
+    "peak_change": Metric(
+        *("peak, change, %", 2, True),
+        lambda c: 100.0 * (c.ratio("peak", c.row.arm, c.row.reference) - 1.0),
+    ),
+    "gate": Metric("development, %", 2),
+    **{recall_metric(*test): Metric(f"{test[0]:,} / {test[1]}, %", 2) for test in (*RECALL, *SMOKE_RECALL)},
+    "rise": Metric("rise at the event, nats", 4, True),
+    "context": Metric("what context tells, nats", 3),
+    "heads": Metric("heads", 0),
+    "updates": Metric("updates", 0),
+    "remaining": Metric("updates after freezing", 0),
+    "minutes": Metric("minutes", 2),
+    "continuation": Metric("continuation, min", 2),
+    "intervention": Metric("intervention, s", 2),
+    "compilation": Metric("compilation, s", 1),
+    "capture": Metric("capture and mean, s", 2),
+    "fit": Metric("fit, s", 2),
+    "update": Metric("update, ms", 1),
+    "peak": Metric("peak, GiB", 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """One number of one row, over seeds."""
+
+    by_seed: Mapping[int, float]
+    interval: tuple[float, float] | None = None
+    """95% over held-out windows or questions, of one seed."""
+
+    @property
+    def mean(self) -> float:
+        """Mean over seeds."""
+        return mean_and_standard_error(list(self.by_seed.values()))["mean"]
+
+    @property
+    def error(self) -> float | None:
+        """Standard error over seeds; None of one seed."""
+        return mean_and_standard_error(list(self.by_seed.values()))["standard_error"]
+
+    @property
+    def reach(self) -> tuple[float, float] | None:
+        """What it may be off by: a standard error either way, or the interval of one seed."""
+        return self.interval if self.error is None else (self.mean - self.error, self.mean + self.error)
+
+    def text(self, metric: Metric) -> str:
+        """Return the number with its standard error or interval."""
+        if metric is METRICS["seeds"]:
+            return ", ".join(metric.text(self.by_seed[seed]) for seed in sorted(self.by_seed))
+        if self.error is not None:
+            return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
+        if self.interval is not None:
+            return f"{metric.text(self.mean)} ({' to '.join(map(metric.text, self.interval))})"
+        return metric.text(self.mean)
+
+
+class RecipeTable:
+    """The numbers of one recipe at one scale, from records alone."""
+
+    def __init__(self, name: str, recipe: Recipe, scale: str, records: Mapping[tuple[str, int], Record]):
+        self.name, self.recipe, self.scale, self.records = name, recipe, scale, records
+        self.frame = frame(records)
+        self._draws: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """The seeds of the table: as many as the recipe has, those that most of its rows have."""
+        arms = {self._resolved(row.arm) for row in self.recipe.rows}
+        kept: Any = self.frame[self.frame.arm.isin(arms)]
+        counts = kept.drop_duplicates(["arm", "seed"]).seed.value_counts()
+        ordered = sorted(counts.index, key=lambda seed: (-counts[seed], seed))
+        return sorted(int(seed) for seed in ordered[: self.recipe.seeds])
+
+    @cached_property
+    def wide(self) -> Any:
+        """The long table with a row a seed and a column an arm and metric."""
+        kept = self.frame[self.frame.seed.isin(self.seeds)]
+        return kept.pivot_table(index="seed", columns=["arm", "metric"], values="value")
+
+    @cached_property
+    def values(self) -> dict[tuple[str, str], Value]:
+        """Numbers by row's label and metric; those that there are not are absent."""
+        found = {}
+        for row in self.recipe.rows:
+            for metric in self.recipe.metrics:
+                if (value := self._value(row, metric)) is not None:
+                    found[row.label, metric] = value
+        return found
+
+    def _resolved(self, arm: str) -> str:
+        """Return an arm, or the one that stands for it where it was not run."""
+        name, at, place = arm.partition("@")
+        while name not in self._run and name in ARMS and ARMS[name].elsewhere:
+            name = str(ARMS[name].elsewhere)
+        return f"{name}{at}{place}"
+
+    @cached_property
+    def _run(self) -> set[str]:
+        return {arm for arm, _ in self.records}
+
+    def _value(self, row: Row, metric: str) -> Value | None:
+        of = METRICS[metric].of or (lambda comparison: comparison.get(comparison.row.arm, metric))
+        series: Any = of(Comparison(row, self._references, self._numbers))
+        if not isinstance(series, pd.Series) or (self._resolved(row.arm), "updates") not in self.wide.columns:
+            return None
+        if row.first_seed:
+            series = series[series.index == scale_named(self.scale).seeds[0]]
+        series = series[self.wide[self._resolved(row.arm), "updates"].notna()]
+        by_seed = {int(seed): float(value) for seed, value in series.dropna().items()}
+        if not by_seed:
+            return None
+        interval = self._interval(row, of, next(iter(by_seed))) if len(by_seed) == 1 and METRICS[metric].of else None
+        return Value(by_seed=by_seed, interval=interval)
+
+    @cached_property
+    def _references(self) -> dict[str, str | None]:
+        return {row.arm: row.reference for row in self.recipe.rows}
+
+    def _numbers(self, arm: str | None, metric: str) -> Any:
+        key = (self._resolved(arm or ""), metric)
+        return self.wide[key] if key in self.wide.columns else pd.Series(math.nan, index=self.wide.index)
+
+    def _interval(self, row: Row, of: Callable[[Comparison], Any], seed: int) -> tuple[float, float] | None:
+        """Return 95% over the same resampled windows, or questions, of all runs; None where these decide nothing."""
+        samples: dict[str, torch.Tensor] = {}
+
+        def sampled(draw: Callable[[str], Any]) -> Get:
+            def get(arm: str | None, metric: str) -> Any:
+                name = self._resolved(arm or "")
+                if metric not in ("loss", "accuracy"):
+                    return self._numbers(arm, metric).get(seed, math.nan)
+                record = self.records.get((name, seed)) or {}
+                sample = record.get("window_losses") or record.get("right")
+                if not sample:
+                    return math.nan
+                samples.setdefault(name, torch.tensor(sample, dtype=torch.float64))
+                return draw(name) * (100.0 if metric == "accuracy" else 1.0)
+
+            return get
+
+        def at(moved: str = "", by: float = 0.0) -> float:
+            means = lambda name: float(samples[name].mean()) + (by if name == moved else 0.0)  # noqa: E731
+            return float(of(Comparison(row, self._references, sampled(means))))
+
+        if math.isnan(at()) or not samples:
+            return None
+        self._check_same_windows(list(samples), seed)
+        # The first-order effect of each window on the number tells which of them go together.
+        small = 1e-6
+        effects = sum((at(name, small) - at(name, -small)) / (2 * small) * sample for name, sample in samples.items())
+        block = block_length(torch.as_tensor(effects))
+        draws = of(Comparison(row, self._references, sampled(lambda name: self._resampled(name, seed, samples, block))))
+        low, high = np.quantile(draws, [0.025, 0.975])
+        return float(low), float(high)
+
+    def _resampled(self, arm: str, seed: int, samples: Mapping[str, torch.Tensor], block: int) -> np.ndarray:
+        if (arm, seed, block) not in self._draws:
+            self._draws[arm, seed, block] = bootstrap_means(samples[arm], block=block)
+        return self._draws[arm, seed, block].numpy()
+
+    def _check_same_windows(self, arms: list[str], seed: int) -> None:
+        for what, told in (("windows_hash", "held-out windows"), ("questions_hash", "questions")):
+            found = {self.records[arm, seed].get(what) for arm in arms}
+            if len(found) > 1:
+                raise CompareError(f"{' and '.join(arms)} were evaluated on different {told}; train both on one text")
+
+    # --- shown
+
+    def ran(self) -> list[Row]:
+        """Return the rows that have a number."""
+        return [row for row in self.recipe.rows if any((row.label, m) in self.values for m in self.recipe.metrics)]
+
+    def headline(self) -> list[Row]:
+        """Return the rows of the headline: those with a number in it that stand beside no other row."""
+        beside = {arm for row in self.ran() for arm in row.beside.values()}
+        named = self.recipe.headline or self.recipe.metrics
+        kept = [row for row in self.ran() if any((row.label, metric) in self.values for metric in named)]
+        return [row for row in kept if row.arm not in beside]
+
+    def shown(self, *, headline: bool = False) -> pd.DataFrame:
+        """Return the table as text, the paper's number behind each of ours; empty columns are left out."""
+        rows = self.headline() if headline else self.ran()
+        metrics = self.recipe.headline if headline else self.recipe.metrics
+        columns: dict[str, list[str]] = {}
+        for metric in metrics:
+            cells = [self.values.get((row.label, metric)) for row in rows]
+            if all(cell is None for cell in cells):
+                continue
+            title = METRICS[metric].title
+            columns[title] = ["–" if cell is None else cell.text(METRICS[metric]) for cell in cells]
+            if any(metric in row.paper for row in rows):
+                columns[f"paper's {title}"] = [row.paper.get(metric, "–") for row in rows]
+        return pd.DataFrame(columns, index=pd.Index([row.label for row in rows], name="arm"))
+
+    def tables(self) -> list[tuple[str, pd.DataFrame]]:
+        """Return the headline, where the recipe has one, and every number, each with its title; none without a run."""
+        if not self.recipe.metrics or not self.ran():
+            return []
+        title = f"{self.recipe.title} ({self.scale})"
+        every = [(f"{title}, every number" if self.recipe.headline else title, self.shown())]
+        return ([(title, self.shown(headline=True))] if self.recipe.headline else []) + every
+
+    def notes(self) -> list[str]:
+        """Return what a reader of the tables has to know."""
+        source = self.recipe.source
+        notes = [
+            f"MORE TOKENS RAISE PERPLEXITY HERE ({label}): these runs went on past what their text teaches, so that "
+            "longer training is a loss, and neither time saved nor tokens at 0.14 say what they are worth elsewhere."
+            for label in self.overtrained()
+        ]
+        notes += [*self.recipe.notes, f"Paper, {source.label}: {source.conditions}."]
+        if any(value.error is not None for value in self.values.values()):
+            notes.append("± is the standard error over seeds.")
+        if any(value.interval is not None for value in self.values.values()):
+            notes.append("(low to high) is 95% of a paired bootstrap over held-out windows or questions, of one seed.")
+        missing = [row.label for row in self.recipe.rows if row not in self.ran()]
+        if missing and self.recipe.metrics:
+            notes.append(f"Not run: {len(missing)} of {len(self.recipe.rows)} rows.")
+        if dirty := sum(str(run["provenance"].get("commit")).endswith(("+", "None")) for run in self._own()):
+            notes.append(f"DRAFT: {dirty} runs are of a tree that no commit holds.")
+        devices = sorted({run["provenance"].get("device") or "an unknown device" for run in self._own()})
+        return [*notes, f"Runs on {', '.join(devices)}."] if devices else notes
+
+    def overtrained(self) -> list[str]:
+        """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
+        found = {row.label: self.values.get((row.label, "exchange")) for row in self.recipe.rows}
+        return [label for label, value in found.items() if value and value.reach and value.reach[1] < 0]
+
+    def _own(self) -> list[Record]:
+        arms = {self._resolved(row.arm).partition("@")[0] for row in self.ran()}
+        return [record for (arm, seed), record in self.records.items() if arm in arms and seed in self.seeds]
+
+    def csv(self) -> str:
+        """Return the numbers unrounded, a line for each row and metric."""
+        lines = []
+        for row in self.recipe.rows:
+            for metric in self.recipe.metrics:
+                value = self.values.get((row.label, metric))
+                if value is None and metric not in row.paper:
+                    continue
+                low, high = (value.interval if value else None) or (None, None)
+                numbers = [value.mean, value.error, low, high, len(value.by_seed)] if value else [None] * 4 + [0]
+                lines.append([row.label, row.arm, metric, *numbers, row.paper.get(metric)])
+        names = ["row", "arm", "metric", "mean", "standard_error", "low", "high", "seeds", "paper"]
+        return pd.DataFrame(lines, columns=names).to_csv(index=False)
+
+
+def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.DataFrame:
+    """Return the numbers of measurements beside the paper's, means ± SE over the seeds of their runs."""
+    lines = []
+    for each in recipe.measurements:
+        for number in each.numbers if records.get(each.name) else ():
+            found = [value for record in records[each.name] if (value := number.find(record)) is not None]
+            metric = Metric(number.title, number.places, number.signed)
+            ours = "not run"
+            if found and number.scientific:
+                ours = f"{Value(by_seed=dict(enumerate(found))).mean:.2e}".replace("e-0", "e-")
+            elif found:
+                ours = Value(by_seed=dict(enumerate(found))).text(metric)
+            lines.append([number.title, ours, number.paper or "–"])
+    return pd.DataFrame(lines, columns=["", "ours", "paper"]).set_index("")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """Return a table of text as Markdown: names to the left, numbers to the right."""
+    head = [str(table.index.name or ""), *map(str, table.columns)]
+    body = [[str(name), *map(str, row)] for name, row in zip(table.index, table.to_numpy(), strict=True)]
+    rule = ["---", *["---:"] * len(table.columns)]
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *body)
+    )
+
+
+def latex(table: pd.DataFrame) -> str:
+    """Return a table of text as LaTeX with booktabs."""
+    signs = {"−": "$-$", "±": r"$\pm$", "×": r"$\times$"}
+    text = table.reset_index().to_latex(index=False, escape=True, column_format="l" + "r" * len(table.columns))
+    for sign, written in signs.items():
+        text = text.replace(sign, written)
+    return text
+
+
+def recall_figure(learnt: Mapping[str, str], replaced: Mapping[str, str]) -> Figure:
+    """Return the figure of recall by pairs in 512 tokens: fig:mqar-generalisation.
+
+    Args:
+        learnt: Arms that learnt recall with their heads, by the names of their lines.
+        replaced: Arms whose heads were replaced afterwards, untrained.
+    """
+    tests = {str(pairs): recall_metric(length, pairs) for length, pairs in RECALL if length == RECALL[0][0]}
+    panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
+    return Figure(
+        name="recall",
+        title="Recall in 512 tokens, %, of models that learnt 8 pairs",
+        across="pairs",
+        panels={
+            title: {line: {tick: (arm, metric) for tick, metric in tests.items()} for line, arm in arms.items()}
+            for title, arms in panels.items()
+        },
+    )

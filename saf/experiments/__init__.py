@@ -1,1 +1,0 @@
-"""Experiments: the arms of a table as data, planned, trained in processes of their own, and rendered."""

@@ -1,0 +1,129 @@
+"""The runner: what it makes once, resumes, names and leaves out."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.__main__ import main
+from experiments.arms import ARMS, Arm
+from experiments.inputs import Inputs, smoke_inputs
+from experiments.run import execute, plan, train
+from experiments.scales import scale_named
+from saf.errors import InputError
+
+SMOKE = scale_named("smoke")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Inputs:
+    return smoke_inputs(tmp_path_factory.mktemp("inputs"), Inputs())
+
+
+def runs_of(arms: dict[str, Arm], root: Path, monkeypatch) -> dict:
+    monkeypatch.setattr("experiments.arms.ARMS", {**ARMS, **arms})
+    return plan([(name, 1337) for name in arms], SMOKE, root)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path):
+    wanted = [("4k-mean-25", 1337), ("4k-mean-25-control", 1337), ("4k-mean-25", 1337)]
+    runs = plan(wanted, SMOKE, tmp_path)
+    assert list(runs) == [("4k-ordinary", 1337), ("4k-mean-25", 1337)]
+    assert not execute(runs, inputs, say=quiet).failed
+    result = tmp_path / "smoke/4k-mean-25/seed-1337/result.json"
+    record, made = json.loads(result.read_text()), result.stat().st_mtime_ns
+    place = {name: record["experiment"][name] for name in ("scale", "arm", "seed")}
+    assert place == {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}
+    assert len(record["provenance"]["heads"]) == 4  # a quarter of 2 layers x 8 heads
+    said: list[str] = []
+    execute(plan(wanted, SMOKE, tmp_path), inputs, say=said.append)
+    assert not said
+    assert result.stat().st_mtime_ns == made
+
+
+def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_on(inputs, tmp_path, monkeypatch):
+    wrong = Arm(name="wrong", settings={"peak_lr": -1.0})
+    runs = runs_of(
+        {"wrong": wrong, "child": Arm(name="child", parent="wrong"), "good": Arm(name="good")}, tmp_path, monkeypatch
+    )
+    outcome = execute(runs, inputs, say=quiet)
+    assert outcome.failed.keys() == {"wrong (seed 1337)", "child (seed 1337)"}
+    assert "peak_lr" in outcome.failed["wrong (seed 1337)"]
+    assert "needs" in outcome.failed["child (seed 1337)"]
+    assert runs["good", 1337].record() is not None
+
+
+def test_a_run_of_other_settings_is_refused(inputs, tmp_path, monkeypatch):
+    runs = runs_of({"good": Arm(name="good")}, tmp_path, monkeypatch)
+    execute(runs, inputs, say=quiet)
+    runs = runs_of({"good": Arm(name="good", settings={"peak_lr": 1e-3})}, tmp_path, monkeypatch)
+    with pytest.raises(InputError, match="peak_lr"):
+        execute(runs, inputs, say=quiet)
+
+
+def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, monkeypatch):
+    arm = Arm(name="long", settings={"updates": 120, "save_every": 10})
+    (whole,) = runs_of({"long": arm}, tmp_path / "whole", monkeypatch).values()
+    train(whole, inputs)
+    killed = replace(whole, root=tmp_path / "killed")
+    process = multiprocessing.get_context("fork").Process(target=train, args=(killed, inputs))
+    process.start()
+    while not (killed.folder / "checkpoints/step-20").is_dir():
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert killed.record() is None
+    assert not execute({killed.key: killed}, inputs, say=quiet).failed
+    assert killed.record()["report_loss"] == whole.record()["report_loss"]
+
+
+@pytest.mark.slow
+def test_jobs_run_in_processes_of_their_own(inputs, tmp_path):
+    wanted = [("4k-mean-25", 1337), ("8k-ordinary", 1337)]
+    assert not execute(plan(wanted, SMOKE, tmp_path), inputs, jobs=2, say=quiet).failed
+    assert all(run.record() for run in plan(wanted, SMOKE, tmp_path).values())
+
+
+def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
+    runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
+    run = runs["4k-mean-25-time", 1337]
+    execute(runs, inputs, say=quiet)
+    # Of 8 updates 4 are left halfway, and the smoke scale's speed is 1.25.
+    assert run.own_updates == 5
+    assert run.record()["updates"] == 4 + 5
+
+
+def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
+    run = plan([("4k-mean-25-time", 1337)], scale_named("small-75M"), Path())["4k-mean-25-time", 1337]
+    committed = json.loads(Path("results/small-75M/4k-mean-25-time/seed-1337.json").read_text())
+    charged = 1_144 * 28.3 / (187.65 * 60)
+    assert committed["updates"] == 572 + int(1.0810533293437499 * (572 - charged))
+    assert run.updates == 1_144
+    assert run.step == 572
+
+
+def test_a_dry_run_lists_tokens_memory_and_hours(tmp_path, capsys):
+    asked = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--flops", "4e14", "--out", str(tmp_path)]
+    assert main(asked) == 0
+    lines = {line.split(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "2,457,600,000" in lines["4k-ordinary"]  # 5,000 updates of 491,520 tokens
+    assert "1,228,800,000" in lines["4k-mean-25"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    assert main(["timming", "--out", str(tmp_path)]) == 2
+    assert "did you mean 'timing'" in capsys.readouterr().err
+    assert main(["timing", "--scale", "samll", "--out", str(tmp_path)]) == 2
+    assert main(["timing", "--out", str(tmp_path)]) == 2
+    assert "--data" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""Tables from records: each number from an independent computation, and which records a table takes."""
+
+import io
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from experiments.recipe import Recipe, Row, names, recipe
+from experiments.tables import METRICS, RecipeTable, latex, markdown, read_records
+from saf.errors import CompareError
+from saf.evaluate.paired import delta_of_windows
+from saf.records.paper import Source
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = Recipe(
+    title="A table",
+    source=Source("tab:none", "invented"),
+    rows=(
+        Row(arm="ordinary", label="plain", paper={"perplexity": "23.9"}),
+        Row(arm="frozen", label="cold", reference="ordinary", beside={"tokens": "frozen-tokens", "exchange": "more"}),
+        Row(arm="pruned", label="cut", reference="ordinary", against="frozen"),
+        Row(arm="frozen-tokens", label="cold, tokens", reference="ordinary"),
+        Row(arm="more", label="longer", reference="ordinary", beside={"exchange": "more"}),
+        Row(arm="recall@0", label="at once"),
+        Row(arm="recall@1", label="later"),
+    ),
+    metrics=(
+        *("perplexity", "delta", "difference", "relative", "extra", "tokens", "paper_exchange", "own_exchange"),
+        *("exchange", "heads", "minutes", "recall 512 8"),
+    ),
+)
+
+
+def record(loss: float, *, updates: int = 100, seconds: float = 60.0, windows: int = 40, **others) -> dict:
+    noise = torch.randn(windows, generator=torch.Generator().manual_seed(round(1e4 * loss)), dtype=torch.float64)
+    losses = loss + 0.1 * (noise - noise.mean())
+    return {
+        "report_loss": loss,
+        "report_perplexity": math.exp(loss),
+        "updates": updates,
+        "provenance": {"heads": [[0, 1]], "pruned": [], "commit": "c" * 40, "device": "a device"},
+        "time": {"everything": {"seconds": seconds}},
+        "windows_hash": "same",
+        "window_losses": losses.tolist(),
+        **others,
+    }
+
+
+def table(records: dict, of: Recipe = RECIPE) -> RecipeTable:
+    return RecipeTable("invented", of, "small", records)
+
+
+@pytest.fixture
+def records() -> dict:
+    answered = {"0": 0.5, "200": 0.75}
+    reports = {
+        update: {
+            "recall": {"tests": [{"length": 512, "pairs": 8, "accuracy": share}], "development": {"accuracy": share}}
+        }
+        for update, share in answered.items()
+    }
+    found = {}
+    for seed, shift in ((1337, 0.0), (1338, 0.02)):
+        found["ordinary", seed] = record(3.0 + shift)
+        found["frozen", seed] = record(2.98 + 2 * shift, updates=110, seconds=90.0)
+        found["pruned", seed] = record(2.99, updates=120)
+        found["frozen-tokens", seed] = record(3.01 + shift)
+        found["more", seed] = record(2.99 + shift, updates=105)
+    return found | {("recall", 1337): record(1.0, reports=reports)}
+
+
+def test_numbers_are_taken_in_each_seed_then_averaged(records):
+    """Golden values, by hand: changes are 100 (exp(difference of losses) - 1) of a seed, their spread over two."""
+    lines = pd.read_csv(io.StringIO(table(records).csv())).set_index(["row", "metric"])
+
+    def change(own: float, other: float) -> float:
+        return 100 * math.expm1(own - other)
+
+    cold = change(2.98, 3.0), change(3.02, 3.02)
+    assert lines.loc[("cold", "delta"), "mean"] == pytest.approx(sum(cold) / 2, rel=1e-12)
+    assert lines.loc[("cold", "delta"), "standard_error"] == pytest.approx(abs(cold[0] - cold[1]) / 2, rel=1e-12)
+    cut = change(2.99, 3.0) - cold[0], change(2.99, 3.02) - cold[1]
+    assert lines.loc[("cut", "difference"), "mean"] == pytest.approx(sum(cut) / 2, rel=1e-12)
+    relative = change(2.99, 2.98), change(2.99, 3.02)
+    assert lines.loc[("cut", "relative"), "mean"] == pytest.approx(sum(relative) / 2, rel=1e-12)
+    assert lines.loc[("cold", "extra"), "mean"] == pytest.approx(10.0, rel=1e-12)
+    assert lines.loc[("cold", "tokens"), "mean"] == pytest.approx(change(3.01, 3.0), rel=1e-9)
+    assert lines.loc[("cold", "paper_exchange"), "mean"] == pytest.approx(change(3.01, 3.0) - 1.4, rel=1e-9)
+    rate = -change(2.99, 3.0) / 5
+    assert lines.loc[("longer", "exchange"), "mean"] == pytest.approx(rate, rel=1e-9)
+    assert lines.loc[("cold", "own_exchange"), "mean"] == pytest.approx(change(3.01, 3.0) - 10 * rate, rel=1e-9)
+    assert lines.loc[("cold", "minutes"), "mean"] == 1.5
+    assert lines.loc[("plain", "perplexity"), "paper"] == 23.9
+    assert ("cold", "exchange") not in lines.index
+    assert lines.loc[("at once", "recall 512 8"), "mean"] == 50
+    assert lines.loc[("later", "recall 512 8"), "mean"] == 75
+
+
+def test_one_seed_has_the_paired_bootstrap_over_windows(records):
+    one = {key: value for key, value in records.items() if key[1] == 1337}
+    value = table(one).values["cold", "delta"]
+    own, other = (torch.tensor(one[arm, 1337]["window_losses"], dtype=torch.float64) for arm in ("frozen", "ordinary"))
+    assert value.error is None
+    assert value.interval == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
+    assert table(one).values["cold", "extra"].interval is None
+
+
+def test_a_one_seed_table_has_the_one_seed_that_most_rows_have(records):
+    one = Recipe(title="", source=RECIPE.source, rows=RECIPE.rows[:3], metrics=("perplexity",), seeds=1)
+    del records["pruned", 1337]
+    found = table(records, one)
+    assert found.seeds == [1338]
+    assert found.values["plain", "perplexity"].by_seed == {1338: pytest.approx(math.exp(3.02))}
+
+
+def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
+    records["frozen", 1337]["shared"] = True
+    assert table(records).values["cold", "minutes"].by_seed == {1338: 1.5}
+    records = {key: value for key, value in records.items() if key[1] == 1337}
+    records["frozen", 1337]["windows_hash"] = "other"
+    with pytest.raises(CompareError, match="held-out windows"):
+        _ = table(records).values
+
+
+def test_a_table_is_written_as_markdown_and_latex(records):
+    shown = table(records).shown()
+    lines = markdown(shown).splitlines()
+    assert lines[0].startswith("| arm | perplexity | paper's perplexity | change, % |")
+    assert len(lines) == 2 + 7
+    assert "−" in lines[3]
+    assert r"change, \%" in latex(shown)
+
+
+@pytest.mark.parametrize(
+    ("scale", "name", "row", "metric", "text"),
+    [
+        ("small-75M", "matched_time", "4K mean + variance (25%)", "delta", "−2.346 ± 0.117"),
+        ("small-75M", "matched_time", "16K pruning + variance (50%)", "paper_exchange", "−3.239 ± 0.238"),
+        ("small-75M", "matched_time", "4K pruning + variance (50%), raw clock", "difference", "−10.286 ± 3.672"),
+        ("small-75M-own-clock", "matched_time", "4K mean + variance (25%)", "delta", "−2.381 (−3.243 to −1.607)"),
+        ("small-75M-cold-cache", "matched_time", "4K mean + variance (50%)", "delta", "+0.419 (−0.138 to +0.855)"),
+        ("small", "matched_time", "4K reference", "updates", "3,540"),
+    ],
+)
+def test_committed_records_give_the_published_numbers(scale, name, row, metric, text):
+    found = RecipeTable(name, recipe(name), scale, read_records(ROOT / "results", scale))
+    assert found.values[row, metric].text(METRICS[metric]) == text
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
+    found = recipe(name)
+    assert set(found.metrics) | set(found.headline) <= METRICS.keys()
+    labels = [row.label for row in found.rows]
+    assert len(set(labels)) == len(labels)
+    shown = {row.arm for row in found.rows}
+    compared = {arm for row in found.rows for arm in (row.against, *row.beside.values()) if arm}
+    assert compared <= shown  # their own references are those of their rows
+    places = [place for f in found.figures for ls in f.panels.values() for t in ls.values() for place in t.values()]
+    assert {arm for arm, _ in places} <= shown
+    assert {metric for _, metric in places} <= set(found.metrics)
+    assert name in (ROOT / "docs" / "recipes.md").read_text()
