@@ -25,7 +25,6 @@ COMMANDS = {
     "evaluate": "evaluate P",
     "compare": "compare P P",
     "report": "report P",
-    "report --results": "report --results P --out OUT.md",
     "inspect": "inspect P",
     **{f"analyze {name}": f"analyze {name} P" for name in ANALYSES},
     "analyze joint-cost": "analyze joint-cost P --first 0:0 --second 0:1",
