@@ -387,7 +387,7 @@ RECALL_SMOKE = {
         **{"test_examples": 4, "development": 4},
     },
 }
-TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1}
+TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1, "most_examples": 64}
 RECOVERY = (0, 50, 200, 500)
 """Updates after which a model whose heads were replaced is judged."""
 

@@ -34,7 +34,7 @@ from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.checkpoint import latest, step_name
-from saf.train.finetuning import DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
+from saf.train.finetuning import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.memory import peak_bytes
 from saf.train.observer import duration
@@ -260,7 +260,7 @@ def train(run: Run, inputs: Inputs) -> bool:
             if run.arm.task is None or "like" in run.needs:
                 result = pretrain(config)
             else:
-                result = finetune(config, epochs=epochs, resume=run.folder.exists())
+                result = finetune(config, epochs=epochs, resume=(run.folder / CHOICE).is_dir())
         if "stopped_at" in result:
             return False
     keep_record(run)

@@ -13,9 +13,9 @@ finds the caches which the first one filled: what an event costs when its layout
 
 Pairs have a control, the whole model compiled a second time, and are refused where it is not within 1% of 1. Of one
 more update in each form the device's kernels are counted and their time is added up: forms that differ in time but not
-in that differ in what the device waits for. The record is as those of `saf bench`: `python -m experiments results` shows
-it. On a machine without a GPU `--device cpu --model tiny --points 32x2x2 --repeats 1 --pairs 2 --tolerance 10` shows
-that it runs.
+in that differ in what the device waits for. The record is as those of `saf bench`; `python -m experiments results`
+shows it. On a machine without a GPU `--device cpu --model tiny --points 32x2x2 --repeats 1 --pairs 2 --tolerance 10`
+shows that it runs.
 """
 
 import argparse

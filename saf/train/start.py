@@ -26,12 +26,13 @@ from saf.train.config import TrainConfig
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.folder import lock_new, lock_run, own_events, write_start_
 from saf.train.graphs import check_graphs, graphs_pay
+from saf.train.memory import STATE_BYTES
 from saf.train.observer import Observer, Progress
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Parallel, Shards
 from saf.train.run import RECORDS, Run
 from saf.train.run_config import context_length, model_config, read_run_config, run_config
-from saf.train.sharing import STATE_BYTES, micro_batches_of_one, parallel_of
+from saf.train.sharing import micro_batches_of_one, parallel_of
 from saf.train.updater import Updater
 
 

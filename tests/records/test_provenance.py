@@ -13,7 +13,7 @@ def checkout(tmp_path, monkeypatch):
     """A checkout of a package, a recipe and a document, which the package seems to run from."""
     for name in ("saf/__init__.py", "experiments/recipes/timing.py", "docs/log.md"):
         path = tmp_path / name
-        path.parent.mkdir()
+        path.parent.mkdir(parents=True)
         path.write_text("# first\n")
     who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
     for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):

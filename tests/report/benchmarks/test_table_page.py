@@ -118,6 +118,6 @@ def test_other_files_are_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"schema": "saf.analysis/fits/1"}))
     with pytest.raises(
-        InputError, match=r"is no record of `saf bench`, as expected; `saf report --results FOLDER` shows"
+        InputError, match=r"is no record of `saf bench`, as expected; `python -m experiments results` shows"
     ):
         write_bench_report([path], tmp_path / "x.html")

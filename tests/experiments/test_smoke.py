@@ -1,0 +1,31 @@
+"""Every recipe at the smoke scale: trained, measured and written in every form."""
+
+import time
+
+import pandas as pd
+import pytest
+
+from experiments.__main__ import main
+from experiments.recipe import names, recipe
+
+SECONDS = 90
+"""Of one core: 60 on an idle one, and what other tests beside it take from the caches."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::saf.errors.SafWarning")
+def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
+    began = time.process_time()
+    asked = [*names(), "--scale", "smoke", "--out", str(tmp_path), "--tables", str(tmp_path / "tables")]
+    assert main(asked) == 0, capsys.readouterr().err[-4_000:]
+    assert time.process_time() - began < SECONDS
+    for name in names():
+        found, stem = recipe(name), tmp_path / "tables" / f"{name}-smoke"
+        assert found.title in stem.with_suffix(".md").read_text()
+        if found.metrics:
+            numbers = pd.read_csv(stem.with_suffix(".csv"))
+            assert numbers["mean"].notna().sum() >= len(found.smoke or found.rows)
+            assert "toprule" in stem.with_suffix(".tex").read_text()
+    recalled = pd.read_csv(tmp_path / "tables" / "recall-smoke.csv").set_index(["row", "metric"])
+    assert 0 <= recalled.loc[("mean 25%, 500 updates after replacement", "recall 32 2"), "mean"] <= 100
+    assert (tmp_path / "tables" / "rates_and_patterns-smoke-rates.svg").read_text().startswith("<?xml")
