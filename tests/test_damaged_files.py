@@ -31,7 +31,7 @@ FOUND = [
     ("saved model", "saf.safetensors", "unreadable"),
     ("calibration", "layer-000/layer.json", "{} in its place"),
     ("calibration", "calibration.json", "{} in its place"),
-    ("data folder", "left_out.json", "removed"),
+    ("data folder", "report.digests", "removed"),
     ("store of runs", "store.json", "{} in its place"),
     ("event of an earlier version", "freeze.json", "a folder in its place"),
     ("event of an earlier version", "result.json", "provenance twice"),

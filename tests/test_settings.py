@@ -17,7 +17,7 @@ from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
 from saf.cli import COMMANDS, GROUPS
 from saf.cli.command import Command, all_flags, in_flags
-from saf.data.config import PrepareConfig
+from saf.data import PrepareConfig
 from saf.freeze_checkpoint import CheckpointFreezing
 from saf.freezing.config import FreezeConfig
 from saf.schedules import SCHEDULES

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from saf.data.encoding import usable_cores
+from saf.data.prepare import usable_cores
 from saf.errors import SafError
 from saf.experiments.launching import Launch, Stop, in_a_process, last_line, words
 from saf.experiments.packing import RESERVE, required

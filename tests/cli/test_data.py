@@ -27,7 +27,7 @@ def test_prepare_then_info(text, tmp_path, capsys):
     result = run("prepare", str(text), "--out", out, *options)
     printed = capsys.readouterr().out
     data = TokenData.open(out, verify=True)
-    assert result == {"folder": out, **data.index.to_dict(), "left_out": []}
+    assert result == {"folder": out, **data.index}
     assert f"{data.num_tokens('train'):,}" in printed
     assert data.fingerprint in printed
     windows = data.num_tokens("calibration") // 256

@@ -92,7 +92,7 @@ def test_messages_call_settings_by_their_flags(saf, text_data, arms, tmp_path):
 
 def test_what_settings_refuse_is_one_message_by_their_flags(saf):
     code, _, err = saf("data", "prepare", "--out", "out", "--heldout-fraction", "0.9")
-    assert (code, err) == (2, "saf data: --heldout-fraction must lie in (0, 0.5]; got 0.9\n")
+    assert (code, err) == (2, "saf data: --heldout-fraction must be in (0, 0.5], got 0.9\n")
 
 
 def test_names_in_paths_and_values_are_no_settings():

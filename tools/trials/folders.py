@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import saf
-from saf.data import TokenData, prepare
-from saf.data.sources import read_left_out
+from saf.data import PARTITIONS, TokenData, prepare
 from saf.evaluate.compare import compare_runs
 from saf.evaluate.perplexity import read_evaluation
 from saf.experiments.planned_run import PlannedRun
@@ -232,11 +231,10 @@ def subjects(world: Path) -> list[Subject]:
 def _read_data(folder: Path) -> Any:
     data = TokenData.open(folder)
     return {
-        "index": data.index.to_dict(),
-        "tokens": {name: torch.from_numpy(data.tokens(name)[:].copy()) for name in data.index.partitions},
-        "digests": {name: torch.from_numpy(data.digests(name).copy()) for name in data.index.partitions},
+        "index": data.index,
+        "tokens": {name: torch.from_numpy(data.tokens(name)[:].copy()) for name in PARTITIONS},
+        "digests": {name: torch.from_numpy(data.digests(name).copy()) for name in PARTITIONS},
         "encoded": data.tokenizer().encode("the head of the pattern"),
-        "left out": read_left_out(folder),
     }
 
 

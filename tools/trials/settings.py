@@ -14,7 +14,7 @@ from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.model.prefill import PrefillSettings
 from saf.bench.model.update import UpdateSettings
 from saf.bench.operator.case import OpSettings
-from saf.data.config import PrepareConfig
+from saf.data import PrepareConfig
 from saf.freeze_checkpoint import CheckpointFreezing
 from saf.freezing.config import FreezeConfig
 from saf.schedules import SCHEDULES
