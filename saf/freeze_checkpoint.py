@@ -8,8 +8,7 @@ from torch import Tensor
 from saf.adapters.description import STATE, recorded_layouts
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
-from saf.data import TokenData, calibration_windows
-from saf.data.token_data import check_separate
+from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.estimates import collect_for
 from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some

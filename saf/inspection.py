@@ -107,7 +107,7 @@ def _verified(folder: Path) -> dict[str, Any]:
 def _data(path: Path) -> dict[str, Any]:
     """Return what a prepared folder holds, its files checked."""
     data = TokenData.open(path, verify=True)
-    return {"kind": "data", "path": str(path), "verified": True, **data.index.to_dict()}
+    return {"kind": "data", "path": str(path), "verified": True, **data.index}
 
 
 def _saved(path: Path) -> dict[str, Any]:

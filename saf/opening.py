@@ -103,7 +103,7 @@ def trained_data(found: ModelFolder) -> TokenData | None:
 
 def _check_tokenizer(data: TokenData, found: ModelFolder) -> None:
     """Compare tokenizers; other text by the same one is fine."""
-    expected, got = found.state.get("tokenizer"), data.index.tokenizer.sha256
+    expected, got = found.state.get("tokenizer"), data.tokenizer_hash
     if expected is None:
         trained = trained_data(found)
         if trained is None:
@@ -111,7 +111,7 @@ def _check_tokenizer(data: TokenData, found: ModelFolder) -> None:
                 f"{found.folder} does not record its tokenizer, and the data it was trained on, {found.data_folder}, "
                 f"are not there to compare; {data.folder} holds other data. Give --data, the folder it was trained on"
             )
-        expected = trained.index.tokenizer.sha256
+        expected = trained.tokenizer_hash
     if expected != got:
         raise DataError(
             f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "

@@ -14,7 +14,7 @@ from saf.errors import SafError, SafWarning, nearest
 from saf.records.provenance import invocation
 
 COMMANDS = {
-    "data": "prepare text as token shards (data prepare), or look into such a folder (data info)",
+    "data": "prepare text as tokens (data prepare), or look into such a folder (data info)",
     "pretrain": "train one arm: ordinary, frozen, or continued from a checkpoint",
     "finetune": "train a checkpoint on questions with choices, and measure its accuracy",
     "freeze": "freeze heads of a checkpoint or Hugging Face model and write a new one",

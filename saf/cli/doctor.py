@@ -18,9 +18,7 @@ OPTIONAL = {
     "triton": ("the CUDA kernels", "triton"),
     "transformers": ("Hugging Face models", "hf"),
     "accelerate": ("the Trainer of transformers", "hf"),
-    "datasets": ("Hugging Face datasets as text sources", "hf"),
-    "pyarrow": ("Parquet text sources", "data"),
-    "zstandard": ("zstandard-compressed text", "data"),
+    "datasets": ("Hugging Face datasets, Parquet and .zst as text sources", "data"),
     "lm_eval": ("zero-shot tasks", "eval"),
 }
 

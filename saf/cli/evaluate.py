@@ -9,7 +9,7 @@ import tyro
 
 from saf.analysis.model import SILENT, Watch
 from saf.cli.output import say, show
-from saf.data.text_data import TextData
+from saf.data import TextData
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.evaluated import facts_of, precision_in_use

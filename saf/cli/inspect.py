@@ -81,8 +81,8 @@ def _data_tables(found: Mapping[str, Any]) -> list[Part]:
     tokenizer = found["tokenizer"]
     rows = {"tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids", "fingerprint": found["fingerprint"]}
     partitions = found["partitions"].items()
-    table = [[name, each["tokens"], each["documents"], len(each["shards"])] for name, each in partitions]
-    head = ["partition", "tokens", "documents", "shards"]
+    table = [[name, each["tokens"], each["documents"]] for name, each in partitions]
+    head = ["partition", "tokens", "documents"]
     return [Table.facts(f"data {found['path']}, all sums verified", rows), Table.of("partitions", head, table)]
 
 

@@ -1,22 +1,31 @@
-"""Text to token shards, and shards to windows in an order that is a function of one integer."""
+"""Text to token files, and token files to windows in an order that is a function of one integer."""
 
-from saf.data.config import PrepareConfig
-from saf.data.documents import PARTITIONS
-from saf.data.preparation import prepare
-from saf.data.token_data import DataIndex, TokenData
-from saf.data.tokenizer import Tokenizer
-from saf.data.windows import RandomWindows, ShuffledWindows, begun_with, calibration_windows, sequential_windows
+from saf.data.loader import (
+    PARTITIONS,
+    RandomWindows,
+    ShuffledWindows,
+    TextData,
+    TokenData,
+    begun_with,
+    calibration_windows,
+    check_separate,
+    sequential_windows,
+)
+from saf.data.prepare import PrepareConfig, prepare
+from saf.data.tokenizer import Tokenizer, train_bpe
 
 __all__ = [
     "PARTITIONS",
-    "DataIndex",
     "PrepareConfig",
     "RandomWindows",
     "ShuffledWindows",
+    "TextData",
     "TokenData",
     "Tokenizer",
     "begun_with",
     "calibration_windows",
+    "check_separate",
     "prepare",
     "sequential_windows",
+    "train_bpe",
 ]

@@ -1,78 +1,56 @@
-"""The tokenizer of a data folder: byte-level BPE in the `tokenizers` file format, given or trained on the text."""
+"""The tokenizer of a data folder: one in the `tokenizers` file format, given, or byte-level BPE trained on the text."""
 
-import heapq
-import importlib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from saf.data.config import PrepareConfig
-from saf.data.cutting import Cutter
-from saf.data.documents import (
-    ReadingCounts,
-    are_few,
-    limited_texts,
-    lowest_keys,
-    may_be_held_out,
-    order_key,
-    split_text,
-)
-from saf.data.sources import Source
-from saf.data.utf8 import decoded, digest_of
 from saf.errors import DataError, InputError, SafWarning
 from saf.records.files import read_json, write_json
 
 EOT = "<|endoftext|>"
-# Names of the token that ends a document, for tokenizer files that nothing beside them tells it of.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
+"""Names of the token that ends a document, for tokenizer files that nothing beside them tells it of."""
 CONFIG_FILE = "tokenizer_config.json"
+_GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _HUB_FILES = ["tokenizer.json", CONFIG_FILE, "special_tokens_map.json", *_GPT2_FILES[0], *_GPT2_FILES[1]]
-_GPT2_REPOSITORY = "openai-community/gpt2"
-PIECE_CHARACTERS = 2**16
-"""Longest piece that is drawn as a whole, so that one large file cannot be most of the sample."""
-# A sample is drawn from the beginning of a large source, not from all of it: this many times its own size.
-LOOK_AHEAD = 16
-
-
-def tokenizers_package():
-    """Import `tokenizers`; raise DataError when it is missing."""
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise DataError("tokenising needs a package: pip install tokenizers") from error
+# Tokenising takes some 150 times a text's size in memory: longer documents are cut, where a place for it is found
+# within the second limit. A place is verified by the characters on each of its sides, which are many pre-tokens.
+_PIECE, _UNCUT, _CONTEXT = 2**19, 2**23, 1024
+_WORD_END = re.compile(r"(?<=[^\W_])(?=[^\w'\u2019])")
 
 
 class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
     def __init__(self, data: bytes, *, name: str = "tokenizer.json", eos: str | None = None):
-        """Build from the bytes of a tokenizer.json; raise DataError when they are not one.
+        """Build from the bytes of a tokenizer.json.
 
-        `eos` is the token that ends a document; one of the usual names, where the vocabulary has it, when None.
-        Its own truncation and padding are switched off, with a SafWarning: `save` writes it without them.
+        Its truncation and padding are switched off, with a SafWarning: `save` writes it without them.
+
+        Args:
+            data: the file's content.
+            name: what messages call it.
+            eos: the token that ends a document; one of the usual names, where the vocabulary has it, when None.
+
+        Raises:
+            DataError: It is no tokenizer, or the vocabulary has no such token.
         """
+        import tokenizers
+
         try:
-            self._backend = tokenizers_package().Tokenizer.from_str(data.decode("utf-8"))
-        except DataError:
-            raise
+            self._backend: Any = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:
             raise DataError(f"{name}: not a tokenizer file ({error}); expected a tokenizer.json") from error
+        if self._backend.truncation or self._backend.padding:
+            warnings.warn(f"{name}: its truncation and padding are switched off", SafWarning, stacklevel=2)
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            data = self._backend.to_str().encode()
         self._backend.encode_special_tokens = True
-        if settings := whole_texts_(self._backend):
-            data = _serialised(self._backend)
-            warnings.warn(
-                f"{name}: its {' and '.join(settings)} switched off, so that all text becomes tokens",
-                SafWarning,
-                stacklevel=2,
-            )
-        self._data = data
-        self._cutter = Cutter(self._backend)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         names = _EOT_NAMES if eos is None else (eos,)
         self.eot_token = next((token for token in names if token in vocabulary), "")
         if not self.eot_token:
@@ -81,39 +59,35 @@ class Tokenizer:
                 f"of a {CONFIG_FILE} beside it"
             )
         self.eot_id: int = vocabulary[self.eot_token]
+        self.vocab_size: int = max(vocabulary.values()) + 1
         self.fingerprint = sha256(data).hexdigest()
+        self._data = data
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, or a folder with one or with GPT-2's two files.
 
-        Raises DataError when there is neither, or one of them is damaged.
+        The end-of-text token is the one that tokenizer_config.json or special_tokens_map.json beside it names.
+        Raises DataError when there is no tokenizer, or it is damaged.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             return cls(file.read_bytes(), name=str(file), eos=_eos_token(file.parent))
-        for vocabulary, merges in _GPT2_FILES:
-            if (path / vocabulary).is_file() and (path / merges).is_file():
-                return cls.from_gpt2_files(path / vocabulary, path / merges)
+        for names in _GPT2_FILES:
+            if all((path / name).is_file() for name in names):
+                data = _byte_level(*(path / name for name in names)).to_str().encode()
+                return cls(data, name=str(path / names[0]), eos=_eos_token(path))
         pairs = ", ".join(" + ".join(pair) for pair in _GPT2_FILES)
         raise DataError(f"{path}: no tokenizer there; give --tokenizer a folder with tokenizer.json, or {pairs}")
 
     @classmethod
-    def from_gpt2_files(cls, vocabulary: str | Path, merges: str | Path) -> "Tokenizer":
-        """Build GPT-2's byte-level BPE from its vocabulary (JSON) and its merges (text)."""
-        package = tokenizers_package()
-        try:
-            model = package.models.BPE.from_file(str(vocabulary), str(merges))
-        except Exception as error:
-            raise DataError(f"{vocabulary}, {merges}: not GPT-2's vocabulary and merges ({error})") from error
-        return cls(_serialised(byte_level(model)), name=str(vocabulary), eos=_eos_token(Path(vocabulary).parent))
+    def from_hub(cls, repository: str) -> "Tokenizer":
+        """Download the tokenizer of a model on the Hugging Face hub; raise DataError when it cannot be had."""
+        import huggingface_hub
 
-    @classmethod
-    def from_hub(cls, repository: str = _GPT2_REPOSITORY) -> "Tokenizer":
-        """Download a tokenizer; raise DataError when the network or the package is not there."""
         try:
-            folder = importlib.import_module("huggingface_hub").snapshot_download(repository, allow_patterns=_HUB_FILES)
+            folder = huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_FILES)
         except Exception as error:
             raise DataError(
                 f"{repository}: no such folder here, and its tokenizer could not be downloaded "
@@ -122,25 +96,21 @@ class Tokenizer:
             ) from error
         return cls.load(folder)
 
-    def save(self, path: str | Path):
+    def save(self, path: str | Path) -> None:
         """Write the tokenizer.json."""
         Path(path).write_bytes(self._data)
 
-    def save_config(self, path: str | Path):
+    def save_config(self, path: Path) -> None:
         """Write the tokenizer_config.json that names the end-of-text token."""
-        write_json(Path(path), {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
-
-    def pieces(self, data: bytes) -> Iterator[memoryview]:
-        """Cut a UTF-8 text into pieces whose tokens are those of the whole; raise DataError where none can be found."""
-        return self._cutter.pieces(data)
+        write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def same(self, other: "Tokenizer") -> bool:
         """Return whether another one makes the same tokens of every text, however its file is laid out."""
-        return self._backend.to_str(pretty=False) == other._backend.to_str(pretty=False)
+        return self._backend.to_str() == other._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids, no end-of-text added."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Return a text's token ids, nothing added."""
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of several texts, on all cores."""
@@ -149,6 +119,49 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens spelled out."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a long text into pieces that have the tokens of the whole.
+
+        A cut stands where a word ends and the normaliser and pre-tokenizer part the text there anyway.
+
+        Raises:
+            DataError: A stretch of 8 million characters has no such place.
+        """
+        start, reach = 0, _PIECE
+        while start + reach < len(text):
+            if (end := self._cut(text, start + reach - _PIECE // 2, start + reach)) is not None:
+                yield text[start:end]
+                start, reach = end, _PIECE
+            elif (reach := reach + _PIECE // 2) > _UNCUT:
+                raise DataError(
+                    f"a document of {len(text):,} characters cannot be cut within {_UNCUT:,} of them from {start:,} on "
+                    f"({text[start : start + 40]!r}); make several documents of it, for example with split_characters"
+                )
+        yield text[start:]
+
+    def _cut(self, text: str, low: int, high: int) -> int | None:
+        """Return a place between two in a text where it may be cut, or None."""
+        added = self._backend.get_added_tokens_decoder().values()
+        # Added tokens that are not special are taken out first, with what is around them.
+        if self._backend.pre_tokenizer is None or any(
+            token.rstrip or token.single_word or _WORD_END.search(token.content) for token in added if not token.special
+        ):
+            return None
+        for end in range(high, low, -_CONTEXT):
+            places = [match.start() for match in _WORD_END.finditer(text, max(low, end - _CONTEXT), end)]
+            # Before white space rather than before a mark, and as far on as can be.
+            for place in sorted(places[-16:], key=lambda place: (not text[place].isspace(), -place)):
+                before, after = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
+                if self._parted(before) + self._parted(after) == self._parted(before + after):
+                    return place
+        return None
+
+    def _parted(self, text: str) -> list[str]:
+        """Return the pre-tokens of a text."""
+        if self._backend.normalizer is not None:
+            text = self._backend.normalizer.normalize_str(text)
+        return [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _eos_token(folder: Path) -> str | None:
@@ -162,133 +175,39 @@ def _eos_token(folder: Path) -> str | None:
     return None
 
 
-def whole_texts_(backend) -> list[str]:
-    """Switch off a tokenizer's own truncation and padding, meant for batches of a model; return what there was."""
-    found = {"truncation": backend.truncation, "padding": backend.padding}
-    if found["truncation"]:
-        backend.no_truncation()
-    if found["padding"]:
-        backend.no_padding()
-    return [
-        f"{name} (to {setting['max_length'] if name == 'truncation' else setting['length'] or 'the longest'})"
-        for name, setting in found.items()
-        if setting
-    ]
+def _byte_level(vocabulary: Path | None = None, merges: Path | None = None) -> Any:
+    """Return a BPE of the package that parts bytes into words as GPT-2 does; untrained, or from GPT-2's two files."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
 
-
-def byte_level(model):
-    """Wrap a BPE model in GPT-2's splitting of bytes into words, with an end-of-text token."""
-    package = tokenizers_package()
-    backend = package.Tokenizer(model)
-    backend.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = package.decoders.ByteLevel()
-    backend.add_special_tokens([EOT])
+    try:
+        model = models.BPE() if vocabulary is None else models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:
+        raise DataError(f"{vocabulary}, {merges}: not GPT-2's vocabulary and merges ({error})") from error
+    backend = Backend(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    if vocabulary is not None:
+        backend.add_special_tokens([EOT])
     return backend
 
 
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's word splitting on texts; end-of-text is token 0.
 
-    The vocabulary comes out smaller than `vocab_size` when the texts have too few pairs to merge. Raises
-    InputError when it has no room for the 256 bytes and the end-of-text token.
+    The vocabulary comes out smaller than `vocab_size` when the texts have too few pairs to merge. Raises InputError
+    when it has no room for the 256 bytes and the end-of-text token.
     """
+    from tokenizers import pre_tokenizers, trainers
+
     if vocab_size < 257:
-        raise InputError(f"vocab_size must be at least 257 (256 bytes and end-of-text); got {vocab_size}")
-    package = tokenizers_package()
-    backend = package.Tokenizer(package.models.BPE())
-    backend.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = package.decoders.ByteLevel()
-    trainer = package.trainers.BpeTrainer(
+        raise InputError(f"vocab_size must be at least 257 (256 bytes and end-of-text), got {vocab_size}")
+    backend = _byte_level()
+    trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOT],
-        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(_serialised(backend))
-
-
-def _serialised(backend) -> bytes:
-    """Return the tokenizer's file as bytes."""
-    return backend.to_str(pretty=False).encode()
-
-
-def choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple[Tokenizer, dict | None]:
-    """Return the tokenizer that the settings ask for, and what it was trained on (None for a given one)."""
-    if config.tokenizer == "gpt2":
-        return Tokenizer.from_hub(), None
-    if config.tokenizer != "bpe":
-        named = config.tokenizer.count("/") == 1 and not Path(config.tokenizer).exists()
-        return (Tokenizer.from_hub if named else Tokenizer.load)(config.tokenizer), None
-    sample, facts = sample_text(sources, config)
-    return train_bpe(sample, vocab_size=config.vocab_size), facts
-
-
-def sample_text(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[str], dict]:
-    """Return pieces of training text, at most `tokenizer_bytes`, and how they were drawn.
-
-    Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. A
-    document that may be held out is never used; where there are few, all are read to know which may.
-    """
-    counts, read = ReadingCounts(), _Read(config)
-    texts = limited_texts(sources, config, counts, lambda count: None)
-    heap: list[tuple[int, int, str, int]] = []
-    total = 0
-    for key, piece, document in _pieces(texts, read, config.seed):
-        size = len(piece.encode())
-        heapq.heappush(heap, (key, size, piece, document))
-        total += size
-        while total > config.tokenizer_bytes and len(heap) > 1:
-            total -= heapq.heappop(heap)[1]
-        if counts.bytes >= LOOK_AHEAD * config.tokenizer_bytes:
-            break
-    drawn_from = counts.bytes
-    while read.few and (data := next(texts, None)) is not None:
-        read.take(data)
-    kept_back = read.kept_back()
-    pieces = [piece for _, _, piece, document in sorted(heap) if document not in kept_back]
-    return pieces, {
-        "bytes": sum(len(piece.encode()) for piece in pieces),
-        "pieces": len(pieces),
-        "drawn_from_bytes": drawn_from,
-    }
-
-
-def _pieces(texts: Iterator[bytes], read: "_Read", seed: int) -> Iterator[tuple[int, str, int]]:
-    """Yield pieces of the sampled texts, each with its place in the order and its document's key."""
-    for data in texts:
-        document = read.take(data)
-        if not read.is_lowest(document):
-            for piece in split_text(decoded(data), PIECE_CHARACTERS):
-                yield order_key(digest_of(piece.encode()), seed), piece, document
-
-
-class _Read:
-    """Hold the keys and sizes of documents that were read, as long as they are few, to know which may be held out."""
-
-    def __init__(self, config: PrepareConfig):
-        self._seed, self._fraction = config.seed, config.fraction
-        self._lowest = 0 if self._fraction is None else lowest_keys(self._fraction)
-        self._sizes: dict[int, int] = {}
-        self.few = self._fraction is not None
-        """Whether it takes all of them to know."""
-
-    def take(self, data: bytes) -> int:
-        """Take note of a document, and return its key."""
-        key = order_key(digest_of(data), self._seed)
-        if self.few and self._fraction is not None:
-            self._sizes[key] = len(data)
-            self.few = are_few(len(self._sizes), self._fraction)
-        return key
-
-    def is_lowest(self, key: int) -> bool:
-        """Return whether a document may be held out whatever the others are."""
-        return key < self._lowest
-
-    def kept_back(self) -> set[int]:
-        """Return the keys of the documents that may be held out for want of others."""
-        if not self.few or self._fraction is None:
-            return set()
-        keys = np.fromiter(self._sizes, dtype=np.uint64)
-        sizes = np.fromiter(self._sizes.values(), dtype=np.int64)
-        return set(keys[may_be_held_out(keys, sizes, self._fraction)].tolist())
+    return Tokenizer(backend.to_str().encode())

@@ -5,7 +5,6 @@ question and is asked how likely each choice is to follow.
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saf.data import Tokenizer
-from saf.data.readers import bare_suffix, open_stream
+from saf.data.reading import JSON_LINES, bare_suffix, read_json, read_json_lines, read_table
 from saf.errors import DataError
 
 EMPTY = "empty"
@@ -116,34 +115,14 @@ def read_examples(path: Path | str, form: str) -> Found:
 
 def is_json_lines(name: str) -> bool:
     """Return whether a file's name says that it is JSON Lines, compressed or not."""
-    return bare_suffix(Path(name)) in (".jsonl", ".ndjson", ".jsonlines", ".json")
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, compressed when its name says so; a byte order mark is no part of the first."""
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"{path} {found}; expected a file of examples")
-    try:
-        with open_stream(path, lambda count: None) as file:
-            yield from io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
+    return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
 
 
 def records_of(path: Path, *fields: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a JSONL file with their line numbers; raise DataError for one without the fields."""
-    for number, line in enumerate(lines_of(path), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also of too many brackets
-            raise DataError(
-                f"{path}, line {number}: not JSON ({error}); expected one JSON object a line, got {shown(line.strip())}"
-            ) from error
-        missing = [name for name in fields if not isinstance(record, dict) or name not in record]
-        if missing:
+    """Yield the objects of a JSON Lines file with their line numbers; raise DataError for one without the fields."""
+    records = read_json(path, fields[0]) if bare_suffix(path) == ".json" else read_json_lines(path)
+    for number, record in records or ():
+        if missing := [name for name in fields if name not in record]:
             raise DataError(f"{path}, line {number}: expected an object with {', '.join(fields)}; lacks {missing}")
         yield number, record
 
@@ -179,15 +158,10 @@ def _read_own(path: Path) -> Iterator[Example]:
 
 def sst2_rows(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield line number, sentence and label of SST-2's tab-separated file as they are, a header line first."""
-    lines = (line.rstrip("\r\n") for line in lines_of(path))
-    if (head := next(lines, "")) != "sentence\tlabel":
-        raise DataError(f"{path}: expected the header line sentence<TAB>label of SST-2; got {shown(head) or 'nothing'}")
-    for number, line in enumerate(lines, 2):
-        if not line:
-            continue
-        if len(row := line.split("\t")) != 2:
-            raise DataError(f"{path}, line {number}: expected a sentence and a label; got {len(row)} columns")
-        yield number, row[0], row[1].strip()
+    for number, row in read_table(path):
+        if list(row) != ["sentence", "label"]:
+            raise DataError(f"{path}: the header line of SST-2 must be sentence<TAB>label, got {shown(list(row))}")
+        yield number, row["sentence"], row["label"].strip()
 
 
 def _read_sst2(path: Path) -> Iterator[Example]:

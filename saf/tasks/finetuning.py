@@ -29,7 +29,7 @@ from saf.tasks.task import FetchedAhead, TaskSettings, inputs_and_targets
 TooLong = Literal["leave_out", "shorten", "refuse"]
 Judge = Literal["test", "development"]
 _ORDER = 17
-"""The random stream of the order of examples; `saf.data.windows` has others."""
+"""The random stream of the order of examples; `saf.data.loader` has others."""
 
 
 PATHS = ("test", "tokenizer")

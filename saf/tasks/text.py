@@ -144,7 +144,7 @@ class TextTask:
 
     def description(self) -> dict[str, Any]:
         """Return the data folder, its fingerprint, and the hash of its tokenizer."""
-        tokenizer = self.data.index.tokenizer.sha256
+        tokenizer = self.data.tokenizer_hash
         return {"folder": self.settings.data, "fingerprint": self.data.fingerprint, "tokenizer": tokenizer}
 
     def state(self, update: int) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class TextTask:
         return {
             "sampler_position": update * self.windows_per_update,
             "data_fingerprint": self.data.fingerprint,
-            "tokenizer": self.data.index.tokenizer.sha256,
+            "tokenizer": self.data.tokenizer_hash,
         }
 
     def check_continues(self, state: dict[str, Any], path: Path) -> None:

@@ -10,9 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from saf.data.reading import read_lines
 from saf.errors import DataError
 from saf.records.files import entries_hash, file_hash
-from saf.tasks.examples import lines_of, records_of, sst2_rows
+from saf.tasks.examples import records_of, sst2_rows
 
 TaskName = Literal["hellaswag", "piqa", "arc_easy", "sst2", "boolq"]
 """lm-eval's names of the tasks, in the order of the paper's table."""
@@ -108,7 +109,7 @@ def split_context(context: str) -> tuple[str, str]:
 
 def _read_piqa(path: Path) -> Iterator[Question]:
     """Yield PIQA's questions, each with the label on the same line of the file of labels beside it."""
-    labels = [line.strip() for line in lines_of(_labels_beside(path))]
+    labels = [line.strip() for _, line in read_lines(_labels_beside(path))]
     records = list(records_of(path, "goal", "sol1", "sol2"))
     if len(labels) != len(records):
         raise DataError(f"{path} holds {len(records)} questions, {_labels_beside(path)} {len(labels)} labels")

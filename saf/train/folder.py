@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from saf.data.token_data import INDEX_FILE
+from saf.data.loader import INDEX_FILE
 from saf.errors import InputError, SafWarning
 from saf.machine.processes import is_first
 from saf.records.events import EVENTS, EventRecord, inherit_events, keep_events_, read_events

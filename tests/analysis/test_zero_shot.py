@@ -12,9 +12,7 @@ import saf.integrations.transformers
 from saf.analysis.model import Watch
 from saf.analysis.zero_shot import ZeroShot, measure, tables
 from saf.cli import main
-from saf.data import calibration_windows
-from saf.data.text_data import TextData
-from saf.data.tokenizer import Tokenizer, train_bpe
+from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
 from saf.evaluate.zero_shot import TaskAnswers
 from saf.integrations.lm_eval import ExactLengthModel, answer_tasks

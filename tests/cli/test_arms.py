@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.data import TokenData, prepare
-from saf.data.token_data import check_separate
+from saf.data import TokenData, check_separate, prepare
 from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model, open_data

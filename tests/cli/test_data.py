@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from saf.cli.data import COMMANDS
+from saf.cli.data import Command
+from saf.cli.parsing import parse
 from saf.data import TokenData
 from saf.errors import DataError
 
@@ -18,7 +19,7 @@ def text(tmp_path):
 
 
 def run(name: str, *arguments: str) -> dict:
-    return COMMANDS[name].from_words(arguments).run()
+    return parse(Command, [name, *arguments], prog="saf data").run()
 
 
 def test_prepare_then_info(text, tmp_path, capsys):
@@ -27,7 +28,7 @@ def test_prepare_then_info(text, tmp_path, capsys):
     result = run("prepare", str(text), "--out", out, *options)
     printed = capsys.readouterr().out
     data = TokenData.open(out, verify=True)
-    assert result == {"folder": out, **data.index.to_dict(), "left_out": []}
+    assert result == {"folder": out, **data.index}
     assert f"{data.num_tokens('train'):,}" in printed
     assert data.fingerprint in printed
     windows = data.num_tokens("calibration") // 256

@@ -18,9 +18,7 @@ from saf.adapters.description import STATE, recorded_layouts
 from saf.adapters.transformers.adapter import FAMILIES
 from saf.adapters.transformers.folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
-from saf.data import TokenData, begun_with, calibration_windows
-from saf.data.text_data import TextData
-from saf.data.tokenizer import Tokenizer
+from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
 from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some
@@ -198,7 +196,7 @@ class TransformersFolder:
         data = TokenData.open(path)
         if not own.same(data.tokenizer()):
             raise DataError(
-                f"{path} was made with another tokenizer ({data.index.tokenizer.sha256[:12]}) than that of {self.name} "
+                f"{path} was made with another tokenizer ({data.tokenizer_hash[:12]}) than that of {self.name} "
                 f"({own.fingerprint[:12]}); prepare the text again with {advice}"
             )
         return data

@@ -1,0 +1,268 @@
+"""Text becomes four partitions that share no document, ordered by content and seed, or nothing at all."""
+
+import fcntl
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from saf.data import PARTITIONS, TokenData, prepare
+from saf.errors import DataError, InputError, SafWarning
+from tests.data.texts import jsonl, partition_documents
+
+ROOT = Path(__file__).parents[2]
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_document_lands_in_exactly_one_partition(prepared, texts):
+    data = TokenData.open(prepared, verify=True)
+    found = {name: partition_documents(data, name) for name in PARTITIONS}
+    assert sorted(chain(*found.values())) == sorted(texts)
+    assert found["train"] != [text for text in texts if text in set(found["train"])], "documents are shuffled"
+    counts = np.array([data.num_tokens(name) for name in PARTITIONS])
+    assert counts[1:].sum() / counts.sum() == pytest.approx(0.3, abs=0.03)
+    assert counts[1:].max() <= 1.1 * counts[1:].min()
+    for name in PARTITIONS:
+        info = data.index["partitions"][name]
+        assert info["documents"] == len(found[name])
+        assert info["bytes"] == sum(len(text.encode()) for text in found[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sums"),
+    [
+        ({}, ["35cae20d8d242663", "411ccb365b4a6f7e", "a8be50bdf3b3a72d", "d4fb125c9e4270b6"]),
+        (
+            {"seed": 11, "heldout_fraction": 0.1},
+            ["e8e70b8546d0eaa0", "e756d37adcb68e61", "62b8ee738413da8c", "378fc8c313f10c1d"],
+        ),
+        (
+            {"split_characters": 200, "heldout_shares": (2, 1, 1)},
+            ["288db4196a6bfe85", "fd3e6ab2afdcf857", "d7f427a1e4d3d6e2", "8536f02a36e842ab"],
+        ),
+        (
+            {"max_bytes": 30_000, "heldout_fraction": 0.5, "calibration_from": "train"},
+            ["a30044b51026d136", None, "767cfb2afdde5c63", "3604badfbc9a8d0b"],
+        ),
+    ],
+)
+def test_partitions_and_their_order_never_change_between_versions(source, tmp_path, settings, sums):
+    """Runs resume by a position in the data, so partitions and order are part of the format; tokens are bytes here."""
+    data = prepare(source, tmp_path / "data", **{"vocab_size": 257, "heldout_fraction": 0.3, **settings})
+    for name, expected in zip(PARTITIONS, sums, strict=True):
+        if expected is None:
+            assert data.num_tokens(name) == 0
+        else:
+            tokens = np.asarray(data.tokens(name)).astype("<u2")
+            assert hashlib.sha256(tokens.tobytes()).hexdigest()[:16] == expected
+
+
+def test_of_few_documents_what_was_asked_for_is_held_out(tmp_path):
+    """The lowest keys of these documents hold a third of the text that is to be held out."""
+    draw = np.random.default_rng(3)
+    texts = [f"{number} " + "word " * int(length) for number, length in enumerate(np.exp(draw.normal(4, 1, 100)))]
+    options = {"heldout_fraction": 0.05, "seed": 7, "vocab_size": 270}
+    data = prepare(jsonl(tmp_path / "few.jsonl", texts), tmp_path / "data", **options)
+    counts = [data.num_tokens(name) for name in PARTITIONS]
+    assert sum(counts[1:]) / sum(counts) == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize("tokenizer_bytes", [2**24, 50_000])
+def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_out(tmp_path, tokenizer_bytes):
+    """Every document repeats a word of its own, which is one token where the tokenizer learned from it."""
+    drawn = np.random.default_rng(0)
+    words = ["".join(drawn.choice(list("abcdefghijklmnopqrstuvwxyz"), 10)) for _ in range(80)]
+    source = jsonl(tmp_path / "a.jsonl", [f"{word} " * 200 for word in words])
+    options = {"vocab_size": 1_500, "heldout_fraction": 0.2, "tokenizer_bytes": tokenizer_bytes}
+    data = prepare(source, tmp_path / "data", **options)
+    assert data.index["tokenizer"]["trained_on"]["bytes"] <= tokenizer_bytes
+    learned = {"train": 0, "held": 0}
+    for name in PARTITIONS:
+        for text in partition_documents(data, name):
+            whole = len(data.tokenizer().encode(" " + text.split()[0])) == 1
+            learned["train" if name == "train" else "held"] += whole
+    assert learned["held"] == 0
+    assert learned["train"] > (30 if tokenizer_bytes == 2**24 else 10)
+
+
+def test_long_documents_stay_in_training_which_is_told_where_too_little_is_left(tmp_path):
+    texts = [f"{number} " + "word " * (20 if number < 12 else 3_000) for number in range(24)]
+    with pytest.warns(SafWarning, match=r"0\.[0-9]% of the tokens are held out, 5\.0% were asked for"):
+        data = prepare(jsonl(tmp_path / "long.jsonl", texts), tmp_path / "data", vocab_size=270)
+    held = [text for name in PARTITIONS[1:] for text in partition_documents(data, name)]
+    assert max(map(len, held)) < 200
+
+
+def test_what_is_held_out_stays_so_when_documents_are_added(texts, tmp_path):
+    options = {"vocab_size": 257, "heldout_fraction": 0.2}
+    held = []
+    for count in (100, 120):
+        data = prepare(jsonl(tmp_path / f"{count}.jsonl", texts[:count]), tmp_path / f"data-{count}", **options)
+        held.append({text for name in PARTITIONS[1:] for text in partition_documents(data, name)})
+    assert len(held[0] & held[1]) >= 0.9 * len(held[0])
+
+
+def test_threads_change_nothing_and_the_seed_does(prepared, source, settings, tmp_path):
+    prepare(source, tmp_path / "data", **{**settings, "workers": 3})
+    assert folder_bytes(tmp_path / "data") == folder_bytes(prepared)
+    other = prepare(source, tmp_path / "other", **settings, seed=1)
+    assert other.fingerprint != TokenData.open(prepared).fingerprint
+
+
+def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
+    heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
+    near = [texts[0].upper(), " \n".join(texts[1].split(" "))]
+    train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], *near, "  "])
+    data = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300)
+    assert data.index["duplicates"] == {"also_held_out": 10, "repeated": 10, "empty": 1, "nearly_held_out": 2}
+    held = [partition_documents(data, name) for name in PARTITIONS[1:]]
+    assert sorted(chain(*held)) == sorted(texts[:40])
+    assert sorted(partition_documents(data, "train")) == sorted(texts[40:])
+    with pytest.raises(DataError, match="every training document is also held out"):
+        prepare(jsonl(tmp_path / "near.jsonl", near), tmp_path / "none", heldout=heldout, vocab_size=300)
+
+
+def test_limits(source, texts, tmp_path):
+    options = {"vocab_size": 257, "heldout_fraction": 0.4}
+    (read,) = prepare(source, tmp_path / "a", max_documents=60, **options).index["sources"]
+    assert read["documents"] == 60
+    (read,) = prepare(source, tmp_path / "b", max_bytes=20_000, **options).index["sources"]
+    assert 20_000 <= read["bytes"] <= 20_000 + max(map(len, texts))
+    (tmp_path / "one.txt").write_text("\n\n".join(texts))
+    with pytest.raises(DataError, match=r"got no document: 1 documents in all.*split_characters"):
+        prepare(tmp_path / "one.txt", tmp_path / "c", **options)
+    data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, **options)
+    assert max(len(text) for name in PARTITIONS for text in partition_documents(data, name)) <= 400
+
+
+def test_a_long_document_has_the_tokens_of_one_piece(tmp_path):
+    """It is tokenised in pieces of half a million characters."""
+    drawn = np.random.default_rng(0).integers(0, 5, 75_000)
+    marks = [
+        "don't we'll ",
+        "中文没有空格，只有标点。",
+        "e\u0301a\u0300 👩\u200d👩\u200d👧 ",
+        "12345 a1b2\n\n  \t",
+        "café? ",
+    ]
+    long = "".join(marks[number] for number in drawn)
+    data = prepare(
+        jsonl(tmp_path / "a.jsonl", [long, *(f"{n} {long[n * 900 :][:800]}" for n in range(40))]),
+        tmp_path / "data",
+        vocab_size=400,
+        heldout_fraction=0.005,
+    )
+    ids = np.asarray(data.tokens("train"))
+    longest = max(np.split(ids, np.flatnonzero(ids == data.eot_id) + 1), key=len)
+    assert len(longest) > 200_000
+    assert longest[:-1].tolist() == data.tokenizer().encode(long)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"heldout_fraction": 0.0}, "heldout_fraction must be in"),
+        ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "got both"),
+        ({"heldout_shares": (1, 0, 1)}, "three positive numbers"),
+        ({"workers": 0}, "workers must be at least 1"),
+        ({"seed": -1}, "seed must be in"),
+        ({"calibration_from": "text"}, "calibration_from must be"),
+        ({"vocab_size": 100}, "at least 257"),
+        ({"tokenizer": "gpt2", "vocab_size": 300}, "vocab_size must be left out"),
+    ],
+)
+def test_settings_out_of_range(source, tmp_path, setting, message):
+    with pytest.raises(InputError, match=message):
+        prepare(source, tmp_path / "data", **setting)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_is_shown_where_asked_for(source, settings, tmp_path, capfd):
+    prepare(source, tmp_path / "data", **settings)
+    assert capfd.readouterr() == ("", "")
+    prepare(source, tmp_path / "shown", progress=True, **settings)
+    assert "tokenising" in capfd.readouterr().err
+
+
+def test_bad_text_in_the_middle_leaves_nothing(source, settings, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(source.read_bytes() + b'{"txt": 1}\n')
+    with pytest.raises(DataError, match="line 121: no field 'text'"):
+        prepare(bad, tmp_path / "data", **settings)
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tmp_path):
+    out = tmp_path / "data"
+    first = prepare(source, out, **settings)
+    with pytest.raises(DataError, match="a finished data folder is there"):
+        prepare(source, out, **settings, seed=1)
+    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+    second = prepare(source, out, **settings, seed=1, overwrite=True)
+    assert TokenData.open(out, verify=True).fingerprint == second.fingerprint != first.fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    (out / "notes").mkdir()
+    with pytest.raises(DataError, match="also holds what `saf data prepare` did not write: notes;"):
+        prepare(source, out, **settings, overwrite=True)
+    assert TokenData.open(out).fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize(("name", "content"), [("thesis.tex", "years of work"), ("index.json", "{}")])
+def test_other_peoples_files_are_never_replaced(source, settings, tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="something that is not a data folder is there"):
+            prepare(source, tmp_path, **settings, overwrite=overwrite)
+    assert (tmp_path / name).read_text() == content
+
+
+def test_one_process_at_a_time(source, settings, tmp_path):
+    (tmp_path / ".data.lock").write_text("")
+    with open(tmp_path / ".data.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="another process is preparing this folder"):
+            prepare(source, tmp_path / "data", **settings)
+    prepare(source, tmp_path / "data", **settings)
+
+
+def test_a_full_disk_loses_nothing(source, settings, tmp_path):
+    out = tmp_path / "data"
+    first = prepare(source, out, **settings)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"large|limit"):
+            prepare(source, out, **settings, seed=1, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_killed_process_leaves_no_folder_and_the_next_one_starts_over(source, settings, tmp_path):
+    words = [sys.executable, "-m", "saf", "data", "prepare", "python", "--out", str(tmp_path / "data")]
+    writing = tmp_path / ".writing-data"
+    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as process:
+        while not writing.exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert writing.exists()
+    assert not (tmp_path / "data").exists()
+    prepare(source, tmp_path / "data", **settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    # Killed between the two renames of a replacement.
+    (tmp_path / "data").rename(tmp_path / ".replaced-data")
+    with pytest.raises(DataError, match="a finished data folder is there"):
+        prepare(source, tmp_path / "data", **settings)
+    TokenData.open(tmp_path / "data")
