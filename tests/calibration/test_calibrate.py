@@ -246,7 +246,7 @@ def test_bad_batches_are_refused():
         ([{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "several documents in a row"),
         ([{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "several documents in a row"),
         ([{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "several documents in a row"),
-        (["a text"], r"token ids, .* text_sequences makes them"),
+        (["a text"], r"token ids, .*text_sequences makes them"),
         ([ids[0]], r"got torch.int64 \[40\]; of text, saf.integrations.transformers.text_sequences"),
         (ids, r"such as a list of one; got a bare torch.int64 \[5, 40\]"),
         ([ids - 1_000], r"must lie in \[0, \d+\); got -\d+"),
