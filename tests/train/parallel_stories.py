@@ -134,7 +134,7 @@ def process(rank: int, folder: str, settings: dict) -> None:
         told["stopped"] = pretrain(config("stopped", freeze=LAYER, parallel="fsdp"))
     with pytest.MonkeyPatch.context() as patch:
         Watching(patch, at_update(9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM)))
-        told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"))
+        told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
     told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
     pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
     told["trained"] = raised(
