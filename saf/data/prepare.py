@@ -176,7 +176,7 @@ def prepare(
     out = Path(out).resolve()
     _check_target(out, overwrite=overwrite)
     groups = {
-        group: [resolve(name, text_field=config.text_field, limit=config.max_bytes) for name in members]
+        group: [resolve(name, text_field=config.text_field, max_bytes=config.max_bytes) for name in members]
         for group, members in (("heldout", config.heldout), ("train", names))
     }
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
@@ -282,14 +282,9 @@ def _read(sources: Sequence[Source], config: PrepareConfig, counts: _Counts, adv
                 if is_blank(text):
                     counts.empty += 1
                     continue
-                size = len(text.encode())
-                if config.max_bytes is not None and size > config.max_bytes:
-                    text = text.encode()[: config.max_bytes].decode(errors="ignore")
-                    size = len(text.encode())
-                    source.left_out[source.name] = f"a document is cut to {config.max_bytes:,} bytes (max_bytes)"
                 for each in (facts, vars(counts)):
                     each["documents"] += 1
-                    each["bytes"] += size
+                    each["bytes"] += len(text.encode())
                 yield text
                 if counts.documents == config.max_documents or counts.bytes >= (config.max_bytes or float("inf")):
                     return
@@ -379,9 +374,10 @@ def _tokenise(
                 documents.keys.append(_order_key(digest, config.seed))
                 documents.bytes.append(len(text.encode()))
                 documents.heldout.append(group == "heldout")
-                *first, last = tokenizer.pieces(text)
-                yield from ((piece, False) for piece in first)
-                yield last, True
+                held = 0
+                for piece in tokenizer.pieces(text):
+                    held += len(piece)
+                    yield piece, held == len(text)
 
     length = 0
     with open(spool, "wb", buffering=_BLOCK) as file:
@@ -425,19 +421,32 @@ def _write(
     """Write tokens and digests of a partition's documents in their seeded order, and return its entry in the index."""
     order = mine[np.lexsort((documents.digests[mine, 0], documents.keys[mine]))]
     ends, counts, digest = np.cumsum(documents.tokens), np.zeros(1, dtype=np.int64), sha256()
-    # Read rather than mapped: what is mapped of a file of gigabytes would count as memory.
-    with open(spool, "rb", buffering=0) as tokens, open(folder / tokens_file(name), "wb", buffering=_BLOCK) as file:
-        for document in order.tolist():
-            left = int(documents.tokens[document]) * dtype.itemsize
-            tokens.seek(int(ends[document]) * dtype.itemsize - left)
-            while left:
-                data = tokens.read(min(left, _BLOCK))
-                left -= len(data)
-                file.write(data)
-                digest.update(data)
-                found = np.bincount(np.frombuffer(data, dtype), minlength=len(counts))
-                found[: len(counts)] += counts
-                counts = found
+
+    def blocks() -> Iterator[bytes]:
+        """Yield the tokens of the documents, about a mebibyte at a time."""
+        waiting = bytearray()
+        # Read rather than mapped: what is mapped of a file of gigabytes would count as memory.
+        with open(spool, "rb", buffering=0) as file:
+            for document in order.tolist():
+                left = int(documents.tokens[document]) * dtype.itemsize
+                file.seek(int(ends[document]) * dtype.itemsize - left)
+                while left:
+                    data = file.read(min(left, _BLOCK))
+                    left -= len(data)
+                    waiting += data
+                    if len(waiting) >= _BLOCK:
+                        yield bytes(waiting)
+                        waiting.clear()
+        if waiting:
+            yield bytes(waiting)
+
+    with open(folder / tokens_file(name), "wb") as file:
+        for data in blocks():
+            file.write(data)
+            digest.update(data)
+            found = np.bincount(np.frombuffer(data, dtype), minlength=len(counts))
+            found[: len(counts)] += counts
+            counts = found
     digests = documents.digests[order].tobytes()
     (folder / digests_file(name)).write_bytes(digests)
     share = counts[counts > 0] / max(counts.sum(), 1)
@@ -545,8 +554,8 @@ def _assign(documents: _Documents, config: PrepareConfig) -> np.ndarray:
     for name, count, share in zip(PARTITIONS, counts, (1.0, *config.shares), strict=True):
         if share > 0 and count == 0:
             raise DataError(
-                f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give "
-                "more, a larger heldout_fraction, or cut long documents with split_characters (a file of text is one)"
+                f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give more "
+                "(a file of text is one), a larger heldout_fraction, or cut long documents with split_characters"
             )
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:

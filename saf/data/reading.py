@@ -98,17 +98,17 @@ def _open(path: Path, advance: Advance, where: Callable[[], str] = str) -> Itera
 
 
 def read_text(path: Path, advance: Advance = int, *, limit: int | None = None) -> str:
-    """Return a UTF-8 text file as one string, at most `limit` bytes of it, without a byte order mark.
+    """Return a UTF-8 text file as one string, without a byte order mark; of a long one some `limit` bytes.
 
     Raises:
         NotText: It is something else; the message names the byte.
     """
     with _open(path, advance) as file:
-        data = file.read(-1 if limit is None else limit + len(_BOM)).removeprefix(_BOM)[:limit]
+        data = file.read(-1 if limit is None else limit + 8).removeprefix(_BOM)
     if (at := data.find(b"\0")) >= 0:
         raise NotText(f"{path}: not text: a NUL byte at {at:,}; UTF-16 is to be converted to UTF-8")
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data, final=limit is None)
+        return codecs.getincrementaldecoder("utf-8")().decode(data, final=limit is None or len(data) < limit)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise NotText(f"{path}: not UTF-8 at byte {error.start:,} (line {line}); convert it to UTF-8") from error
@@ -258,33 +258,38 @@ class Source:
     """Bytes on disk, where they are known."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Files that were not read, or not whole, with the reason; complete once all documents were read."""
+    max_bytes: int | None = None
+    """Where a longer document is cut."""
 
     def documents(self, advance: Advance = int) -> Iterator[str]:
         """Yield the documents; raise DataError when not one has text in it."""
         found = False
         for text in self.read(advance):
             found = found or not is_blank(text)
+            if self.max_bytes is not None and len(data := text.encode()) > self.max_bytes:
+                self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (max_bytes)"
+                text = data[: self.max_bytes].decode(errors="ignore")
             yield text
         if not found:
             raise DataError(f"{self.name}: no text in it; every document is empty or there is none")
 
 
-def resolve(name: str, *, text_field: str = "text", limit: int | None = None) -> Source:
+def resolve(name: str, *, text_field: str = "text", max_bytes: int | None = None) -> Source:
     """Return the source of a name: `python`, a file, a folder, a saved dataset, or `owner/name[:config[:split]]`.
 
     Args:
         name: the name.
         text_field: the field of records that is the text.
-        limit: the most bytes that are read of a file of text.
+        max_bytes: where a longer document is cut; of a file of text no more is read.
 
     Raises:
         DataError: There is nothing of that name, or it is not text.
     """
     path = Path(name)
     if name == "python":
-        return Source(name, lambda _: _python_documents())
+        return Source(name, lambda _: _python_documents(), max_bytes=max_bytes)
     if name and _is_saved_dataset(path):
-        return Source(name, lambda _: _dataset_documents(name, _load_saved, text_field))
+        return Source(name, lambda _: _dataset_documents(name, _load_saved, text_field), max_bytes=max_bytes)
     if name and (path.exists() or path.is_symlink()):
         left_out: dict[str, str] = {}
         files = [path] if path.is_file() else list(_walk(path, text_field, left_out)) if path.is_dir() else []
@@ -296,16 +301,16 @@ def resolve(name: str, *, text_field: str = "text", limit: int | None = None) ->
             """Yield the documents of one file after the other."""
             for file in files:
                 try:
-                    yield from _read_file(file, advance, text_field, limit)
+                    yield from _read_file(file, advance, text_field, max_bytes)
                 except NotText as error:
                     # A folder's file may begin as text and turn out not to be.
                     if file == path or bare_suffix(file) in _PROMISES_TEXT:
                         raise
                     left_out[str(file)] = _reason(error, file)
 
-        return Source(name, read, sum(file.stat().st_size for file in files), left_out)
+        return Source(name, read, sum(file.stat().st_size for file in files), left_out, max_bytes)
     if _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _PROMISES_TEXT:
-        return Source(name, lambda _: _dataset_documents(name, _load_from_hub, text_field))
+        return Source(name, lambda _: _dataset_documents(name, _load_from_hub, text_field), max_bytes=max_bytes)
     raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, or OWNER/NAME")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.data import prepare
+from saf.data import TokenData, prepare
 from saf.errors import DataError
 from tests.data.texts import documents, jsonl, lines
 
@@ -85,7 +85,7 @@ def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path
     monkeypatch.setattr(os, "listdir", refuse)
     out = tmp_path / "out"
     assert documents(source, out) == sorted([*ROWS, "also read"])
-    left_out = {Path(row["file"]).name: row["reason"] for row in prepare_index(out)["left_out"]}
+    left_out = {Path(row["file"]).name: row["reason"] for row in TokenData.open(out).index["left_out"]}
     expected = {
         "picture.png": "not UTF-8 at byte 0",
         "sound": "a NUL byte at 3",
@@ -103,12 +103,6 @@ def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path
     }
     assert left_out.keys() == expected.keys()
     assert all(part in left_out[name] for name, part in expected.items())
-
-
-def prepare_index(folder: Path) -> dict:
-    from saf.data import TokenData
-
-    return TokenData.open(folder).index
 
 
 @pytest.mark.parametrize(
@@ -159,6 +153,8 @@ def test_a_text_of_more_than_max_bytes_is_cut_at_a_character(tmp_path):
         whole = text.encode()[:limit].decode(errors="ignore")
         assert sum(map(len, cut)) == len(whole)
         assert all(piece in whole for piece in cut)
+        (told,) = TokenData.open(tmp_path / str(limit)).index["left_out"]
+        assert "max_bytes" in told["reason"]
 
 
 def test_json_lines_are_streamed(tmp_path):
