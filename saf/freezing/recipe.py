@@ -177,7 +177,7 @@ def _refusal(
     alone, count = perplexity_rise(report.loss_before, losses[worst]), len(report.heads.in_layer(worst))
     return LossError(
         f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; layer {worst} "
-        f"costs most ({count} heads, alone {alone:.1%}): freeze fewer there, or accept it (accept_loss=True, --accept-loss)"
+        f"costs most ({count} heads, alone {alone:.1%}): freeze fewer there, or pass accept_loss=True (--accept-loss)"
     )
 
 
