@@ -14,9 +14,3 @@ def asked(question: str, *which: str, seconds: float | None = None) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return answer.stdout
-
-
-def smallest_memory_bytes() -> float | None:
-    """Return the memory of the smallest GPU of this machine; None where the driver does not tell."""
-    told = [line.strip() for line in asked("memory.total").splitlines()]
-    return min((float(mebibytes) * 2**20 for mebibytes in told if mebibytes.isdecimal()), default=None)

@@ -280,9 +280,3 @@ def markdown_of(part: Part) -> str:
 def html_of(part: Part) -> str:
     """Return a part as HTML."""
     return f"<p>{html(part)}</p>" if isinstance(part, str) else part.html()
-
-
-def quoted_number(quoted: str | None) -> float | None:
-    """Return the number that a quotation of the paper begins with; None where it begins with none."""
-    found = re.match(r"[+-]?[\d,]*\.?\d+", (quoted or "").replace("\u2212", "-"))
-    return float(found[0].replace(",", "")) if found else None

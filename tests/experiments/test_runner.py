@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,13 @@ import pytest
 from experiments.__main__ import main
 from experiments.arms import ARMS, Arm
 from experiments.inputs import Inputs, smoke_inputs
-from experiments.run import execute, plan, train
+from experiments.run import config_of, execute, plan, train
 from experiments.scales import scale_named
 from saf.errors import InputError
+from saf.freezing.config import FreezeConfig
+from saf.schedules import schedule_from_dict
+from saf.tasks import FinetuneSettings
+from saf.train import TrainConfig
 
 SMOKE = scale_named("smoke")
 
@@ -110,6 +114,23 @@ def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
     assert committed["updates"] == 572 + int(1.0810533293437499 * (572 - charged))
     assert run.updates == 1_144
     assert run.step == 572
+
+
+@pytest.mark.parametrize("name", ["paper", "small-75M", "smoke"])
+def test_every_arm_has_settings_that_a_run_takes(name):
+    """Where no parent's checkpoint is there to build the whole configuration from, its parts."""
+    scale = scale_named(name)
+    known = {each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind)} | {"epochs"}
+    for run in plan([(arm, 1337) for arm in ARMS], scale, Path()).values():
+        assert run.changes.keys() <= known, run.title
+        FreezeConfig(**run.changes.get("freeze", {}), **({"heads": ((0, 0),)} if "heads" in run.needs else {}))
+        if "schedule" in run.changes:
+            schedule_from_dict(run.changes["schedule"])
+        if run.arm.parent is None and "heads" not in run.needs:
+            config, _ = config_of(run, Inputs(data=Path("text")))
+            assert config.updates == run.updates
+        assert 0 <= run.tokens < 1e11  # none where heads are frozen after training
+        assert 0 < run.bytes < 1e11
 
 
 def test_a_dry_run_lists_tokens_memory_and_hours(tmp_path, capsys):
