@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EXTRAS := dev,hf,data,triton,eval
-CODE := saf tests tools $(wildcard examples recipes)
+CODE := saf tests tools benchmarks $(wildcard examples recipes)
 PYTEST_ARGS ?=
 WORKERS ?= 2
 OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex

@@ -90,7 +90,7 @@ def _updates(title: str) -> Measurement:
         numbers.append(Number(title=f"{title}, {rate:.0%}, peak, %", path=memory, paper=peak, places=2, signed=True))
     return Measurement(
         name=f"updates on {title}",
-        does="bench finetune",
+        does="benchmarks finetuning",
         settings={
             **{"task": task, "data": FileOf(task, "train"), "test": FileOf(task, "test"), "tokenizer": DataFolder()},
             **{"model": "124m", "length": context, **settings, "rates": RATES, "orders": ORDERS, "others": ()},

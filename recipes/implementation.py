@@ -35,14 +35,14 @@ RECIPE = Recipe(
     measurements=(
         Measurement(
             name="gradients",
-            does="bench errors",
+            does="benchmarks accuracy",
             scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
             numbers=_gradients(),
             source=GRADIENTS,
         ),
         Measurement(
             name="changes of heads",
-            does="bench errors",
+            does="benchmarks accuracy",
             settings={"transitions": 50, "precisions": ("fp32",)},
             scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
             numbers=(

@@ -20,5 +20,5 @@ RECIPE = Recipe(
         ),
     ),
     columns=("capture", "fit", "intervention", "heads"),
-    notes=("Our first event of a process also compiles kernels; `saf bench calibration` has both.",),
+    notes=("Our first event of a process also compiles kernels; `python -m benchmarks.freezing` has both.",),
 )

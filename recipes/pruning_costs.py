@@ -1,6 +1,6 @@
 """What updates and prefill cost with heads frozen or pruned: tab:pruning-native-systems and tab:pruning-prefill."""
 
-from saf.bench.harness.arms import PRUNED
+from saf.bench.protocol import PRUNED
 from saf.experiments.measurement import Measurement, Number, peak_change, speedup
 from saf.experiments.recipe import Recipe
 from saf.records.paper import NATIVE, NATIVE_TIMES, PREFILL_CONTROL, PRUNED_TIMES

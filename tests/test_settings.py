@@ -10,11 +10,6 @@ import pytest
 import tyro
 
 from saf.analysis import ANALYSES
-from saf.bench.accuracy.errors import ErrorSettings
-from saf.bench.freezing.settings import CalibrationSettings
-from saf.bench.model.prefill import PrefillSettings
-from saf.bench.model.update import UpdateSettings
-from saf.bench.operator.case import OpSettings
 from saf.cli import COMMANDS, GROUPS
 from saf.cli.command import Command, all_flags, in_flags
 from saf.data.config import PrepareConfig
@@ -26,7 +21,7 @@ from saf.train import TrainConfig
 
 
 def commands() -> dict[str, type[Command]]:
-    """Every command by its name."""
+    """Every command by its name that has a layer of its own above tyro."""
     found = {}
     for name in COMMANDS:
         module = importlib.import_module(f"saf.cli.{name}")
@@ -34,12 +29,12 @@ def commands() -> dict[str, type[Command]]:
             found |= {f"{name} {sub}": command for sub, command in module.COMMANDS.items()}
         else:
             found[name] = module.COMMAND
-    return found
+    # Plain dataclasses are tyro's own business.
+    return {name: command for name, command in found.items() if issubclass(command, Command)}
 
 
 SETTINGS = [
     *(FreezeConfig, TrainConfig, PrepareConfig, CheckpointFreezing),
-    *(OpSettings, PrefillSettings, UpdateSettings, ErrorSettings, CalibrationSettings),
     *SCHEDULES.values(),
     *dict.fromkeys(analysis.settings for analysis in ANALYSES.values()),
 ]

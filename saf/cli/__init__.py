@@ -19,11 +19,11 @@ COMMANDS = {
     "freeze": "freeze heads of a checkpoint and write a new checkpoint",
     "evaluate": "held-out perplexity of a model, and its accuracy on zero-shot tasks",
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
-    "report": "one self-contained HTML page about runs or benchmarks; a document of all results",
+    "report": "one self-contained HTML page about runs; tables of recipes; a document of all results",
     "run": "train what a table or figure of the paper needs, and render it; alone, list the recipes",
     "analyze": "what single heads cost, which scores foretell it, profiles, geometry, fits, distributions, zero-shot",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
-    "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
+    "bench": "does freezing pay on this device: updates, prefill, decoding, operators beside ordinary attention",
     "doctor": "versions, devices, and which backend would run here and why",
 }
 GROUPS = ("data", "analyze", "bench")
@@ -106,13 +106,20 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _call(command: Any, rest: list[str], prog: str) -> int:
-    """Parse the words into the command's settings and run it; errors and warnings name flags instead of fields."""
-    from saf.cli.command import in_flags
+    """Parse the words into a command, of tyro alone where it is a plain dataclass, and run it; errors name flags."""
+    import tyro
+
+    from saf.cli.command import Command, in_flags
 
     with warnings.catch_warnings():
         warnings.showwarning = _teller(prog.split()[1], command, warnings.showwarning)
         try:
-            command.from_words(rest, prog=prog).run()
+            parsed = (
+                command.from_words(rest, prog=prog)
+                if issubclass(command, Command)
+                else tyro.cli(command, prog=prog, args=rest)
+            )
+            parsed.run()
         except SafError as error:
             error.args = (in_flags(str(error), command),)
             raise

@@ -1,4 +1,4 @@
-"""`saf report`: one page about runs or benchmarks, the tables of recipes, or one document of all results."""
+"""`saf report`: one page about runs, the tables of recipes, or one document of all results."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +22,6 @@ from saf.experiments.scales import Scale
 from saf.experiments.store import Store
 from saf.records.files import naming_unsealed
 from saf.records.paths import Kind, expect
-from saf.report.benchmarks.page import read_records, write_bench_report
-from saf.report.benchmarks.picture import write_bars
 from saf.report.models.page import write_model_report
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
@@ -32,7 +30,7 @@ from saf.settings import FLAT
 
 @dataclass(kw_only=True)
 class Report(Command):
-    """Write one self-contained HTML page: about runs, a model with frozen heads, or bars of speedup from `saf bench`.
+    """Write one self-contained HTML page: about runs, or a model with frozen heads.
 
     Names of recipes instead: their tables, from the records that `saf run` left. With --results, a document of every
     result in a folder, in tables beside the paper's.
@@ -40,7 +38,7 @@ class Report(Command):
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Run folders, the first ordinary one is what frozen ones are compared with; a folder of a model of transformers,
-    perhaps with the evaluations of the model before and after; .json files of `saf bench`; or names of recipes."""
+    perhaps with the evaluations of the model before and after; or names of recipes."""
     at: Annotated[AtScale, FLAT] = field(default_factory=AtScale)
     """Which runs of a recipe."""
     store: Path = Path("runs/recipes")
@@ -54,10 +52,10 @@ class Report(Command):
     results: Path | None = None
     """A folder of results, in place of runs; its tables go to --out, a Markdown file, with pictures beside it."""
     out: Path | None = None
-    """An .html file, or a folder for report.html; if not given, the last run's folder, or beside the last file. Of
+    """An .html file, or a folder for report.html; if not given, the last run's folder. Of
     recipes the folder for their tables as Markdown, LaTeX, CSV, HTML and JSON."""
     picture: Path | None = None
-    """Also write the head map and the curves, or the bars, as one .svg file."""
+    """Also write the head map and the curves as one .svg file."""
     json: bool = False
     """Print JSON instead of lines."""
 
@@ -102,12 +100,12 @@ class Report(Command):
         names, known = tuple(map(str, self.runs)), recipe_files()
         if known.keys().isdisjoint(names):
             raise InputError(
-                f"{names[0]!r} is no run, no file and no recipe here; expected folders of runs, files of `saf bench`, "
-                f"or recipes, which `saf run` lists{did_you_mean(names[0], known)}"
+                f"{names[0]!r} is no run and no recipe here; expected folders of runs, or recipes, which `saf run` "
+                f"lists{did_you_mean(names[0], known)}"
             )
         recipes = open_recipes(names)
         if self.picture:
-            raise InputError("--picture is of runs and benchmarks; tables of recipes have none by itself, leave it out")
+            raise InputError("--picture is of runs; tables of recipes have none by itself, leave it out")
         if self.out and self.out.suffix in (".html", ".md", ".tex", ".csv", ".json"):
             raise InputError(f"a recipe's tables are several files; expected --out to be a folder, got {self.out.name}")
         store = Store(self.store).open(write=False)
@@ -140,9 +138,9 @@ class Report(Command):
         return scale_of(self.at.scale, store)
 
     def _page(self) -> dict[str, Any]:
-        """Write the page about runs or about benchmark files, and a picture where one is asked for."""
+        """Write the page about runs, and a picture where one is asked for."""
         if not self.runs:
-            raise InputError("nothing to report on; name run folders, files of `saf bench`, or --results FOLDER")
+            raise InputError("nothing to report on; name run folders, or --results FOLDER")
         self._refuse_of_recipes("a page")
         if self.out and self.out.suffix in (".md", ".tex", ".csv", ".json", ".pdf", ".svg") and not self.out.is_dir():
             raise InputError(
@@ -150,24 +148,17 @@ class Report(Command):
                 "recipes are made as Markdown, LaTeX and CSV, too; --picture makes an .svg)"
             )
         first, *others = self.runs
-        if expect(first, Kind.RUN, Kind.RESULT, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
+        if expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
             return self._model(first, others)
-        files = [path for path in self.runs if expect(path, Kind.RUN, Kind.RESULT) is Kind.RESULT]
-        if files and len(files) < len(self.runs):
-            raise InputError("a page is about runs or about benchmarks; got folders and .json files together")
-        if files:
-            page = write_bench_report(files, self.out or files[-1].with_suffix(".html"))
-        else:
-            page = write_report(self.runs, self.out or self.runs[-1])
-        drawn = None
-        if self.picture:
-            drawn = write_bars(read_records(files), self.picture) if files else write_picture(self.runs, self.picture)
-        return self._written(page, drawn)
+        for path in self.runs:
+            expect(path, Kind.RUN)
+        page = write_report(self.runs, self.out or self.runs[-1])
+        return self._written(page, write_picture(self.runs, self.picture) if self.picture else None)
 
     def _model(self, folder: Path, evaluations: list[Path]) -> dict[str, Any]:
         """Write the page about a model of transformers, and what two evaluations tell of it."""
         if self.picture:
-            raise InputError("--picture is of runs and benchmarks; a page about a model has none, leave it out")
+            raise InputError("--picture is of runs; a page about a model has none, leave it out")
         for path in evaluations:
             expect(path, Kind.EVALUATION)
         return self._written(write_model_report(folder, evaluations, self.out or folder))

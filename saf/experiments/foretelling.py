@@ -8,23 +8,28 @@ Constants were chosen by what the records of results/bench say that they took; t
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.bench.harness.arms import Comparison, arms_of, default_backends, default_others
-from saf.bench.harness.arms import plan as compared
-from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
-from saf.bench.harness.shape import ModelShape, shape_of
-from saf.bench.model.finetune import TIMED, FinetuneUpdateSettings
+from saf.bench import Update
+from saf.bench.models import ModelShape, shape_of
+from saf.bench.protocol import FLEX, Comparison
+from saf.bench.protocol import plan as compared
 from saf.experiments.examples import LAYOUTS
 from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan
 from saf.experiments.planned_run import peak_bytes
 from saf.experiments.rates import Rates
+from saf.heads import HeadLayout
 from saf.models import preset
 from saf.models.config import GPTConfig
 from saf.records.quantities import gibibytes
 
+MICRO_BATCHES = Update.micro_batches or 1
+QWEN_POINTS = tuple((length, size) for size in (4, 8) for length in (2048, 4096, 8192))
+TIMED = {"sst2": (256, 1), "boolq": (64, 1), "quality": (4, 4)}
+"""Examples of a micro-batch and micro-batches of an update when finetuning is timed."""
 CACHED = 0.5
 """Of a compilation, what an arm takes of it that was compiled ahead: building, loading and its kernels' own choice."""
 FORWARD_COMPILATION = 0.5
@@ -77,8 +82,9 @@ def foretell_bytes(each: PlannedMeasurement, plan: Plan) -> float | None:
     for length, size in _points(settings):
         shape = shape_of(settings.get("model", "124m"), length, settings.get("num_layers"))
         if kind == "update":
-            assert shape.gpt is not None, "models of transformers are not updated"
-            found.append(peak_bytes(shape.gpt, length * size))
+            layers = settings.get("num_layers")
+            config = preset(settings.get("model", "124m"), max_length=length)
+            found.append(peak_bytes(replace(config, num_layers=layers or config.num_layers), length * size))
         else:
             weight = max(WEIGHT_BYTES[precision] for precision in settings.get("precisions") or ("autocast",))
             found.append(forward_bytes(shape, length * size, weight=weight))
@@ -116,19 +122,20 @@ def _whole_bytes(shape: ModelShape, length: int, size: int) -> int:
 
 def forward_bytes(shape: ModelShape, tokens: int, *, weight: int = WEIGHT_BYTES["autocast"]) -> float:
     """Return the peak memory of one forward pass of so many tokens, without logits of all of them."""
-    entries = shape.num_layers * shape.layer_entries(shape.layout()) + shape.vocab_size * shape.hidden_size
+    layout = HeadLayout(shape.num_heads, shape.num_kv_heads)
+    entries = shape.model_entries([layout] * shape.num_layers)
     return float(weight * entries + PROMPT_BYTES * tokens * shape.hidden_size)
 
 
 def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
     """Return the seconds of a benchmark beside its start."""
     settings = each.settings
-    if kind == "finetune":
+    if kind in ("finetune", "finetuning"):
         return _finetuning(settings, rates)
     if kind not in ("update", *BLOCK_SECONDS):
         return ERRORS_SECONDS + 0.2 * float(settings.get("transitions", 0))
     comparisons = _compared(settings)
-    arms, pairs = len(arms_of(comparisons)), int(settings.get("pairs", 8))
+    arms, pairs = _count_arms(comparisons), int(settings.get("pairs", 8))
     points = [tuple(map(int, point.split("x"))) for point in settings.get("points", ())] or list(QWEN_POINTS)
     compilation = 0.0 if kind == "op" else rates.compilation * (1.0 if kind == "update" else FORWARD_COMPILATION)
     workers, ways = int(settings.get("workers", 1)), 2 if settings.get("graphs") == "both" else 1
@@ -156,29 +163,33 @@ def _benchmark(kind: str, each: PlannedMeasurement, rates: Rates) -> float:
 
 def _compared(settings: Mapping[str, Any]) -> Sequence[Comparison]:
     """Return the arms of a benchmark's point, each with its baseline."""
-    device = "cuda"
+    others = settings.get("others")
     return compared(
         kernels=("cudnn",),
-        others=default_others(settings.get("others"), device, compiled=True),
-        backends=default_backends(settings.get("backends", ()), device),
+        others=("auto", "flash", FLEX) if others is None else others,
+        backends=settings.get("backends") or ("toeplitz", "fused"),
         rates=settings.get("rates") or USUAL_RATES,
         free=settings.get("free", True),
         pruned=settings.get("pruned", False),
     )
 
 
+def _count_arms(comparisons: Sequence[Comparison]) -> int:
+    return len({arm for each in comparisons for arm in each[:2]})
+
+
 def _finetuning(settings: Mapping[str, Any], rates: Rates) -> float:
     """Return the seconds of updates of finetuning, which are not compiled: orders, pairs and arms of some updates."""
     examples, accumulation = TIMED[settings["task"]]
     sizes = int(settings.get("batch_size") or examples), int(settings.get("accumulation") or accumulation)
-    length = int(settings.get("length") or FinetuneUpdateSettings.length)
+    length = int(settings.get("length") or 4_096)
     longest = min(length, int(settings.get("max_tokens") or length))
     width = round(min(longest, PADDED * LAYOUTS[settings["task"]].tokens))
     one = rates.uncompiled * _update_seconds(settings, width, math.prod(sizes), rates)
-    block = int(settings.get("repeats", FinetuneUpdateSettings.repeats)) * max(one, sizes[1] * rates.launching)
+    block = int(settings.get("repeats", 4)) * max(one, sizes[1] * rates.launching)
     comparisons, pairs = _compared(settings), int(settings.get("pairs", 8))
-    arms, ways = len(arms_of(comparisons)), 2 if settings.get("graphs") == "both" else 1
-    orders = len(settings.get("orders", FinetuneUpdateSettings.orders))
+    arms, ways = _count_arms(comparisons), 2 if settings.get("graphs") == "both" else 1
+    orders = len(settings.get("orders", (1, 2, 3)))
     timed = ways * orders * (2 * pairs * len(comparisons) + int(settings.get("warmup", 3)) * arms) * block
     return timed + (arms * (rates.start / 4 + 2 * block) if settings.get("memory") else 0.0)
 

@@ -11,15 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from saf.analysis import ANALYSES
-from saf.bench.kinds import BENCHMARKS
+from saf.bench import KINDS
 from saf.errors import InputError
 from saf.records.paper import Source
 from saf.records.table import Part
+from saf.report.benchmarks import KINDS as RECORDED
 
 _NO_FLAGS = ("on", "processes")
 """What a scale changes beside flags."""
-COMMANDS: dict[str, Mapping[str, Any]] = {"bench": BENCHMARKS, "analyze": ANALYSES}
-"""The commands that measure, each with its kinds by name."""
+COMMANDS: dict[str, Mapping[str, Any]] = {
+    "bench": KINDS,
+    "analyze": ANALYSES,
+    "benchmarks": {"accuracy": "errors", "finetuning": "finetune"},
+}
+"""The commands that measure, each with its kinds by name; scripts in benchmarks/ with the kinds of their records."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Measurement:
     name: str
     """By which later measurements and `--arms` name it."""
     does: str
-    """The words of the command: "bench update", "analyze one-head"."""
+    """The words of the command: "bench update", "analyze one-head", or "benchmarks accuracy" of a script."""
     on: tuple[Reference | str, ...] = ()
     """What the command takes before its flags: a checkpoint, or the name of a model that nobody trains here."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -155,7 +160,8 @@ class Measurement:
     @property
     def kind(self) -> str:
         """Return the kind of its record."""
-        return self.does.partition(" ")[2]
+        command, _, name = self.does.partition(" ")
+        return str(COMMANDS[command][name]) if command == "benchmarks" else name
 
     def flags(self, scale: str) -> dict[str, Any]:
         """Return its settings at a scale."""
@@ -211,7 +217,7 @@ def peak_change(
 
 def tables_of(record: Mapping[str, Any]) -> list[Part]:
     """Return the paragraphs, tables and notes that a measurement's record has in its own command."""
-    found = ANALYSES.get(record["kind"]) or BENCHMARKS[record["kind"]]
+    found = ANALYSES.get(record["kind"]) or RECORDED[record["kind"]]
     return found.tables(record)
 
 

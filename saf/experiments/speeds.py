@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from saf.bench.harness.arms import PRUNED
-from saf.bench.harness.timing import UPDATE
+from saf.bench.protocol import PRUNED
 from saf.errors import InputError
 from saf.train.allowance import accepted_pairs
 
@@ -68,7 +67,7 @@ class Speeds:
         """
         found: list[Speed] = []
         for path in files:
-            rows = [row for row in accepted_pairs(path) if row["variant"] == UPDATE]
+            rows = [row for row in accepted_pairs(path) if row["variant"] == "update"]
             if not rows:
                 raise InputError(f"{path} has no accepted speed of frozen or pruned heads; measure again")
             # Of several kernels the first is the one that ratios are stated for.

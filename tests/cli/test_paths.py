@@ -32,7 +32,6 @@ COMMANDS = {
     "analyze partial-spearman": "analyze partial-spearman P",
     "analyze stability": "analyze stability P P",
     "analyze draw": "analyze draw P OUT.svg",
-    "bench calibration --statistics": "bench calibration --statistics P --out OUT.json",
 }
 READ = {
     "load": package.load,

@@ -18,7 +18,7 @@ from tests.zero_shot_files import write_tasks
 
 FINETUNED = Measurement(
     name="updates",
-    does="bench finetune",
+    does="benchmarks finetuning",
     settings={
         "task": "sst2",
         "data": FileOf("sst2", "train"),

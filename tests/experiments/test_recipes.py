@@ -2,7 +2,10 @@ import re
 from pathlib import Path
 
 import pytest
+import tyro
 
+from benchmarks.accuracy import Accuracy
+from benchmarks.finetuning import Finetuning
 from saf.cli import analyze, bench, main
 from saf.experiments.columns import COLUMNS
 from saf.experiments.launching import flag_words
@@ -90,12 +93,15 @@ def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
     made = plan(measured, SCALES[scale], data="data", seeds=(1,))
     for each in plan_measurements(measured, made).planned.values():
         command, kind = each.does.split()
-        classes = bench.COMMANDS if command == "bench" else analyze.COMMANDS
         words = [str(Path("folder"))] * len(each.on)
         for name, value in each.settings.items():
             # Heads are read from a run's events when the command begins.
             words += flag_words(name, "0:1" if isinstance(value, Given) else value)
-        classes[kind].from_words([*words, "--out", "record.json"])
+        if command == "analyze":
+            analyze.COMMANDS[kind].from_words([*words, "--out", "record.json"])
+        else:
+            plain = bench.COMMANDS | {"accuracy": Accuracy, "finetuning": Finetuning}
+            tyro.cli(plain[kind], args=words)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -9,11 +9,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import saf
 from saf.analysis import ANALYSES
 from saf.analysis.joint_cost import JointCost
-from saf.bench.accuracy.errors import ErrorSettings
-from saf.bench.freezing.settings import CalibrationSettings
-from saf.bench.model.prefill import PrefillSettings
-from saf.bench.model.update import UpdateSettings
-from saf.bench.operator.case import OpSettings
 from saf.data.config import PrepareConfig
 from saf.freeze_checkpoint import CheckpointFreezing
 from saf.freezing.config import FreezeConfig
@@ -24,7 +19,6 @@ from tools.trials.attempt import INF, MAPPING, NAME, NAN, NUMBER, PAIRS, PATH, S
 
 SETTINGS: tuple[type, ...] = (
     *(saf.GPTConfig, FreezeConfig, TrainConfig, PrepareConfig, CheckpointFreezing),
-    *(OpSettings, PrefillSettings, UpdateSettings, ErrorSettings, CalibrationSettings),
     *SCHEDULES.values(),
     *dict.fromkeys(analysis.settings for analysis in ANALYSES.values()),
 )
