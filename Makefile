@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 EXTRAS := dev,hf,data,triton,eval,experiments
-CODE := saf tests tools experiments $(wildcard examples)
+CODE := saf tests tools experiments benchmarks $(wildcard examples)
 PYTEST_ARGS ?=
 WORKERS ?= 2
 OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex

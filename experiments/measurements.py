@@ -4,6 +4,7 @@
 only known once runs have ended.
 """
 
+import importlib
 import math
 import statistics
 import subprocess
@@ -18,7 +19,6 @@ from experiments.arms import arm_at
 from experiments.inputs import Inputs
 from experiments.run import Key, Run, Say
 from experiments.scales import Scale
-from saf.cli import main as saf
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
 from saf.schedules import OneTime
@@ -140,11 +140,11 @@ def peak_change(
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One benchmark or analysis: `saf bench KIND` or `saf analyze NAME`."""
+    """One benchmark or analysis."""
 
     name: str
     does: str
-    """ "bench update", "analyze one-head"."""
+    """The words of its command: "bench update" of `saf`, "benchmarks accuracy" of the scripts, "analyze one-head"."""
     on: tuple[Reference | str, ...] = ()
     """Positional arguments."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -190,6 +190,13 @@ class Measurement:
         return folder / "measurements" / name / ("once.json" if not reads else f"seed-{seed}.json")
 
 
+def _program(words: list[str]) -> tuple[str, list[str]]:
+    """Return the module that `python -m` runs for the words of a measurement, and what it is given."""
+    if words[0] == "bench":
+        return "saf", words
+    return ("experiments.analyses", words[1:]) if words[0] == "analyze" else (f"benchmarks.{words[1]}", words[2:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Maker:
     """Makes the measurements of one recipe and seed, in this process but where several share one."""
@@ -211,7 +218,7 @@ class Maker:
         out = self.file(each)
         if out.is_file():
             return None
-        say(f"measuring {self.recipe}, {each.name} (saf {each.does}) in {out}")
+        say(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
         log, made = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -220,15 +227,17 @@ class Maker:
             return f"failed: {error}"
         processes = each.at(self.scale.base, "processes")
         with open(log, "a") as file:
+            module, words = _program(words)
             if processes > 1:
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
                 code = subprocess.run(
-                    [*command, str(processes), "-m", "saf", *words], stdout=file, stderr=file
+                    [*command, str(processes), "-m", module, *words], stdout=file, stderr=file
                 ).returncode
             else:
+                main = importlib.import_module("saf.cli" if module == "saf" else module).main
                 with redirect_stdout(file), redirect_stderr(file):
                     try:
-                        code = saf(words)
+                        code = main(words)
                     except SystemExit as end:
                         code = end.code
         if code:

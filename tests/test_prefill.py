@@ -7,11 +7,9 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import saf
-import saf.bench.model.passes as passes
-import saf.bench.model.prefill as measured
+import saf.bench.kinds as measured
 from saf.adapters import adapter_for
-from saf.bench.harness.arms import Arm
-from saf.bench.harness.settings import Point
+from saf.bench.protocol import Arm, Point
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool
@@ -112,11 +110,11 @@ def test_a_benchmark_captures_another_program_than_it_calls(monkeypatch):
             self.outcome = self.call()
 
     monkeypatch.setattr(measured, "LastToken", Watched)
-    monkeypatch.setattr(passes, "GraphReplay", Capture)
+    monkeypatch.setattr(measured, "GraphReplay", Capture)
     monkeypatch.setattr(measured, "ways_of", lambda graphs, device: ("call", "graph"))
-    settings = measured.PrefillSettings(device="cpu", compile="on", model="tiny", warmup=1, repeats=1, graphs="both")
+    settings = measured.Prefill(device="cpu", compile="on", model="tiny", warmup=1, repeats=1, graphs="both")
     point = Point(16, 1, precision="fp32")
-    subject = measured.prefill_passes(settings, point, Arm("math", "toeplitz", 0.5), GraphPool())
+    subject = settings.build(point, Arm("math", "toeplitz", 0.5), GraphPool())
     subject.warm_up()
     assert [marked for number, marked in seen if number == 0] == [{False}] * seen.index((1, {True}))
     assert {number for number, _ in seen} == {0, 1}

@@ -62,7 +62,7 @@ def _updates(task: str) -> Measurement:
         )
     return Measurement(
         name=f"updates on {TITLES[task]}",
-        does="bench finetune",
+        does="benchmarks finetuning",
         settings={
             **{"task": task, "data": FileOf(task, "train"), "test": FileOf(task, "test"), "tokenizer": DataFolder()},
             **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": tuple(RATES.values())},

@@ -31,14 +31,14 @@ RECIPE = Recipe(
     measurements=(
         Measurement(
             name="gradients",
-            does="bench errors",
+            does="benchmarks accuracy",
             scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
             numbers=_gradients(),
             label=GRADIENTS.label,
         ),
         Measurement(
             name="changes of heads",
-            does="bench errors",
+            does="benchmarks accuracy",
             settings={"transitions": 50, "precisions": ("fp32",)},
             scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
             numbers=(

@@ -13,5 +13,5 @@ RECIPE = Recipe(
     source=COSTS,
     rows=tuple(Row(arm=f"4k-mean-{rate}-control", label=f"{rate}%", paper=paper) for rate, paper in PAPER.items()),
     metrics=("capture", "fit", "intervention", "heads"),
-    notes=("Our first event of a process also compiles kernels; `saf bench calibration` has both.",),
+    notes=("Our first event of a process also compiles kernels; `python -m benchmarks.freezing` has both.",),
 )

@@ -34,12 +34,12 @@ RECIPE = Recipe(
             name="attention",
             does="bench op",
             settings={
-                **{"shape": "qwen3-4b", "points": SHAPES, "rates": RATES, "parts": ("layer",)},
+                **{"model": "qwen3-4b", "points": SHAPES, "rates": RATES, "parts": ("layer",)},
                 **{"directions": ("forward",), "graphs": "off"},
             },
             scaled={
                 "small": {"seconds": 540.0, "pairs": 5},
-                "smoke": {**SMOKE, "shape": "124m", "num_heads": 4, "num_kv_heads": 2, "points": ("32x1",)},
+                "smoke": {**SMOKE, "model": "124m", "num_heads": 4, "num_kv_heads": 2, "points": ("32x1",)},
             },
             numbers=tuple(_attention(point, rate) for point in POINTS for rate in RATES),
         ),

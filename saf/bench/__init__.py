@@ -1,9 +1,34 @@
-"""Measurements of speed, memory and errors: every number beside its baseline and bound."""
+"""Does freezing pay on this device, for this model, at these lengths? Four benchmarks by one paired protocol.
 
-from saf.bench.kinds import measure
-from saf.bench.model.decode import DecodeSettings
-from saf.bench.model.prefill import PrefillSettings
-from saf.bench.model.update import UpdateSettings
-from saf.bench.operator.case import OpSettings
+    >>> record = saf.bench.prefill("path/to/folder", points=("4096x8",))  # doctest: +SKIP
+    >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
-__all__ = ["DecodeSettings", "OpSettings", "PrefillSettings", "UpdateSettings", "measure"]
+`op`, `update`, `prefill` and `decode` take a model, a preset or a folder with its own frozen heads, and the fields of
+`Op`, `Update`, `Prefill` and `Decode`; they return the record that `saf.bench.protocol` describes.
+"""
+
+from typing import Any
+
+from saf.bench.kinds import KINDS, Decode, Op, Prefill, Speed, Update, measure
+
+__all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "decode", "measure", "op", "prefill", "update"]
+
+
+def op(model: str = Op.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+    """Time one layer's attention; see `Op` for the settings and `measure` for errors."""
+    return measure(Op(model=model, **settings), out=out)
+
+
+def update(model: str = Update.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+    """Time whole optimiser updates; see `Update` for the settings and `measure` for errors."""
+    return measure(Update(model=model, **settings), out=out)
+
+
+def prefill(model: str = Prefill.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+    """Time whole prompts; see `Prefill` for the settings and `measure` for errors."""
+    return measure(Prefill(model=model, **settings), out=out)
+
+
+def decode(model: str = Decode.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+    """Time one more token after a filled cache; see `Decode` for the settings and `measure` for errors."""
+    return measure(Decode(model=model, **settings), out=out)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.bench.harness.measured import OTHER_DEVICE, model_of
-from saf.bench.kinds import KINDS, compares_arms
 from saf.errors import InputError
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from saf.records.text import natural_order
+from saf.report.benchmarks import KINDS
+from saf.report.benchmarks.speed import OTHER_DEVICE, compares_arms, model_of
 
 LISTS = ("rows", "memory")
 """Entries of a benchmark that hold measurements."""

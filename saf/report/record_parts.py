@@ -4,20 +4,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from saf.analysis import ANALYSES
-from saf.bench.harness.recorder import unmeasured
-from saf.bench.kinds import KINDS
-from saf.bench.model.update import UpdateKind
 from saf.records.quantities import MISSING, number
 from saf.records.table import Part, Table, markdown_of
+from saf.report.benchmarks import KINDS
+from saf.report.benchmarks.speed import SPEED_KINDS, unmeasured
 
+UPDATE = SPEED_KINDS["update"]
 TITLES = {
-    UpdateKind.name: UpdateKind.title,
-    f"{UpdateKind.name} memory": UpdateKind.memory_title,
+    UPDATE.name: UPDATE.title,
+    f"{UPDATE.name} memory": UPDATE.memory_title,
     "trainer": "In a Trainer of transformers",
     **{
         section: title
         for name, kind in KINDS.items()
-        if name != UpdateKind.name
+        if name != UPDATE.name
         for section, title in ((name, kind.title), (f"{name} memory", f"{kind.title}: peak memory"))
     },
     "analysis": "Analyses",

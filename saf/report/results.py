@@ -5,13 +5,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from saf.bench.harness.recorder import lacking
-from saf.bench.kinds import KINDS
 from saf.errors import InputError
 from saf.records.table import Cell, Table, markdown_of
 from saf.records.text import markdown
 from saf.report.analyses import FIGURES, analysis_figure
-from saf.report.benchmarks.picture import bars_picture
+from saf.report.benchmarks import KINDS
+from saf.report.benchmarks.speed import missing_lines
 from saf.report.collection import File, find, newest
 from saf.report.provenance import device_and_versions, link, origin_of
 from saf.report.record_parts import TITLES, body_of
@@ -19,8 +18,6 @@ from saf.report.results_summary import Finding, summary_table
 from saf.report.runs.training import training
 
 PICTURES = "images"
-_DRAWN = ("update", "prefill")
-"""Sections that begin with bars of speedup."""
 
 
 def render_results(
@@ -79,11 +76,7 @@ def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
 
 def _section(files: Sequence[File], beside: Path, pictures: dict[str, str]) -> Iterator[str]:
     """Yield the Markdown of the files of one section, and add its pictures to `pictures`."""
-    section, records = files[0].section, [file.record for file in files]
-    if section in _DRAWN and (picture := bars_picture(records)):
-        pictures[f"{PICTURES}/bench-{section}.svg"] = picture
-        yield f"![Speedup of each arm over ordinary attention]({PICTURES}/bench-{section}.svg)"
-    kind = KINDS.get(str(records[0].get("kind")))
+    kind = KINDS.get(str(files[0].record.get("kind")))
     if kind is None:
         for file in files:
             yield from _file(file, beside, pictures)
@@ -115,7 +108,7 @@ def _origins(files: Sequence[File], beside: Path, conditions: Callable[[Any], st
         command = Cell(text=str(told["command"]), code=True) if told.get("command") else None
         rows.append([link(file.path, beside, file.name), str(told.get("date"))[:10], commit, code, command])
     yield Table.of("", ["file", "measured", "commit", "source", "command"], rows).markdown()
-    yield from _once(files, lambda file: " ".join(lacking(file.record)))
+    yield from _once(files, lambda file: " ".join(missing_lines(file.record)))
 
 
 def _once(files: Sequence[File], tell: Callable[[File], str]) -> Iterator[str]:
@@ -144,8 +137,8 @@ _INTRODUCTION = """# Results
 Every number below is read from a file under `results` and rendered by `python -m experiments results`; `make check`
 fails when this page and the files disagree, and names a file of whose measurements all stand newer in another. Of each
 point, arm and baseline the newest measurement is shown; where benchmarks ran on several devices, rows of another than
-most say so. Floors, kernels, profiles and what else a file holds: `saf report FILE` makes its page. Words:
-[glossary](glossary.md); what was tried, losses included: [log](log.md).
+most say so. Floors, kernels and profiles are in the files. Words: [glossary](glossary.md); what was tried, losses
+included: [log](log.md).
 
 A speedup is the baseline's time over the arm's, the median over alternating pairs: above 1 the arm is faster. The free
 bound is the speedup if mixing in frozen heads cost nothing, "of the bound" how much of the time saved then is saved. A

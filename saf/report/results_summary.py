@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saf.bench.freezing.model import SYNTHETIC
-from saf.bench.harness.measured import kernel_name, shape
-from saf.bench.kinds import SPEED_KINDS, compares_arms
 from saf.evaluate.side_by_side import arm_names, compare_all
 from saf.records import paper
 from saf.records.paper import Quoted
@@ -18,6 +15,8 @@ from saf.records.quantities import MISSING, number, percent, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Cell, Table
 from saf.records.text import natural_order
+from saf.report.benchmarks.other import SYNTHETIC
+from saf.report.benchmarks.speed import SPEED_KINDS, compares_arms, kernel_name, shape
 
 Record = Mapping[str, Any]
 RATES = (0.25, 0.5)

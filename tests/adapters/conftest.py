@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import saf
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.patterns import DensePattern
 from tests.adapters.generated import FROZEN
 

@@ -6,7 +6,7 @@ import transformers
 
 import saf
 import saf.integrations.transformers  # ordinary models look at their assistants from then on
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.errors import InputError
 from saf.heads import HeadSet
 from tests.adapters.generated import NEW, SETTINGS, generate

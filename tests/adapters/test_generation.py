@@ -10,7 +10,7 @@ from transformers.cache_utils import QuantizedLayer
 
 import saf
 from saf.adapters import adapter_for
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes

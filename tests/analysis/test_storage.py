@@ -3,7 +3,7 @@ import torch
 
 import saf
 from saf.analysis.storage import Storage, measure, tables
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.errors import InputError
 from saf.models import GPT, GPTConfig
 from saf.report.analyses import analysis_figure

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import tyro
 
 from saf.cli.bench import COMMANDS
 from saf.errors import InputError, UnsupportedError
@@ -10,7 +11,7 @@ SMALL = ["--device=cpu", "--pairs=2", "--tolerance=1e9", "--warmup=1", "--repeat
 
 
 def run(name: str, *words: object) -> dict:
-    return COMMANDS[name].from_words([str(word) for word in (*SMALL, *words)]).run()
+    return tyro.cli(COMMANDS[name], args=[str(word) for word in (*SMALL, *words)]).run()
 
 
 def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import saf
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.evaluate.continuations import Continuation, likelihoods
 from saf.models import GPT, GPTConfig
 

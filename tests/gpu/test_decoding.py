@@ -6,8 +6,8 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.adapters.transformers.cache import STREAMS_WAIT
-from saf.bench.harness.kernels import kernels_of
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
+from saf.bench.protocol import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay

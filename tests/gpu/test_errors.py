@@ -2,26 +2,24 @@
 
 import pytest
 
-from saf.bench import measure
-from saf.bench.accuracy.errors import ErrorSettings
-from saf.bench.kinds import BENCHMARKS
+from benchmarks.accuracy import Accuracy, above_limits, measure
 
 pytestmark = pytest.mark.gpu
 
 
 def test_every_backend_keeps_its_budgets_in_the_papers_case():
-    record = measure(ErrorSettings(device="cuda"))
+    record = measure(Accuracy(device="cuda"))
     assert {row["backend"] for row in record["rows"]} == {"toeplitz", "fused", "reference", None}, (
         "None is the pruned layer"
     )
     for row in record["rows"]:
         print({name: row[name] for name in ("backend", "precision", "part", "tensor", "relative_l2", "limit")})
-    assert BENCHMARKS["errors"].failures(record) == []
+    assert above_limits(record) == []
 
 
 @pytest.mark.parametrize(("kernel", "head_dim"), [("cudnn", 64), ("flash", 64), ("auto", 128)])
 def test_longer_inputs_keep_their_budgets_beside_every_kernel(kernel, head_dim):
     shape = {"length": 4096, "stored": 4096, "head_dim": head_dim, "kernel": kernel}
     precisions = ("fp32", "bf16") if kernel == "auto" else ("bf16",)
-    record = measure(ErrorSettings(device="cuda", backends=("toeplitz",), precisions=precisions, **shape))
-    assert BENCHMARKS["errors"].failures(record) == []
+    record = measure(Accuracy(device="cuda", backends=("toeplitz",), precisions=precisions, **shape))
+    assert above_limits(record) == []

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saf
-from saf.bench.harness.kernels import kernels_of
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
+from saf.bench.protocol import kernels_of
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, for_graphs, mixed_attention

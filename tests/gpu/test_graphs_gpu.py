@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.surgery import install_

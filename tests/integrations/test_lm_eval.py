@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import saf
 from saf.adapters import language_model
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.data.tokenizer import train_bpe
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.integrations.lm_eval import ExactLengthModel, answer_tasks

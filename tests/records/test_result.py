@@ -69,5 +69,5 @@ def test_the_command_does_not_tell_where_one_machine_keeps_its_results(out, told
 
 
 def test_the_command_of_a_script_does_not_tell_it_either(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tools/compare_compile.py", "--out", "/scratch/new/event.json"])
-    assert command() == "python tools/compare_compile.py --out event.json"
+    monkeypatch.setattr(sys, "argv", ["tools/parity.py", "--out", "/scratch/new/event.json"])
+    assert command() == "python tools/parity.py --out event.json"

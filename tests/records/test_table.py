@@ -2,8 +2,6 @@
 
 import pytest
 
-from saf.bench.accuracy.errors import ErrorSettings
-from saf.bench.accuracy.tables import error_tables
 from saf.cli.output import show
 from saf.records.table import Cell, Table
 
@@ -29,18 +27,6 @@ def test_a_long_word_is_folded_and_nothing_of_it_is_lost(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 50
     assert "".join(line.split("│")[3].strip() for line in lines if line.startswith("│")) == digest
-
-
-def test_the_errors_of_a_layer_fit_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    pair = {"max_abs": 1.03e-06, "relative_l2": 3.59e-07}
-    about = {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "query projection"}
-    row = {**about, **pair, "limit": 1e-6, "within": False, "beside": pair, "eager": pair}
-    show({}, *error_tables({"settings": ErrorSettings().to_dict(), "rows": [row]}, brief=True), as_json=False)
-    printed = capsys.readouterr().out
-    assert printed.count("1.03e-6") == printed.count("3.59e-7") == 3
-    assert "above" in printed
-    assert max(len(line) for line in printed.splitlines() if line[:1] in "┏┃┡│└") <= 80
 
 
 MARKED = Table.of(

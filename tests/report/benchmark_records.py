@@ -1,19 +1,15 @@
 """Benchmark records with invented times, made by the code that writes real ones."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from saf.bench.harness.arms import Arm, plan
-from saf.bench.harness.environment import environment
-from saf.bench.harness.recorder import Recorder
-from saf.bench.harness.runner import PointRunner
-from saf.bench.harness.settings import Point, SpeedSettings
-from saf.bench.harness.timing import Budget
-from saf.bench.harness.work import Work
-from saf.bench.model.update import UpdateSettings
+from saf.bench import Speed, Update
+from saf.bench.protocol import Arm, Case, Point, Session, Work, compare, plan
 from saf.machine.peaks import Peak
 
 POINT = Point(4096, 8, 4)
@@ -26,10 +22,11 @@ TIMES = {
     "50% free cudnn": [80.0, 80.0, 80.0, 80.0],
 }
 """Milliseconds of each arm's blocks, taken in turn."""
+MACHINE: Any = SimpleNamespace(device=torch.device("cpu"), device_name="Invented 9000", precision="bf16", compile=False)
 
 
 class _Timed:
-    """Takes invented times, so that the real runner can measure it."""
+    """Takes invented times, so that the real protocol can measure it."""
 
     def __init__(self, times: Sequence[float]):
         self._times, self._asked = times, 0
@@ -50,48 +47,40 @@ def record(
     *,
     times: Mapping[str, Sequence[float]] = TIMES,
     points: Sequence[Point] = (POINT,),
-    settings: SpeedSettings | None = None,
+    settings: Speed | None = None,
     others: Sequence[str] = (),
     fields: Mapping[str, Any] | None = None,
     variants: Sequence[str] = ("update",),
     memory: Mapping[float, int] | None = None,
 ) -> dict[str, Any]:
     """Return (and write) a record of arms that take `times`; an arm without any cannot run."""
-    settings = settings or UpdateSettings(pairs=4, device="cpu")
-    comparisons = plan(
-        kernels=["cudnn"],
-        others=others,
-        backends=settings.backends or ("toeplitz",),
-        rates=[0.25, 0.5],
-        free=settings.free,
-        pruned=getattr(settings, "pruned", False),
-    )
+    settings = settings or Update(pairs=4, device="cpu")
 
     def build(arm: Arm) -> _Timed:
         if arm.name not in times:
             raise RuntimeError(f"no way to run {arm.name}.")
         return _Timed(times[arm.name])
 
-    cpu = torch.device("cpu")
-    with Recorder(
-        path, kind=settings.kind, settings=settings.to_dict(), budget=Budget(), say=lambda _: None
-    ) as recorder:
-        recorder.trace(**environment(cpu, "Invented 9000"), processes=1)
+    kinds = {"backends": settings.backends or ("toeplitz",), "rates": [0.25, 0.5], "free": settings.free}
+    with Session(settings.kind, asdict(settings), MACHINE, out=path, say=lambda _: None) as session:
+        session.peak = Peak(1e14, 1e12, "made up")
         for point in points:
-            own = {"model": "124m", "point": point.to_dict(), **(fields or {})}
-            runner = PointRunner(
-                recorder, settings, name=point.name, fields=own, device=cpu, peak=Peak(1e14, 1e12, "made up")
-            )
-            runner.run(
-                comparisons,
-                build,
+            case = Case(
+                name=point.name,
+                fields={"model": "124m", "point": point.to_dict(), **(fields or {})},
+                comparisons=plan(kernels=["cudnn"], others=others, **kinds),
+                build=build,
                 variants=variants,
                 work=lambda arm, _: Work(2e12, 1e9),
                 describe=lambda arm, _: {"heads": round(144 * arm.rate)},
+                sixteen_bit=True,
             )
+            compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
         for rate, size in (memory or {}).items():
             arm = Arm("cudnn", "toeplitz" if rate else None, rate)
             change = 100 * (size / memory[0] - 1) if memory else None
             entry = {"arm": arm.name, "backend": arm.backend, "rate": rate, "kind": "allocated"}
-            recorder.add("memory", point=points[0].to_dict(), **entry, bytes=size, change_percent=change)
-    return recorder.record
+            session.lists["memory"].append(
+                {"point": points[0].to_dict(), **entry, "bytes": size, "change_percent": change}
+            )
+    return session.record

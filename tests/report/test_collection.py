@@ -5,17 +5,19 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from saf.bench.harness.settings import Point
-from saf.bench.kinds import groups_of
-from saf.bench.model.prefill import PrefillSettings
-from saf.bench.model.update import UpdateSettings
-from saf.bench.operator.case import OpSettings
+from saf.bench import Op, Prefill, Update
+from saf.bench.protocol import Point
+from saf.report.benchmarks import SPEED_KINDS
 from saf.report.collection import find, newest, superseded
 from saf.report.results import render_results
 from tests.report.benchmark_records import POINT, TIMES, record
 from tests.report.test_results import check_docs, put
 
 LONGER = Point(16384, 2, 4)
+
+
+def groups_of(record: dict) -> list:
+    return SPEED_KINDS[record["kind"]].groups(record)
 
 
 def dated(content: dict, day: int, **changes) -> dict:
@@ -78,14 +80,14 @@ def test_other_devices_baselines_and_models_are_measurements_of_their_own(tmp_pa
 
 
 UNUSUAL = {
-    "plain": (UpdateSettings(device="cpu"), ""),
-    "compiled": (UpdateSettings(device="cpu", compile="on"), "compiled"),
-    "layers": (UpdateSettings(device="cpu", compile="layers"), "compiled by layers"),
-    "again": (UpdateSettings(device="cpu", activation_checkpointing=True), "layers computed again"),
-    "group": (UpdateSettings(device="cpu", parallel="ddp"), "ddp, 1 process"),
-    "fresh": (UpdateSettings(device="cpu", fresh=True), "processes of their own"),
-    "even": (UpdateSettings(device="cpu", placement="even"), "as many heads in every layer frozen"),
-    "given": (UpdateSettings(device="cpu", per_layer=(1, 2)), "1 2 heads of the layers frozen"),
+    "plain": (Update(device="cpu"), ""),
+    "compiled": (Update(device="cpu", compile="on"), "compiled"),
+    "layers": (Update(device="cpu", compile="layers"), "compiled by layers"),
+    "again": (Update(device="cpu", activation_checkpointing=True), "layers computed again"),
+    "group": (Update(device="cpu", parallel="ddp"), "ddp, 1 process"),
+    "fresh": (Update(device="cpu", fresh=True), "processes of their own"),
+    "even": (Update(device="cpu", placement="even"), "as many heads in every layer frozen"),
+    "given": (Update(device="cpu", per_layer=(1, 2)), "1 2 heads of the layers frozen"),
 }
 """Settings by the names of files, and the words that part their measurements from those of the usual ones."""
 
@@ -103,7 +105,7 @@ def test_other_ways_to_measure_a_point_are_measurements_of_their_own(tmp_path):
         model = ", ".join(filter(None, ["124m", words]))
         assert f"**{model}**" in document
         assert re.search(rf"\| {model} \| 4096x8x4 \| 25% frozen, toeplitz \| 15.00 GiB .*{name}.json", document)
-    put(tmp_path, "newer.json", dated(record(settings=UpdateSettings(device="cpu", pairs=4), memory=memory), 20))
+    put(tmp_path, "newer.json", dated(record(settings=Update(device="cpu", pairs=4), memory=memory), 20))
     assert [file.name for file in superseded(find(tmp_path)[1])] == ["plain"]
 
 
@@ -113,7 +115,7 @@ def test_a_layer_of_other_heads_or_of_whole_groups_is_a_measurement_of_its_own(t
     cases = {"usual": (sizes, False), "grouped": (grouped, False), "groups": (grouped, True)}
     for day, (name, (layer, whole)) in enumerate(cases.items(), start=1):
         fields = {"part": "layer", "alone": None, "layer": layer, "dtype": "bfloat16"}
-        asked = OpSettings(pairs=4, device="cpu", whole_groups=whole)
+        asked = Op(pairs=4, device="cpu", whole_groups=whole)
         put(tmp_path, f"{name}.json", dated(record(settings=asked, fields=fields, variants=("forward call",)), day))
     files = find(tmp_path)[1]
     assert superseded(files) == []
@@ -136,7 +138,7 @@ def test_the_kernel_that_pytorch_chooses_is_the_default_by_name(tmp_path):
 def test_few_tokens_with_a_pinned_kernel_are_not_those_without(tmp_path):
     """1 x 4,096 called takes one launch a layer unless a kernel is pinned; as a graph, and 64 prompts, take two."""
     points = [Point(4096, 1, precision="autocast"), Point(4096, 64, precision="autocast")]
-    settings = PrefillSettings(pairs=2, device="cpu", graphs="both")
+    settings = Prefill(pairs=2, device="cpu", graphs="both")
     pinned = record(settings=settings, points=points, variants=("call", "graph"))
     rows = json.loads(json.dumps(pinned["rows"]).replace("cudnn", "auto"))
     put(tmp_path, "pinned.json", dated(pinned, 1))

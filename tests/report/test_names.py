@@ -13,7 +13,6 @@ from saf.cli.output import show
 from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
 from saf.records.run import RecordedRun
 from saf.records.text import plain
-from saf.report.benchmarks.page import write_bench_report
 from saf.report.results import render_results
 from saf.report.runs.page import write_report
 from saf.report.runs.picture import write_picture
@@ -96,12 +95,7 @@ def of_document_of_files(runs, tmp_path, capsys, monkeypatch):
     return read_markdown(render_results(tmp_path, tmp_path)["results.md"])
 
 
-def of_benchmark_page(runs, tmp_path, capsys, monkeypatch):
-    record(tmp_path / f"{HOSTILE}.json")
-    return read_html(write_bench_report([tmp_path / f"{HOSTILE}.json"], tmp_path / "page.html").read_text())
-
-
-WRITERS = (of_terminal, of_page, of_picture, of_document, of_document_of_files, of_benchmark_page)
+WRITERS = (of_terminal, of_page, of_picture, of_document, of_document_of_files)
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from experiments.results import write_document
-from saf.bench.harness.settings import Point
-from saf.bench.model.prefill import PrefillSettings
+from saf.bench import Prefill
+from saf.bench.protocol import Point
 from saf.errors import InputError
 from saf.report.results import render_results
 from tests.report.benchmark_records import TIMES, record
@@ -68,13 +68,11 @@ def test_a_section_has_the_points_of_all_its_files_with_device_versions_commands
     assert [row["against ordinary"] for row in memory] == ["–", "−6.25%"]
     assert "ordinary attention on cuDNN in every head, not compiled" in text
     assert "- Paper, tab:main-results: 124M, GH200, bfloat16, ordinary heads on flash attention" in text
-    assert made["images/bench-update.svg"].startswith("<svg")
-    assert "(images/bench-update.svg)" in text
 
 
 def test_peak_memory_of_prompts_stands_apart_from_that_of_updates(tmp_path):
     """Each by its own kind, which knows what the paper has of it: of a prompt of 4096x8 it has no memory."""
-    peaks, settings = {0.0: 2**34, 0.25: 15 * 2**30}, PrefillSettings(pairs=4, device="cpu")
+    peaks, settings = {0.0: 2**34, 0.25: 15 * 2**30}, Prefill(pairs=4, device="cpu")
     prompts = record(settings=settings, points=[Point(4096, 8, precision="fp32")], memory=peaks)
     for name, made in (("update", record(memory=peaks)), ("prefill", prompts)):
         put(tmp_path, f"bench/{name}.json", made | {"rows": []})
@@ -155,7 +153,7 @@ def test_numbers_follow_the_file(tmp_path):
     assert render_results(tmp_path, tmp_path) == before
     edit(path, rows=[row | {"ratio": row["ratio"] + 0.1} for row in json.loads(path.read_text())["rows"]])
     after = render_results(tmp_path, tmp_path)
-    assert {name for name in before if before[name] != after[name]} == {"results.md", "images/bench-update.svg"}
+    assert {name for name in before if before[name] != after[name]} == {"results.md"}
 
 
 def test_training_runs_stand_side_by_side(tmp_path):
@@ -246,7 +244,7 @@ def test_a_stale_document_is_told(tmp_path, monkeypatch):
     assert tool.stale_results() == []
     path = put(tmp_path / "results", "bench/update.json", record())
     stale = tool.stale_results()
-    assert [line.split(":")[0] for line in stale] == ["docs/results.md", "docs/images/bench-update.svg"]
+    assert [line.split(":")[0] for line in stale] == ["docs/results.md"]
     assert "python -m experiments results" in stale[0]
     write_document(tmp_path / "results", tmp_path / "docs" / "results.md")
     assert tool.stale_results() == []

@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import saf
+from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance, exact_rotation
 from saf.adapters import adapter_for
-from saf.bench.accuracy.errors import distance
-from saf.bench.accuracy.layer import TENSORS, Layer, _rotated
 from saf.cli import main as cli
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
@@ -76,9 +75,7 @@ def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_we
 @pytest.mark.parametrize("pruned", [(1, 3), (0, 1, 2)], ids=str)
 def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
     """The paper's layer: output, gradients to input, values and the four weights, beside float64 with zero outputs."""
-    generator = torch.Generator().manual_seed(0)
-    shape = {"head_dim": 64, "batch_size": 2, "length": 129, "stored": 192}
-    layer = Layer.draw(heads=HeadLayout(4, 4), **shape, generator=generator, device=torch.device("cpu"))
+    layer = Layer.draw(Accuracy(frozen=()), torch.device("cpu"))
     exact = seven(layer, pruned, torch.float64)
     model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
     attention = model.attention_layers()[0]
@@ -111,9 +108,12 @@ def seven(layer: Layer, pruned: tuple[int, ...], dtype: torch.dtype) -> dict[str
     """The seven tensors of a layer, head by head, with the outputs of some heads multiplied by zero."""
     leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in layer.weights.items()}
     leaves["input"] = layer.x.to(dtype, copy=True).requires_grad_()
-    parts = {role: layer._split(F.linear(leaves["input"], leaves[role])) for role in ("query", "key", "value")}
+    parts = {
+        role: F.linear(leaves["input"], leaves[role]).unflatten(-1, (-1, 64)).transpose(1, 2)
+        for role in ("query", "key", "value")
+    }
     parts["value"].retain_grad()
-    query, key = (_rotated(parts[role]) for role in ("query", "key"))
+    query, key = (exact_rotation(parts[role]) for role in ("query", "key"))
     scores = (query @ key.mT * 64**-0.5).masked_fill(torch.ones(129, 129).triu(1).bool(), -torch.inf)
     gates = torch.tensor([0.0 if head in pruned else 1.0 for head in range(4)], dtype=dtype)[:, None, None]
     output = F.linear((scores.softmax(-1) @ parts["value"] * gates).transpose(1, 2).flatten(2), leaves["output"])

@@ -15,15 +15,14 @@ from torch import distributed
 
 import saf
 import saf.train.loop as loop
-from saf.bench.kinds import measure
-from saf.bench.model.prefill import PrefillSettings
-from saf.bench.model.update import UpdateKind, UpdateSettings
+from saf.bench import Prefill, Update, measure
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
+from saf.report.benchmarks import KINDS as KINDS_OF_RECORDS
 from saf.schedules import Gradual, TrainLoss
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.optimizer import build_optimizer
@@ -79,13 +78,13 @@ def bench(rank: int, folder: str) -> None:
     """Time updates that two processes share, and tell what each was told; prefill is measured by one alone."""
     shape = {"model": "tiny", "device": "cpu", "pairs": 2, "warmup": 1, "tolerance": 1e9, "profile": False}
     for kind in KINDS:
-        settings = UpdateSettings(points=("16x1x2",), rates=(0.5,), free=False, repeats=1, parallel=kind, **shape)
+        settings = Update(points=("16x1x2",), rates=(0.5,), free=False, repeats=1, parallel=kind, **shape)
         record = measure(settings, out=Path(folder, f"bench {kind}.json"), say=lambda line: None)
         Path(folder, f"bench {kind} {rank}.json").write_text(json.dumps(record))
-    with pytest.raises(InputError, match="2 processes were started, and one measures prefill"):
-        measure(PrefillSettings(points=("16x1",), **shape))
+    with pytest.raises(InputError, match="prefill must be measured by one process"):
+        measure(Prefill(points=("16x1",), **shape))
     with pytest.raises(InputError, match="2 were started, which would all do the same"):
-        measure(UpdateSettings(points=("16x1x2",), **shape))
+        measure(Update(points=("16x1x2",), **shape))
 
 
 def levelled(settings: TrainConfig) -> None:
@@ -209,7 +208,7 @@ def test_updates_that_two_processes_share_are_timed_by_the_slowest(stories, kind
     assert written["left_out"] == []
     times = [[row["pair_ms"] for row in record["rows"]] for record in (written, *told)]
     assert times[0] == times[1] == times[2]
-    parts = UpdateKind().tables(written, brief=True)
+    parts = KINDS_OF_RECORDS["update"].tables(written)
     assert f"in 2 processes ({kind}), the slowest one's time" in str(parts[0])
 
 

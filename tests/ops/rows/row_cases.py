@@ -8,7 +8,7 @@ import torch
 LIVE_HEADS = (3, 0)
 """The value heads that live slots read."""
 LIMITS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4.5e-3}
-"""Relative L2 errors, those of a layer's operator (saf/bench/harness/check.py)."""
+"""Relative L2 errors, those of a layer's operator (`saf.bench.kinds.TOLERANCE`)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Return the error of frozen heads, whether live ones are as given, and what a call leaves behind."""
-    from saf.bench.harness.synthetic import synthetic_patterns
+    from saf.bench.models import synthetic_patterns
     from saf.ops import FrozenHeads
     from saf.ops.heads import cached_order
     from saf.ops.positions import Rows

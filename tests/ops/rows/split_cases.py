@@ -37,7 +37,7 @@ CASES = {
 
 def run(case: Case, device: str) -> dict:
     """Return the errors of live and of frozen heads, and how many parts and launches a call has."""
-    from saf.bench.harness.synthetic import synthetic_patterns
+    from saf.bench.models import synthetic_patterns
     from saf.ops import FrozenHeads, mixed_attention
     from saf.ops.heads import cached_order
     from saf.ops.positions import Places

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.ops.heads import cached_order, even_queries

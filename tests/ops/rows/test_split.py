@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, live_attention, mixed_attention, ways
 from saf.ops.backend import Call

@@ -1,0 +1,32 @@
+"""Benchmarks for developers, on the paired protocol of `saf.bench`: `python -m benchmarks.NAME`, from a checkout."""
+
+from collections.abc import Callable, Sequence
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from saf.machine.processes import joined
+from saf.records.files import to_json
+from saf.records.text import plain
+from saf.report.benchmarks import KINDS
+
+
+def run(
+    kind: type, measure: Callable[..., dict[str, Any]], words: Sequence[str] | None, *, prog: str
+) -> dict[str, Any]:
+    """Parse settings of a dataclass, measure, print the tables of the record, and return it."""
+
+    def command(settings: Any, out: Path | None = None, json: bool = False) -> dict[str, Any]:
+        with joined(getattr(settings, "device", "auto")):
+            record = measure(settings, out=out)
+        for part in () if json else KINDS[record["kind"]].tables(record):
+            print(plain(part)) if isinstance(part, str) else part.print()
+        if json:
+            print(dumps(to_json(record), indent=2))
+        return record
+
+    command.__annotations__["settings"] = tyro.conf.OmitArgPrefixes[kind]  # type: ignore[valid-type]
+    command.__doc__ = kind.__doc__
+    return tyro.cli(command, args=words, prog=f"python -m benchmarks.{prog}")

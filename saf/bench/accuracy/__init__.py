@@ -1,1 +1,0 @@
-"""Numerical errors against float64."""

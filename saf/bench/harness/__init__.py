@@ -1,1 +1,0 @@
-"""What every kind of benchmark is measured with: settings, arms, pairs, timing, records."""

@@ -1,1 +1,0 @@
-"""Benchmarks of whole models: updates, prefill, attention layers and decoding."""

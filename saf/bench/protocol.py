@@ -1,0 +1,634 @@
+"""The paired protocol of every speed benchmark: how arms are timed, compared and recorded.
+
+A baseline and an arm take turns (AB BA AB BA). The speedup is the median of the ratios within pairs, the baseline's
+time over the arm's: above 1 the arm is faster. Clocks that drift slowly cancel within a pair. A control, a second
+ordinary model, must come out at 1 within a tolerance, or all that its baseline was compared with is refused.
+
+A record is one JSON object with the header of every result (`saf.records.result`) and
+
+    finished, seconds   whether the benchmark came to its end, and how long it took
+    rows                one a comparison: `point`, `variant` (what was timed), `role`, `baseline`, `arm`, the fields of
+                        `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
+                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s and roofline bounds of both; `heads`, and of
+                        models `model` and `per_layer`
+    memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
+    kernels             the kernels that one pass of each arm ran, and whether the one that it names is among them
+    left_out            `what` was not measured, and `why`
+"""
+
+import gc
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from saf.errors import InputError, UnsupportedError
+from saf.machine.cuda_graphs import Call
+from saf.machine.driver import asked
+from saf.machine.execution import Execution
+from saf.machine.peaks import Peak, peak_of
+from saf.machine.processes import agreed, done_once, group_place, is_first
+from saf.ops.backends import BACKENDS
+from saf.records.files import to_json, write_json
+from saf.records.result import result_header
+
+Role = Literal["control", "kernel", "keeping", "apart", "frozen", "free", "pruned"]
+FREE, PRUNED, FLEX = "free", "pruned", "flex"
+"""In the place of a backend: heads whose mixing costs nothing, heads that are gone; as a kernel: flex attention."""
+CALL, GRAPH = "call", "graph"
+SETTLE_MS = 400.0
+"""Untimed calls before a timed block of a model on CUDA, ms: clocks follow the load over more than 100 ms."""
+REST_MS = 200.0
+"""Idle time before a timed block of an operator on CUDA, ms: clocks are at their highest again after about 150."""
+FEWEST = 2
+"""Pairs below which a comparison is not recorded."""
+SAVE_EVERY = 5.0
+"""Seconds between writes of the record while pairs are being taken."""
+OUT_OF_TIME = "out of time"
+RECOMPILES = 64
+"""Programs of one function that the compiler may keep: one an arm, and some to spare."""
+MOST_KERNELS = 250
+"""Kernels of a pass that are recorded, the longest; a compiled update runs some 200."""
+
+Key = TypeVar("Key")
+Pair = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run a model or layer: the attention kernel of its live heads, and what replaces the others."""
+
+    kernel: str
+    backend: str | None = None
+    """Backend of frozen heads, "free" or "pruned"; None for an ordinary model."""
+    rate: float = 0.0
+    control: bool = False
+    """A second, independent ordinary model."""
+    keeping: bool = False
+    """An ordinary model that keeps all activations where the other arms recompute them."""
+    apart: bool = False
+    """An ordinary model of each process by itself, without communication."""
+
+    @property
+    def name(self) -> str:
+        """Return a label: "ordinary cudnn", "25% toeplitz cudnn"."""
+        if self.backend is None:
+            suffix = " keeping" * self.keeping + " apart" * self.apart
+            return f"{'control' if self.control else 'ordinary'}{suffix} {self.kernel}"
+        return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
+
+    @property
+    def live_kernel(self) -> str:
+        """Return the kernel to pin where heads are frozen: "auto" for a backend that computes live heads itself."""
+        backend = BACKENDS.get(str(self.backend))
+        return "auto" if backend is not None and backend.mixes_live else self.kernel
+
+
+@dataclass(frozen=True)
+class Point:
+    """One shape: tokens of context, sequences, and what else a benchmark varies."""
+
+    length: int
+    batch_size: int
+    accumulation: int | None = None
+    precision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return a label: "T=4096 B=8 x4"."""
+        words = [f"T={self.length}", f"B={self.batch_size}", f"x{self.accumulation}" if self.accumulation else ""]
+        return " ".join(filter(None, [*words, self.precision]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is set, for JSON."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+class Comparison(NamedTuple):
+    """An arm and the ordinary arm that its times are divided into."""
+
+    baseline: Arm
+    arm: Arm
+    role: Role
+
+
+def plan(
+    *,
+    kernels: Sequence[str],
+    others: Sequence[str] = (),
+    backends: Sequence[str],
+    rates: Sequence[float],
+    free: bool,
+    pruned: bool = False,
+) -> list[Comparison]:
+    """Return all comparisons, controls first.
+
+    Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels, and of
+    `others`, are compared with the first kernel's.
+    """
+    kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
+    comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
+    rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
+    comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
+    roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
+    if free:
+        roles.append((FREE, "free"))
+    if pruned:
+        roles.append((PRUNED, "pruned"))
+    return comparisons + [
+        Comparison(Arm(kernel), Arm(kernel, backend, rate), role)
+        for kernel in kernels
+        for rate in rates
+        for backend, role in roles
+    ]
+
+
+class Work(NamedTuple):
+    """Floating-point operations and bytes that a timed call cannot do without."""
+
+    flops: float
+    bytes: float
+
+    def floor_ms(self, peak: Peak | None) -> float | None:
+        """Return the roofline bound: the larger of arithmetic and traffic at the device's peak rates."""
+        return None if peak is None else 1e3 * max(self.flops / peak.flops, self.bytes / peak.bandwidth)
+
+    def tflops(self, milliseconds: float) -> float:
+        """Return the TFLOP/s reached."""
+        return self.flops / milliseconds / 1e9
+
+
+class Subject(Protocol):
+    """One arm that is ready to be timed."""
+
+    def warm_up(self) -> None:
+        """Compile, capture graphs and run untimed."""
+        ...
+
+    def timed_block(self, variant: str) -> float:
+        """Return the milliseconds of one call, from one timed block."""
+        ...
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one pass."""
+        ...
+
+
+# Timing
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished all submitted work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+    """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
+    for _ in range(settle):
+        call()
+    times = []
+    for _ in range(repeats):
+        wait_for(device)
+        began = time.perf_counter()
+        call()
+        wait_for(device)
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
+
+
+def event_block(call: Call, *, repeats: int, device: torch.device, rest_ms: float = 0.0) -> float:
+    """Return the median milliseconds between CUDA events around `repeats` calls, after an idle time.
+
+    A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them over more than
+    100 ms: short blocks after a rest see neither (docs/log.md). Without CUDA it is the wall clock.
+    """
+    wait_for(device)
+    time.sleep(1e-3 * rest_ms)
+    if device.type != "cuda":
+        return wall_block(call, repeats=repeats, device=device)
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    wait_for(device)
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
+    """Return how many calls of `once_ms` fill a timed block of `block_ms`: 1 to `most`."""
+    return min(most, max(1, math.ceil(block_ms / once_ms)))
+
+
+def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
+    """Return the ways that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
+
+    Without CUDA that is calls; raises UnsupportedError for "on".
+    """
+    if device.type == "cuda":
+        return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[graphs]
+    if graphs == "on":
+        raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
+    return (CALL,)
+
+
+# Pairs
+
+
+def measure_pair(baseline: Callable[[], float], arm: Callable[[], float], number: int) -> Pair:
+    """Time one block of each, the baseline first in even pairs and last in odd ones."""
+    if number % 2 == 0:
+        first = baseline()
+        return first, arm()
+    second = arm()
+    return baseline(), second
+
+
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
+    ratios = sorted(baseline / arm for baseline, arm in pairs)
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {
+        "baseline_ms": statistics.median(baseline for baseline, _ in pairs),
+        "arm_ms": statistics.median(arm for _, arm in pairs),
+        "ratio": statistics.median(ratios),
+        "q25": quartiles[0],
+        "q75": quartiles[2],
+        "min": ratios[0],
+        "max": ratios[-1],
+        "pairs": len(pairs),
+        "pair_ms": [list(pair) for pair in pairs],
+    }
+
+
+def refused(control_ratio: float | None, tolerance: float) -> bool:
+    """Return whether a comparison is refused: its control is missing or further than `tolerance` from 1."""
+    return control_ratio is None or abs(control_ratio - 1) > tolerance
+
+
+def alternate(
+    session: "Session",
+    name: str,
+    blocks: Mapping[Key, tuple[Callable[[], float], Callable[[], float]]],
+    pairs: int,
+    *,
+    after_round: Callable[[Mapping[Key, list[Pair]]], None] = lambda _: None,
+) -> dict[Key, list[Pair]]:
+    """Time pairs of every comparison in rounds, each round one pair of all; return those with enough pairs.
+
+    An error, or the end of the time allowed, ends the rounds; what was measured before stands.
+    """
+    times: dict[Key, list[Pair]] = {key: [] for key in blocks}
+    longest = 0.0
+    for number in range(pairs):
+        if not session.fits(longest):
+            session.leave_out(name, f"pairs {number + 1} to {pairs}: {OUT_OF_TIME}")
+            break
+        began = time.perf_counter()
+        try:
+            with agreed():
+                for key, (baseline, arm) in blocks.items():
+                    times[key].append(measure_pair(baseline, arm, number))
+        except Exception as error:
+            session.leave_out(name, f"pairs from {number + 1}: {in_short(error)}")
+            break
+        longest = max(longest, time.perf_counter() - began)
+        after_round(times)
+    fewest = min(FEWEST, pairs)
+    if single := sum(0 < len(each) < fewest for each in times.values()):
+        session.leave_out(name, f"{single} comparisons of one pair; {FEWEST} are the fewest recorded")
+    return {key: each for key, each in times.items() if len(each) >= max(1, fewest)}
+
+
+# The record
+
+
+def say_on_stderr(line: str) -> None:
+    """Print a line of progress at once; standard output is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Session:
+    """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
+
+    Use it as a context: its file is written after every row and whole at any moment; `finished` is false after an
+    exception. Of several processes the first writes.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        settings: Mapping[str, Any],
+        execution: Execution,
+        *,
+        out: Path | None = None,
+        seconds: float | None = None,
+        say: Callable[[str], None] = say_on_stderr,
+        **header: Any,
+    ):
+        """Write nothing yet; raises InputError where `out` exists. `header` has hashes of checkpoints and data."""
+        if out is not None and out.exists():
+            raise InputError(f"{out} exists already; remove it, or write to another file")
+        self.execution, self.peak = execution, peak_of(execution.device_name)
+        self.rows: list[dict[str, Any]] = []
+        self.lists: dict[str, list[dict[str, Any]]] = {"memory": [], "kernels": [], "left_out": []}
+        self._out, self._say = (out, say) if is_first() else (None, lambda _: None)
+        self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
+        self.folder = self._folder.name
+        """For compiled code that lives as long as the benchmark."""
+        self._limit, self._began, self._saved = seconds, time.perf_counter(), -math.inf
+        self._header: dict[str, Any] = result_header(kind, settings, **header) | {"finished": False}
+        self._header["provenance"] |= _environment(execution, self.peak)
+
+    def __enter__(self) -> "Session":
+        if clocks := _clocks(self.execution.device):
+            self._header["provenance"]["clocks"] = {"before": clocks}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if clocks := _clocks(self.execution.device):
+            self._header["provenance"].setdefault("clocks", {})["after"] = clocks
+        self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
+        self._folder.cleanup()
+        self.save()
+
+    @property
+    def spent(self) -> float:
+        """Return the seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    @property
+    def left(self) -> float | None:
+        """Return the seconds left; None without a limit."""
+        return None if self._limit is None else self._limit - self.spent
+
+    def fits(self, seconds: float) -> bool:
+        """Return whether something of `seconds` would end in time, by the first process's clock."""
+        return self._limit is None or done_once(lambda: (self.left or 0.0) > seconds)
+
+    def describe(self, **header: Any) -> None:
+        """Add entries to the header."""
+        self._header |= header
+
+    def add(self, rows: Sequence[dict[str, Any]], *, instead_of: int = 0) -> None:
+        """Add rows in place of the last `instead_of` ones, and write them."""
+        self.rows[len(self.rows) - instead_of :] = rows
+        self.save()
+
+    def leave_out(self, what: str, why: str) -> None:
+        """Record and say what is not measured."""
+        why = why.strip().split("\n")[0][:300] or "no reason given"
+        self.lists["left_out"].append({"what": what, "why": why})
+        self.say(f"left out: {what}: {why}")
+        self.save()
+
+    def attempt(self, what: str, action: Callable[[], Any]) -> bool:
+        """Run `action`; record an error, in any process, as the reason why `what` is left out, and go on."""
+        try:
+            with agreed():
+                action()
+        except Exception as error:
+            self.leave_out(what, in_short(error))
+            return False
+        return True
+
+    def say(self, line: str) -> None:
+        """Print a line with the seconds spent."""
+        self._say(f"[{self.spent:6.1f} s] {line}")
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        return to_json({"seconds": round(self.spent, 1), **self._header, "rows": self.rows, **self.lists})
+
+    def save(self, *, every: float = 0.0) -> None:
+        """Write the record, unless that was done less than `every` seconds ago."""
+        if self._out is not None and time.perf_counter() - self._saved >= every:
+            write_json(self._out, self.record)
+            self._saved = time.perf_counter()
+
+
+def in_short(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
+
+
+def _environment(execution: Execution, peak: Peak | None) -> dict[str, Any]:
+    """Return what a benchmark adds to its provenance: device, driver, peak rates, memory, processes."""
+    found: dict[str, Any] = {"device": execution.device_name, "driver": None, "processes": group_place()[1]}
+    found["peak"] = peak and {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source}
+    if execution.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(execution.device)
+        found["driver"] = asked("driver_version", seconds=20).split("\n")[0].strip() or None
+        found |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+    return found
+
+
+def _clocks(device: torch.device) -> dict[str, float]:
+    """Return a CUDA device's present clocks, MHz, and power limit, W; what the driver does not tell is left out."""
+    if device.type != "cuda":
+        return {}
+    names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
+    # The driver numbers devices otherwise than CUDA_VISIBLE_DEVICES does.
+    answer = asked(",".join(names.values()), f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+    values = zip(names, (part.strip() for part in answer.split("\n")[0].split(",")), strict=False)
+    return {name: float(value) for name, value in values if value.replace(".", "", 1).isdecimal()}
+
+
+# Comparing the arms of one point
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything that one point compares: its arms, how each is built, what is timed, and what its rows say."""
+
+    name: str
+    fields: Mapping[str, Any]
+    """Entries that all rows share."""
+    comparisons: Sequence[Comparison]
+    build: Callable[[Arm], Subject]
+    variants: Sequence[str]
+    work: Callable[[Arm, str], Work]
+    describe: Callable[[Arm, str], Mapping[str, Any]]
+    """Entries of the rows of an arm."""
+    sixteen_bit: bool
+    """Whether roofline bounds are known: the device's peaks are those of 16-bit operands."""
+
+
+def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profile: bool) -> None:
+    """Build and warm up all arms of a case, time their pairs, and add a row for each comparison and variant.
+
+    An arm that fails is left out with its reason; the others go on.
+    """
+    subjects = _ready(session, case)
+    blocks = {
+        (comparison, variant): (
+            lambda baseline=subjects[comparison.baseline], variant=variant: baseline.timed_block(variant),
+            lambda arm=subjects[comparison.arm], variant=variant: arm.timed_block(variant),
+        )
+        for variant in case.variants
+        for comparison in case.comparisons
+        if comparison.baseline in subjects and comparison.arm in subjects
+    }
+    first = len(session.rows)
+
+    def keep(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
+        session.rows[first:] = _rows(session, case, times, tolerance)
+        session.save(every=SAVE_EVERY)
+
+    keep(alternate(session, case.name, blocks, pairs, after_round=keep))
+    session.save()
+    for row in session.rows[first:]:
+        session.say(f"{case.name} {row_line(row)}")
+    for arm, subject in subjects.items() if profile else ():
+        # After all timing: a profiler that was used once may slow launches down.
+        if not arm.control:
+            session.attempt(
+                f"{case.name}: kernels of {arm.name}", lambda a=arm, s=subject: _profile(session, case, a, s)
+            )
+
+
+def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
+    """Build all arms, then warm up each: building one drops what others had compiled."""
+    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison[:2])
+    built: dict[Arm, Subject] = {}
+    for arm in arms:
+        session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
+    ready, longest = {}, 0.0
+    for arm, subject in built.items():
+        if not session.fits(longest):
+            session.leave_out(f"{case.name}: {arm.name}", OUT_OF_TIME)
+            continue
+        began = time.perf_counter()
+        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
+            ready[arm] = subject
+        longest = max(longest, time.perf_counter() - began)
+        session.say(f"{case.name} warmed up: {arm.name}, {time.perf_counter() - began:.1f} s")
+    return ready
+
+
+def _rows(
+    session: Session, case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolerance: float
+) -> list[dict[str, Any]]:
+    """Return the row of each comparison and variant."""
+    sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
+    controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
+    peak = session.peak if case.sixteen_bit else None
+    rows = []
+    for ((baseline, arm, role), variant), numbers in sums.items():
+        base, own = case.work(baseline, variant), case.work(arm, variant)
+        control = controls.get((baseline, variant))
+        rows.append(
+            {
+                **case.fields,
+                **{"variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name, **asdict(arm)},
+                **numbers,
+                **{"control_ratio": control, "refused": refused(control, tolerance)},
+                **{"baseline_tflops": base.tflops(numbers["baseline_ms"]), "arm_tflops": own.tflops(numbers["arm_ms"])},
+                **{"baseline_floor_ms": base.floor_ms(peak), "arm_floor_ms": own.floor_ms(peak)},
+                **case.describe(arm, variant),
+            }
+        )
+    return rows
+
+
+def row_line(row: Mapping[str, Any]) -> str:
+    """Return one row as a line for people."""
+    times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
+    spread = f"{row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs"
+    return f"{row['variant']}: {times}, {row['ratio']:.3f}× ({spread})" + ", refused" * row["refused"]
+
+
+# Kernels
+
+ATTENTION = (
+    *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
+    *("rows_kernel", "split_kernel"),
+)
+MARKS = {
+    "cudnn": ("cudnn",),
+    "flash": ("flash_fwd", "flash_attention"),
+    "flex": ("flex_attention", "triton_tem"),
+    "fa3": ("flashattnfwd",),
+    "fa4": ("flash_attncute",),
+    "split": ("split_kernel",),
+}
+"""Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in the names of others."""
+
+
+def kernels_of(call: Call, device: torch.device, *, most: int | None = MOST_KERNELS) -> list[dict[str, Any]]:
+    """Return name, calls and milliseconds of the `most` longest kernels of one call (operators on a CPU)."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        call()
+        wait_for(device)
+    found = []
+    for event in profiler.key_averages():
+        if not cuda or str(event.device_type).endswith("CUDA"):
+            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+            found.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
+    return sorted(found, key=lambda kernel: -kernel["ms"])[:most]
+
+
+def attention_kernels(kernels: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of kernels that mix positions."""
+    return [kernel["name"] for kernel in kernels if any(part in kernel["name"].lower() for part in ATTENTION)]
+
+
+def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch.device) -> bool | None:
+    """Return whether the pinned kernel is among those that ran; None where nothing was recorded or pinned."""
+    if device.type != "cuda" or not kernels or kernel not in MARKS:
+        return None
+    names = [found["name"].lower() for found in kernels]
+    if kernel == "flash":
+        names = [name for name in names if not any(mark in name for mark in (*MARKS["cudnn"], *MARKS["fa4"]))]
+    return any(mark in name for name in names for mark in MARKS[kernel])
+
+
+def _profile(session: Session, case: Case, arm: Arm, subject: Subject) -> None:
+    """Record which kernels an arm ran, and say where its attention kernel is not among them."""
+    kernels = subject.kernels()
+    seen = kernel_seen(arm.live_kernel, kernels, session.execution.device)
+    entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels), "kernels": kernels}
+    session.lists["kernels"].append({**case.fields, **entry})
+    if seen is False:
+        session.say(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
+    session.save()
+
+
+@contextmanager
+def clean_process(*, compiles: bool = True) -> Iterator[None]:
+    """Begin and end with an empty compiler and allocator cache.
+
+    Compiled forward and backward graphs are always traced anew: the attention kernel that an arm pins is no part of the
+    key under which the cache of such graphs would hand them to another arm. Where nothing is compiled the compiler is
+    not loaded, which takes seconds.
+    """
+
+    def forget() -> None:
+        """Empty the compiler's cache, where it is in use, and that of the device's memory."""
+        if compiles:
+            torch._dynamo.reset()
+        if torch.cuda.is_available():
+            gc.collect()  # of what still holds the device's memory
+            torch.cuda.empty_cache()
+
+    with ExitStack() as stack:
+        if compiles:
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
+        forget()
+        try:
+            yield
+        finally:
+            forget()

@@ -1,0 +1,259 @@
+"""The four benchmarks end to end on a CPU at toy size: presets, a checkpoint, a folder of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import saf
+from saf import bench
+from saf.bench.models import ModelPlan, is_folder, synthetic_patterns
+from saf.bench.protocol import Arm
+from saf.cli import main
+from saf.errors import InputError, UnsupportedError
+from saf.heads import HeadSet
+from saf.machine.execution import Execution
+from saf.records.files import read_json
+from tests.transformers_models import make
+
+TOY: dict[str, Any] = {
+    **{"device": "cpu", "pairs": 2, "tolerance": 1e9, "warmup": 1, "repeats": 1, "others": ()},
+    **{"profile": False},
+}
+HEADS = [(0, 0), (0, 1), (2, 3)]
+CPU = torch.device("cpu")
+
+
+def patterns(count: int, length: int):
+    return synthetic_patterns(count, length, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """Of the ordinary model that was frozen."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory, weights) -> Path:
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64))
+    weights |= {name: value.clone() for name, value in model.state_dict().items()}
+    saf.install_(model, HEADS, patterns(3, 64))
+    folder = tmp_path_factory.mktemp("gpt")
+    saf.save(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    model = make("llama-grouped")
+    saf.install_(model, [(0, 1), (0, 2), (1, 0), (1, 1)], patterns(4, 32))
+    folder = tmp_path_factory.mktemp("hf")
+    model.save_pretrained(folder)
+    return folder
+
+
+def roles(record: dict[str, Any]) -> list[tuple[str, int]]:
+    assert record["left_out"] == [], record["left_out"]
+    assert record["finished"]
+    return [(row["role"], row["heads"]) for row in record["rows"]]
+
+
+def test_update():
+    record = bench.update("tiny", points=("16x1x2",), rates=(0.25,), pruned=True, **TOY | {"profile": True})
+    assert roles(record) == [("control", 0), ("frozen", 4), ("free", 4), ("pruned", 4)]
+    assert record["rows"][0]["point"] == {"length": 16, "batch_size": 1, "accumulation": 2}
+    assert record["rows"][1]["per_layer"] == [2, 1, 1, 0]
+    kernels = {entry["arm"]: entry["attention"] for entry in record["kernels"]}
+    assert any("toeplitz" in name for name in kernels["25% toeplitz auto"])
+
+
+def test_an_update_with_activation_checkpointing_stands_beside_one_without():
+    settings = {"points": ("16x1x1",), "rates": (0.5,), "free": False, "activation_checkpointing": True}
+    record = bench.update("tiny", **settings, **TOY)
+    assert [(row["role"], row["arm"]) for row in record["rows"]][2:] == [("keeping", "ordinary keeping auto")]
+
+
+def test_prefill():
+    settings = {"points": ("32x2",), "rates": (0.5,), "precisions": ("fp32", "bf16")}
+    record = bench.prefill("tiny", **settings, **TOY | {"others": ("math",)})
+    assert roles(record) == 2 * [("control", 0), ("kernel", 0), ("frozen", 8), ("free", 8)]
+    assert [row["point"]["precision"] for row in record["rows"][::4]] == ["fp32", "bf16"]
+    assert {row["variant"] for row in record["rows"]} == {"call"}
+
+
+def test_op():
+    sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.25, 0.5)}
+    record = bench.op("tiny", **sizes, backends=("toeplitz", "reference"), **TOY | {"others": ("math",)})
+    rows = [row for row in record["rows"] if row["variant"] == "both call"]
+    assert [(row["part"], row["alone"], row["role"], row["heads"]) for row in rows] == [
+        ("frozen", 1, "control", 0), ("frozen", 1, "frozen", 1), ("frozen", 1, "frozen", 1),
+        ("frozen", 2, "control", 0), ("frozen", 2, "frozen", 2), ("frozen", 2, "frozen", 2),
+        ("layer", None, "control", 0), ("layer", None, "kernel", 0),
+        ("layer", None, "frozen", 1), ("layer", None, "frozen", 1), ("layer", None, "free", 1),
+        ("layer", None, "frozen", 2), ("layer", None, "frozen", 2), ("layer", None, "free", 2),
+    ]  # fmt: skip
+    assert record["left_out"] == []
+
+
+def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch):
+    monkeypatch.setattr("saf.bench.kinds.frozen_attention", lambda value, frozen: value * 1.01)
+    sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
+    record = bench.op("tiny", **sizes, **TOY)
+    assert "outputs are wrong" in record["left_out"][0]["why"]
+    assert {row["role"] for row in record["rows"]} == {"control"}
+
+
+def test_decode():
+    record = bench.decode("llama-124m", num_layers=1, points=("16x2",), rates=(0.5,), compile="off", **TOY)
+    assert roles(record) == [("control", 0), ("frozen", 6), ("free", 6)]
+    ordinary, frozen = (row["cache_bytes"] for row in record["rows"][:2])
+    assert ordinary == 2 * 16 * 2 * 768 * 4  # keys and values, 16 positions of 2 sequences, 768 channels in fp32
+    assert frozen == ordinary - 6 * 16 * 2 * 64 * 4, "frozen heads keep no keys"
+
+
+@pytest.mark.parametrize("kind", ["prefill", "update", "op"])
+def test_a_checkpoint_has_its_own_heads(gpt, kind):
+    record = getattr(bench, kind)(str(gpt), points=("16x2",), **TOY)
+    frozen = [row for row in record["rows"] if row["role"] == "frozen"]
+    if kind == "op":
+        assert {(row["rate"], row["heads"]) for row in frozen} == {(0.5, 2)}, "of the layer with most frozen heads"
+    else:
+        assert [(row["rate"], row["per_layer"], row["backend"]) for row in frozen] == [
+            (3 / 16, [2, 0, 1, 0], "toeplitz")
+        ]
+        assert frozen[0]["model"] == str(gpt)
+    assert record["left_out"] == []
+
+
+@pytest.mark.parametrize("kind", ["prefill", "update", "decode"])
+def test_a_folder_of_transformers_has_its_own_heads(hf, kind):
+    record = getattr(bench, kind)(str(hf), points=("16x2",), **TOY | ({"compile": "off"} if kind == "decode" else {}))
+    assert roles(record) == [("control", 0), ("frozen", 4), ("free", 4)]
+    assert record["rows"][1]["per_layer"] == [2, 2, 0]
+    if kind == "decode":
+        sizes = [row["cache_bytes"] for row in record["rows"][:2]]
+        assert sizes[1] < sizes[0], "a group that is wholly frozen keeps no keys"
+
+
+def test_the_baseline_of_a_folder_has_the_weights_from_before_freezing(gpt, weights):
+    plan = ModelPlan(model=str(gpt), length=16, device=CPU)
+    ordinary, frozen = (plan.build(arm) for arm in (Arm("auto"), Arm("auto", "toeplitz", 3 / 16)))
+    for name, value in ordinary.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    opened = saf.load(gpt)
+    tokens = torch.randint(64, (1, 16))
+    torch.testing.assert_close(frozen.eval()(tokens), opened.eval()(tokens), rtol=0, atol=0)
+
+
+def test_all_arms_of_a_preset_have_the_same_weights():
+    plan = ModelPlan(model="tiny", length=16, device=CPU)
+    ordinary, frozen = (plan.build(arm) for arm in (Arm("auto"), Arm("auto", "toeplitz", 0.5)))
+    saf.uninstall_(frozen)
+    for name, value in ordinary.state_dict().items():
+        assert torch.equal(value, frozen.state_dict()[name]), name
+
+
+def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64))
+    saf.prune_(model, HeadSet(HEADS))
+    saf.save(model, tmp_path)
+    assert roles(bench.prefill(str(tmp_path), points=("16x1",), **TOY)) == [("control", 0), ("pruned", 3)]
+
+
+@pytest.mark.slow
+def test_memory_and_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = {"points": ("16x1",), "rates": (0.5,), "free": False, "fresh": True, "memory": True}
+    record = bench.prefill("tiny", **settings, **TOY | {"pairs": 1})
+    assert roles(record) == [("control", 0), ("frozen", 8)]
+    assert [entry["arm"] for entry in record["memory"]] == ["ordinary auto", "50% toeplitz auto"]
+    assert all(entry["bytes"] > 50e6 for entry in record["memory"])
+
+
+def test_a_process_that_fails_is_left_out_with_its_reason(monkeypatch):
+    monkeypatch.setattr("saf.bench.processes.sys.executable", "/bin/false")
+    settings = {"points": ("16x1x1",), "rates": (0.5,), "free": False, "memory": True}
+    record = bench.update("tiny", **settings, **TOY | {"pairs": 0})
+    assert record["memory"] == record["rows"] == []
+    assert {entry["why"] for entry in record["left_out"]} == {"its process ended with code 1: no output"}
+
+
+def test_points_beyond_the_time_allowed_are_left_out():
+    record = bench.prefill("tiny", points=("16x1", "32x1"), seconds=1e-3, **TOY)
+    assert record["rows"] == []
+    assert record["left_out"][-1] == {"what": "T=32 B=1 fp32", "why": "out of time"}
+
+
+def test_the_command_writes_the_record_and_prints_its_tables(tmp_path, gpt, capsys):
+    words = "--points 16x1 --device cpu --pairs 2 --tolerance 1e9 --warmup 1 --repeats 1 --no-profile --others"
+    out = tmp_path / "bench.json"
+    assert main(["bench", "prefill", str(gpt), *words.split(), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    (frozen,) = (row for row in read_json(out)["rows"] if row["role"] == "frozen")
+    assert f"{frozen['ratio']:.3f}×" in printed
+    assert "18.75%" in printed
+
+
+FOLDER = "a folder with frozen heads"
+REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("update", {"model": "124n"}, InputError, "model must be"),
+    ("op", {"model": "124n"}, InputError, "model must be"),
+    ("update", {"points": ("4096",)}, InputError, "4096x8x15"),
+    ("prefill", {"points": ("4096x8x4",)}, InputError, "4096x8 "),
+    ("prefill", {"rates": (1.5,)}, InputError, "rates"),
+    ("prefill", {"kernels": ("cudn",)}, InputError, "attention kernel"),
+    ("prefill", {"backends": ("toepliz",)}, InputError, "backend"),
+    ("prefill", {"precisions": ("fp8",)}, InputError, "precisions"),
+    ("prefill", {"pairs": -1}, InputError, "pairs"),
+    ("prefill", {"pairs": 0}, InputError, "pairs"),
+    ("prefill", {"repeats": 0}, InputError, "repeats"),
+    ("prefill", {"tolerance": 0.0}, InputError, "tolerance"),
+    ("prefill", {"seconds": 0.0}, InputError, "seconds"),
+    ("prefill", {"workers": 2}, InputError, "no effect"),
+    ("prefill", {"compile": "layers"}, InputError, "for updates"),
+    ("prefill", {"precompile": True, "compile": "off"}, InputError, "no effect"),
+    ("prefill", {"fresh": True, "precompile": True, "compile": "on"}, InputError, "no effect"),
+    ("prefill", {"fresh": True, "pairs": 0, "memory": True}, InputError, "no effect"),
+    ("prefill", {"per_layer": (1, 2)}, InputError, "per_layer needs 4"),
+    ("prefill", {"per_layer": (1, 0, 0, 0), "rates": (0.5,)}, InputError, "per_layer"),
+    ("prefill", {"per_layer": (5, 0, 0, 0)}, InputError, "5 heads"),
+    ("prefill", {"graphs": "on"}, UnsupportedError, "CUDA"),
+    ("op", {"graphs": "on"}, UnsupportedError, "CUDA"),
+    ("op", {"compile": "on"}, InputError, "no effect"),
+    ("op", {"layer": 1}, InputError, "no effect"),
+    ("op", {"pairs": 0}, InputError, "pairs"),
+    ("decode", {"model": "tiny"}, InputError, "no cache"),
+    ("update", {"parallel": "ddp"}, InputError, "group"),
+    ("update", {"graphs": "both", "memory": True}, InputError, "CUDA graphs"),
+    ("prefill", {"model": FOLDER, "rates": (0.5,)}, InputError, "rates"),
+    ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
+    ("op", {"model": FOLDER, "layer": 1}, InputError, "layer must be"),
+    ("op", {"model": FOLDER, "head_dim": 8}, InputError, "left out of a folder"),
+    ("decode", {"model": FOLDER}, InputError, "no cache"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "error", "words"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_what_is_refused_before_anything_is_written(kind, changes, error, words, gpt, tmp_path):
+    small = {"points": ("16x1",)} | ({"num_layers": 1} if kind == "decode" else {})
+    usual = {"model": "llama-124m" if kind == "decode" else "tiny", **small, **TOY, **changes}
+    if usual["model"] == FOLDER:
+        usual |= {"model": str(gpt)} | ({"num_layers": None} if kind == "decode" else {})
+    with pytest.raises(error, match=words):
+        getattr(bench, kind)(**usual, out=tmp_path / "bench.json")
+    assert not (tmp_path / "bench.json").exists()
+
+
+def test_a_folder_without_edited_heads_is_refused(tmp_path):
+    saf.save(saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64)), tmp_path)
+    assert is_folder(str(tmp_path))
+    with pytest.raises(InputError, match="no frozen or pruned heads"):
+        bench.prefill(str(tmp_path), points=("16x1",), **TOY)
+
+
+def test_settings_name_what_ran():
+    settings = bench.Update(points=("4096x8",))
+    assert settings.parsed_points()[0].accumulation == 15
+    assert settings.execution == Execution.of("auto")

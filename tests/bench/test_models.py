@@ -1,0 +1,82 @@
+"""What arms consist of: where heads are frozen, flex and free heads, and the work that times are divided by."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from saf.bench.kinds import Update, update_work
+from saf.bench.models import (
+    MEASURED_SHARES,
+    FlexAttention,
+    ModelPlan,
+    attention_work,
+    causal_blocks,
+    free_backend,
+    heads_per_layer,
+)
+from saf.bench.protocol import Arm
+from saf.models import preset
+from saf.ops import BACKENDS
+
+CPU = torch.device("cpu")
+
+
+def test_early_layers_have_the_shares_that_selection_takes():
+    counts = heads_per_layer(num_layers=12, num_heads=12, rate=0.25, placement="early")
+    assert counts == [round(12 * share) for share in MEASURED_SHARES]
+
+
+@pytest.mark.parametrize("placement", ["early", "even"])
+@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (32, 16), (36, 8), (1, 3)])
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.75, 1.0])
+def test_the_counts_of_layers_add_up(placement, layers, heads, rate):
+    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=rate, placement=placement)
+    assert sum(counts) == round(rate * layers * heads)
+    assert max(counts) <= heads
+    if placement == "even":
+        assert max(counts) - min(counts) <= 1
+
+
+def test_groups_are_frozen_whole():
+    plan = ModelPlan(model="qwen3-4b", length=16, device=CPU, placement="groups")
+    for layout in plan.layouts(Arm("auto", "toeplitz", 0.5)):
+        groups = [head // 4 for head in layout.frozen]
+        assert all(groups.count(group) == 4 for group in groups)
+
+
+def test_flex_attention_is_causal_attention():
+    query, key, value = torch.randn(3, 2, 4, 200, 16).unbind()
+    (found,) = FlexAttention(causal_blocks(200, CPU))(query, key, value, None, None)
+    torch.testing.assert_close(found, scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def test_free_heads_pass_values_through_and_are_known_while_measuring_alone():
+    value = torch.randn(2, 3, 8, 4)
+    with free_backend():
+        assert torch.equal(BACKENDS["free"].forward(value, {}, 8), value)
+        logits = ModelPlan(model="tiny", length=16, device=CPU).build(Arm("auto", "free", 0.5))(
+            torch.zeros(1, 16).long()
+        )
+        assert logits.isfinite().all()
+    assert "free" not in BACKENDS
+
+
+def test_the_work_of_an_update_is_that_of_the_model():
+    """Beside the FLOPs that training counts: 6 a weight and token, and half of the causal products' squares."""
+    length, batch = 4096, 8
+    plan = Update(model="124m").plan(Update(points=(f"{length}x{batch}x1",)).parsed_points()[0])
+    found = update_work(plan, Arm("auto"), batch=batch, length=length, accumulation=2)
+    config = preset("124m", max_length=length)
+    # Training counts six causal products a head, here the scores that the backward pass computes again are a seventh.
+    mixing = 12 * 12 * 64 * 7 * length * (length + 1) * batch
+    matrices = config.flops_per_token(0) * length * batch
+    assert found.flops == pytest.approx(2 * (matrices + mixing), rel=1e-12)
+    pruned = update_work(plan, Arm("auto", "pruned", 0.25), batch=batch, length=length, accumulation=2)
+    assert pruned.flops < found.flops
+
+
+def test_a_frozen_head_has_two_sevenths_of_a_live_heads_work():
+    shape = {"batch": 2, "length": 64, "dim": 16, "backward": True}
+    live, frozen = (attention_work(**shape, live=1 - n, frozen=n) for n in (0, 1))
+    assert frozen.flops / live.flops == pytest.approx(2 / 7)
+    assert attention_work(**shape, live=0, frozen=1, free=True).flops == 0

@@ -1,0 +1,147 @@
+"""The paired protocol with a fake clock: ratios within pairs, controls, refusals, bounds, what is left out."""
+
+import itertools
+from statistics import median
+from typing import Any
+
+import pytest
+
+from saf.bench.protocol import Arm, Session, alternate, event_block, plan, summary, wall_block
+from saf.errors import InputError
+from saf.records.files import read_json
+from saf.report.benchmarks import SPEED_KINDS
+from tests.report.benchmark_records import MACHINE, TIMES, record
+
+
+@pytest.fixture
+def session(tmp_path) -> Session:
+    return Session("update", {}, MACHINE, out=tmp_path / "bench.json", say=lambda _: None)
+
+
+def rows_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["arm"]: row for row in content["rows"]}
+
+
+def test_pairs_alternate_and_the_speedup_is_the_median_within_pairs(session):
+    clock, order = itertools.count(), []
+
+    def block(name: str, milliseconds: list[float]):
+        def timed() -> float:
+            order.append((next(clock), name))
+            return milliseconds.pop(0)
+
+        return timed
+
+    # Both drift by half; within pairs the arm is always a quarter faster.
+    drifting = {"arm": (block("A", [100.0, 125.0, 150.0]), block("B", [80.0, 100.0, 120.0]))}
+    times = alternate(session, "point", drifting, 3)
+    assert "".join(name for _, name in order) == "ABBAAB"
+    assert summary(times["arm"]) | {"pair_ms": 0} == {
+        "baseline_ms": 125.0, "arm_ms": 100.0, "ratio": 1.25, "q25": 1.25, "q75": 1.25, "min": 1.25, "max": 1.25,
+        "pairs": 3, "pair_ms": 0,
+    }  # fmt: skip
+
+
+def test_rows_have_the_ratio_the_control_and_the_work(tmp_path):
+    content = record(tmp_path / "bench.json")
+    assert read_json(tmp_path / "bench.json") == content
+    assert (content["schema"], content["kind"], content["finished"]) == ("saf.result/2", "update", True)
+    rows = rows_of(content)
+    quarter = rows["25% toeplitz cudnn"]
+    # Each block of the baseline serves five comparisons, so the pairs are those of a list taken five at a time.
+    assert quarter["ratio"] == median(baseline / arm for baseline, arm in quarter["pair_ms"])
+    assert quarter["control_ratio"] == rows["control cudnn"]["ratio"]
+    assert (quarter["baseline"], quarter["role"], quarter["pairs"], quarter["heads"]) == (
+        "ordinary cudnn", "frozen", 4, 36,
+    )  # fmt: skip
+    assert quarter["arm_tflops"] == pytest.approx(2e12 / quarter["arm_ms"] / 1e9)
+    assert quarter["arm_floor_ms"] == pytest.approx(20.0)  # 2e12 FLOPs at 1e14 FLOP/s
+    assert [each["arm"] for each in content["kernels"]] == [name for name in TIMES if "control" not in name]
+
+
+@pytest.mark.parametrize(("control", "refused"), [(100.9, False), (99.2, False), (101.2, True), (98.8, True)])
+def test_all_is_refused_whose_control_strays(control, refused):
+    steady = {name: [100.0] for name in TIMES} | {"control cudnn": [control]}
+    assert {row["refused"] for row in record(times=steady)["rows"]} == {refused}
+
+
+def test_without_its_control_nothing_is_accepted():
+    content = record(times={name: times for name, times in TIMES.items() if "control" not in name})
+    assert {row["refused"] for row in content["rows"]} == {True}
+    assert content["left_out"] == [
+        {"what": "T=4096 B=8 x4: control cudnn", "why": "RuntimeError: no way to run control cudnn."}
+    ]
+
+
+def test_the_share_of_the_free_bound():
+    times = {"ordinary cudnn": [100.0], "control cudnn": [100.0]}
+    times |= {"25% toeplitz cudnn": [90.0], "25% free cudnn": [80.0], "50% toeplitz cudnn": [60.0]}
+    (group,) = SPEED_KINDS["update"].groups(record(times=times))
+    quarter, half = group.arms
+    assert quarter.bound == pytest.approx(1.25)
+    assert quarter.share_of_bound == pytest.approx(0.5)  # ten of the twenty milliseconds that free heads save
+    assert half.bound is half.share_of_bound is None
+
+
+def test_an_arm_that_fails_later_ends_the_pairs_and_those_before_stand(session):
+    def fails():
+        if len(calls) > 4:
+            raise ValueError("out of luck")
+        calls.append(1)
+        return 1.0
+
+    calls: list[int] = []
+    times = alternate(session, "point", {"arm": (lambda: 2.0, fails), "other": (lambda: 3.0, lambda: 1.0)}, 9)
+    assert {key: len(pairs) for key, pairs in times.items()} == {"arm": 5, "other": 5}
+    assert session.record["left_out"] == [{"what": "point", "why": "pairs from 6: ValueError: out of luck"}]
+
+
+def test_one_pair_is_too_few(session):
+    blocks = {"arm": (iter([2.0]).__next__, iter([1.0]).__next__)}
+    assert alternate(session, "point", blocks, 9) == {}
+    assert "1 comparisons of one pair" in session.record["left_out"][-1]["why"]
+
+
+def test_no_round_begins_that_would_end_too_late(tmp_path):
+    session = Session("update", {}, MACHINE, seconds=1e-6, say=lambda _: None)
+    assert alternate(session, "point", {"arm": (lambda: 2.0, lambda: 1.0)}, 3) == {}
+    assert session.record["left_out"] == [{"what": "point", "why": "pairs 1 to 3: out of time"}]
+
+
+def test_a_record_that_is_there_is_not_overwritten_and_an_interrupted_one_says_so(session, tmp_path):
+    def interrupted() -> None:
+        with session:
+            session.add([{"arm": "a"}])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert read_json(tmp_path / "bench.json")["finished"] is False
+    assert read_json(tmp_path / "bench.json")["rows"] == [{"arm": "a"}]
+    with pytest.raises(InputError, match="exists already"):
+        Session("update", {}, MACHINE, out=tmp_path / "bench.json")
+
+
+def test_every_kernel_has_its_control_and_later_ones_stand_beside_the_first():
+    names = [
+        (each.baseline.name, each.arm.name, each.role)
+        for each in plan(
+            kernels=["cudnn", "flash"], others=["flex", "cudnn"], backends=["toeplitz"], rates=[0.25], free=True,
+            pruned=True,
+        )
+    ]  # fmt: skip
+    assert names == [
+        ("ordinary cudnn", "control cudnn", "control"), ("ordinary flash", "control flash", "control"),
+        ("ordinary cudnn", "ordinary flash", "kernel"), ("ordinary cudnn", "ordinary flex", "kernel"),
+        ("ordinary cudnn", "25% toeplitz cudnn", "frozen"), ("ordinary cudnn", "25% free cudnn", "free"),
+        ("ordinary cudnn", "25% pruned cudnn", "pruned"), ("ordinary flash", "25% toeplitz flash", "frozen"),
+        ("ordinary flash", "25% free flash", "free"), ("ordinary flash", "25% pruned flash", "pruned"),
+    ]  # fmt: skip
+    assert Arm("cudnn", "fused", 0.25).live_kernel == "auto", "it computes live heads itself"
+
+
+@pytest.mark.parametrize("block", [wall_block, event_block])
+def test_a_block_is_the_median_of_its_calls(block, monkeypatch):
+    ticks = iter([0.0, 0.1, 1.0, 1.5, 2.0, 2.2])
+    monkeypatch.setattr("saf.bench.protocol.time.perf_counter", lambda: next(ticks))
+    assert block(lambda: None, repeats=3, device=MACHINE.device) == pytest.approx(200.0)
