@@ -11,8 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-EXTRAS := dev,hf,data,triton,eval
-CODE := saf tests tools $(wildcard examples recipes)
+EXTRAS := dev,hf,data,triton,eval,experiments
+CODE := saf experiments tests tools $(wildcard examples recipes)
 PYTEST_ARGS ?=
 WORKERS ?= 2
 OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex
@@ -37,7 +37,7 @@ oldest: $(READY) ## Tests of models of transformers with the oldest version that
 check: $(READY) ## Everything that is checked without running tests: format, lint, types, layers, rules, documents
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	$(BIN)/pyright --pythonpath $(BIN)/python saf
+	$(BIN)/pyright --pythonpath $(BIN)/python saf experiments
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_source.py
 	$(BIN)/python tools/check_docs.py

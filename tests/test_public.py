@@ -14,7 +14,7 @@ HeadSet OneTime Prefill QKGradient SafError TrainLoss ValidationBudget calibrate
 fit_compact fit_heldout fit_kl freeze_ frozen_attention gate_gradients head_outputs install_ load mixed_attention ops
 preset prune_ save score select storage_report uninstall_
 """
-COMMANDS = "data pretrain finetune freeze evaluate compare report run analyze inspect bench doctor"
+COMMANDS = "data pretrain finetune freeze evaluate compare report run inspect bench doctor"
 README = """
 pip install .[data]
 pip install .[data,hf]

@@ -9,7 +9,6 @@ from typing import Annotated
 import pytest
 import tyro
 
-from saf.analysis import ANALYSES
 from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.model.prefill import PrefillSettings
@@ -41,7 +40,6 @@ SETTINGS = [
     *(FreezeConfig, TrainConfig, PrepareConfig, CheckpointFreezing),
     *(OpSettings, PrefillSettings, UpdateSettings, ErrorSettings, CalibrationSettings),
     *SCHEDULES.values(),
-    *dict.fromkeys(analysis.settings for analysis in ANALYSES.values()),
 ]
 
 

@@ -21,12 +21,11 @@ COMMANDS = {
     "compare": "what freezing cost and saved: an ordinary and a frozen run of the same data",
     "report": "one self-contained HTML page about runs or benchmarks; a document of all results",
     "run": "train what a table or figure of the paper needs, and render it; alone, list the recipes",
-    "analyze": "what single heads cost, which scores foretell it, profiles, geometry, fits, distributions, zero-shot",
     "inspect": "what a checkpoint, run, data folder or saved model holds; verifies its sums",
     "bench": "speed, memory and accuracy: each number beside its baseline and its bound or budget",
     "doctor": "versions, devices, and which backend would run here and why",
 }
-GROUPS = ("data", "analyze", "bench")
+GROUPS = ("data", "bench")
 """Commands that are several; their module has COMMANDS, by name, and any other's its COMMAND."""
 TRAINING = ("pretrain", "finetune")
 KEPT = ". Checkpoints, if there are any, stay: go on with the same command and --resume"

@@ -271,11 +271,13 @@ def in_this_process(
     from contextlib import redirect_stderr, redirect_stdout
 
     from saf.cli import main
+    from saf.experiments.analyses import analyze
 
+    analysis = arguments[0] == "analyze"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
         try:
-            return main(arguments)
+            return analyze(arguments[1:]) if analysis else main(arguments)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
 

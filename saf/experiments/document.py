@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from saf.errors import InputError
+from saf.experiments.analyses import ANALYSES, draw, tables
 from saf.experiments.columns import COLUMNS, PAPER_EXCHANGE
 from saf.experiments.figure import figure_picture
 from saf.experiments.measuring import plan_measurements
@@ -57,17 +58,18 @@ def render_document(
 
     Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
     """
-    tables: list[str] = []
+    shown: list[str] = []
     findings: list[Finding] = []
     pictures: dict[str, str] = {}
     for folder in stores(results):
         for rendered, planned in _rendered(folder, recipes):
             drawn = _pictures(rendered, folder.name)
-            tables += _table(rendered, planned, folder.relative_to(results.parent), drawn)
+            shown += _table(rendered, planned, folder.relative_to(results.parent), drawn)
             findings += _findings(rendered, link(folder, beside, folder.name))
             pictures |= {path: picture for path, (_, picture) in drawn.items()}
-    more = {"Recipes": tables} if tables else {}
-    return render_results(results, beside, name=name, more=more, findings=findings) | pictures
+    more = {"Recipes": shown} if shown else {}
+    analyses = dict.fromkeys(ANALYSES, (tables, draw))
+    return render_results(results, beside, name=name, more=more, findings=findings, analyses=analyses) | pictures
 
 
 def _pictures(rendered: Rendered, store: str) -> dict[str, tuple[str, str]]:

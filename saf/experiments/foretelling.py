@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from saf.analysis import ANALYSES
 from saf.bench.harness.arms import Comparison, arms_of, default_backends, default_others
 from saf.bench.harness.arms import plan as compared
 from saf.bench.harness.settings import MICRO_BATCHES, QWEN_POINTS
 from saf.bench.harness.shape import ModelShape, shape_of
 from saf.bench.model.finetune import TIMED, FinetuneUpdateSettings
+from saf.experiments.analyses import ANALYSES
 from saf.experiments.examples import LAYOUTS
 from saf.experiments.measuring import PlannedMeasurement
 from saf.experiments.plan import Plan

@@ -1,9 +1,8 @@
 """What a plan reads beside its own runs, and whether it is there: prepared text, enough of it, and tasks' examples."""
 
-from saf.analysis import ANALYSES
-from saf.analysis.model import ModelSettings
 from saf.data import TokenData
 from saf.errors import InputError, SafError
+from saf.experiments.analyses import ANALYSES
 from saf.experiments.examples import is_of_files
 from saf.experiments.measuring import Measurements
 from saf.experiments.plan import Plan
@@ -45,8 +44,8 @@ def lacking_text(plan: Plan, found: Measurements, data: TokenData) -> str | None
     for each in found.planned.values():
         analysis = ANALYSES.get(each.does.partition(" ")[2])
         read = each.runs_read(plan)
-        if analysis and issubclass(analysis.settings, ModelSettings) and read and "data" not in each.settings:
-            count = each.settings.get("sequences", analysis.settings.sequences)
+        if analysis and hasattr(analysis.Settings, "open") and read and "data" not in each.settings:
+            count = each.settings.get("sequences", analysis.Settings.sequences)
             length = each.settings.get("length", read[0].shape.max_length)
             asked.append((each.title, int(count), int(length), data.calibration_source))
     lacking = [

@@ -80,7 +80,8 @@ def in_a_process(
     shared = {} if threads is None else dict.fromkeys(THREADS, str(threads))
     chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     group = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command = [sys.executable, "-m", *(group if processes > 1 else []), "saf", *arguments]
+    module = ["experiments.analyses", *arguments[1:]] if arguments[0] == "analyze" else ["saf", *arguments]
+    command = [sys.executable, "-m", *(group if processes > 1 else []), *module]
     with ExitStack() as kept:
         if compiles_anew:
             folder = kept.enter_context(TemporaryDirectory(prefix="saf-compiled-", ignore_cleanup_errors=True))

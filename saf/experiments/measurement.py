@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from saf.analysis import ANALYSES
 from saf.bench.kinds import BENCHMARKS
 from saf.errors import InputError
+from saf.experiments.analyses import ANALYSES, tables
 from saf.records.paper import Source
 from saf.records.table import Part
 
@@ -211,8 +211,7 @@ def peak_change(
 
 def tables_of(record: Mapping[str, Any]) -> list[Part]:
     """Return the paragraphs, tables and notes that a measurement's record has in its own command."""
-    found = ANALYSES.get(record["kind"]) or BENCHMARKS[record["kind"]]
-    return found.tables(record)
+    return tables(record) if record["kind"] in ANALYSES else BENCHMARKS[record["kind"]].tables(record)
 
 
 def _arms_of(reference: Reference) -> Iterator[str]:

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saf.analysis import ANALYSES
 from saf.errors import InputError, SafError
+from saf.experiments.analyses import ANALYSES
 from saf.experiments.columns import change_of
 from saf.experiments.execution import Outcome
 from saf.experiments.launching import Launch, Stop, flag_words, last_line
@@ -327,8 +327,8 @@ def _measure(each: PlannedMeasurement, store: Store, outcome: Outcome, launch: L
             return f"{each.title} cannot begin: {path} is missing"
     out = store.run_folder(each.key) / "measured.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    analysis = ANALYSES.get(each.does.partition(" ")[2])
-    if out.exists() and (analysis is None or analysis.cut_off(out) is None):
+    unfinished = getattr(ANALYSES.get(each.does.partition(" ")[2]), "unfinished", lambda _: None)
+    if out.exists() and unfinished(out) is None:
         out.unlink()
     log = store.folder / "logs" / f"{each.key}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.evaluate.paired import mean_and_standard_error
+from saf.experiments.analyses import ANALYSES, draw
 from saf.experiments.columns import COLUMNS, Column
 from saf.experiments.measurement import Measurement, Number, tables_of
 from saf.experiments.measuring import Measurements
@@ -36,7 +37,6 @@ from saf.experiments.store import Store
 from saf.records.files import write_atomically, write_json
 from saf.records.paper import Source
 from saf.records.table import Cell, Part, Table, markdown_of
-from saf.report.analyses import FIGURES, analysis_figure
 
 NOT_RUN = "not run"
 
@@ -90,10 +90,10 @@ class Rendered:
         """
         made = {f"{each.does} {each.on}": each for each in self.recipe.measurements if each.name in self.measured}
         return {
-            _told(each, seed): analysis_figure(record)
+            _told(each, seed): draw(record)
             for each in made.values()
             for seed, record in self.measured[each.name].items()
-            if record["kind"] in FIGURES
+            if record["kind"] in ANALYSES
         }
 
     def tables(self) -> list[Table]:

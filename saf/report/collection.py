@@ -2,12 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from saf.analysis import ANALYSES
 from saf.bench.harness.measured import OTHER_DEVICE, model_of
 from saf.bench.kinds import KINDS, compares_arms
 from saf.errors import InputError
@@ -31,11 +30,12 @@ class File:
     path: Path
     record: Mapping[str, Any]
     name: str
+    is_analysis: bool = False
 
     @property
     def section(self) -> str:
         """Return its section: the kind of a benchmark, with " memory" when it timed nothing, "analysis", "other"."""
-        if self.record.get("kind") in ANALYSES:
+        if self.is_analysis:
             return "analysis"
         if compares_arms(self.record) and not self.record["rows"]:
             return f"{self.record['kind']} memory"
@@ -47,8 +47,10 @@ class File:
         return self.record.get("provenance") or {}
 
 
-def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
+def find(results: Path, analyses: Container[str] = ()) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     """Return the runs by the folder that holds them, and every other JSON record, in order; those of stores left out.
+
+    `analyses` are the kinds of records of analyses.
 
     Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
     """
@@ -68,7 +70,8 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     for path in sorted(paths, key=_by_name):
         record = read_json(path)
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
-        files.append(File(path, with_header(record) if is_result(record) else record, name))
+        record = with_header(record) if is_result(record) else record
+        files.append(File(path, record, name, str(record.get("kind")) in analyses))
     return trainings, _telling_devices(files)
 
 

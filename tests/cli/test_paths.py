@@ -13,7 +13,6 @@ from saf.records.events import read_events
 from saf.statistics import AttentionStatistics
 from tests.freezing.small_model import make, tokens
 
-ANALYSES = ("one-head", "profiles", "geometry", "fits", "distributions")
 COMMANDS = {
     "data prepare": "data prepare P --out OUT",
     "data prepare --tokenizer": "data prepare python --tokenizer P --out OUT",
@@ -27,11 +26,6 @@ COMMANDS = {
     "report": "report P",
     "report --results": "report --results P --out OUT.md",
     "inspect": "inspect P",
-    **{f"analyze {name}": f"analyze {name} P" for name in ANALYSES},
-    "analyze joint-cost": "analyze joint-cost P --first 0:0 --second 0:1",
-    "analyze partial-spearman": "analyze partial-spearman P",
-    "analyze stability": "analyze stability P P",
-    "analyze draw": "analyze draw P OUT.svg",
     "bench calibration --statistics": "bench calibration --statistics P --out OUT.json",
 }
 READ = {

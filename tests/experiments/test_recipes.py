@@ -2,8 +2,10 @@ import re
 from pathlib import Path
 
 import pytest
+import tyro
 
-from saf.cli import analyze, bench, main
+from experiments.analyses import ANALYSES
+from saf.cli import bench, main
 from saf.experiments.columns import COLUMNS
 from saf.experiments.launching import flag_words
 from saf.experiments.measuring import Given, plan_measurements
@@ -90,12 +92,15 @@ def test_every_measurement_is_a_command_whose_settings_can_be_used(scale):
     made = plan(measured, SCALES[scale], data="data", seeds=(1,))
     for each in plan_measurements(measured, made).planned.values():
         command, kind = each.does.split()
-        classes = bench.COMMANDS if command == "bench" else analyze.COMMANDS
         words = [str(Path("folder"))] * len(each.on)
         for name, value in each.settings.items():
             # Heads are read from a run's events when the command begins.
             words += flag_words(name, "0:1" if isinstance(value, Given) else value)
-        classes[kind].from_words([*words, "--out", "record.json"])
+        words += ["--out", "record.json"]
+        if command == "bench":
+            bench.COMMANDS[kind].from_words(words)
+        else:
+            tyro.cli(ANALYSES[kind].Settings, args=list(map(str, words)))
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -7,8 +7,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import saf
-from saf.analysis import ANALYSES
-from saf.analysis.joint_cost import JointCost
 from saf.bench.accuracy.errors import ErrorSettings
 from saf.bench.freezing.settings import CalibrationSettings
 from saf.bench.model.prefill import PrefillSettings
@@ -26,7 +24,6 @@ SETTINGS: tuple[type, ...] = (
     *(saf.GPTConfig, FreezeConfig, TrainConfig, PrepareConfig, CheckpointFreezing),
     *(OpSettings, PrefillSettings, UpdateSettings, ErrorSettings, CalibrationSettings),
     *SCHEDULES.values(),
-    *dict.fromkeys(analysis.settings for analysis in ANALYSES.values()),
 )
 REQUIRED: dict[str, Any] = {
     **dict.fromkeys(("num_layers", "num_heads"), 2),
@@ -46,8 +43,6 @@ def of_settings() -> Iterator[Row]:
         bad = {each.name: tuple(wrong_for(hints[each.name])) for each in fields(kind)}
         if kind is FreezeConfig:
             bad["below"] = bad["below"][:-1]  # a score may be negative
-        if kind is JointCost:
-            needed |= {"first": ((0, 0),), "second": ((0, 1),)}
         yield Row(kind.__name__, kind, _constant(needed), bad)
 
 

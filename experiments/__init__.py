@@ -1,0 +1,1 @@
+"""Experiments around the package: analyses of heads, selections and patterns."""
