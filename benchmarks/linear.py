@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import saf
-from saf.bench.harness.synthetic import synthetic_patterns
+from saf.bench.models import synthetic_patterns
 from saf.ops.linear.launch import LinearConfig, choose_config, linear_matmul
 from saf.ops.linear.operator import chunk_rows, linear_tables
 

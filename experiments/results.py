@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.analyses import ANALYSES, svg
 from experiments.figures import draw
 from experiments.recipe import recipe
 from experiments.scales import scale_named
@@ -11,9 +12,8 @@ from experiments.tables import METRICS, RecipeTable, Record, markdown, measured_
 from saf.records.files import write_atomically
 from saf.records.paper import Quoted
 from saf.records.result import read_result
-from saf.records.table import Cell
+from saf.records.table import Cell, Part, Table, markdown_of
 from saf.records.text import markdown as escaped
-from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.provenance import link
 from saf.report.record_parts import body_of
 from saf.report.results import PICTURES, render_results
@@ -62,10 +62,19 @@ def render_document(results: Path, beside: Path, *, name: str = "results.md") ->
             table = RecipeTable(each, recipe(each), scale, records)
             parts += _section(table, results / scale, pictures)
             findings += _findings(table, link(results / scale, beside, scale))
-    return (
-        render_results(results, beside, name=name, more={"Recipes": parts} if parts else {}, findings=findings)
-        | pictures
-    )
+    analyses = dict.fromkeys(ANALYSES, (analysis_parts, svg))
+    more = {"Recipes": parts} if parts else {}
+    return render_results(results, beside, name=name, more=more, findings=findings, analyses=analyses) | pictures
+
+
+def analysis_parts(record: Record) -> list[Part]:
+    """Return the paragraphs and tables of an analysis's record."""
+    return [
+        part
+        if isinstance(part, str)
+        else Table.of(part.attrs["title"], list(part.columns), part.to_numpy().tolist(), part.attrs["notes"])
+        for part in ANALYSES[record["kind"]].tables(record)
+    ]
 
 
 def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
@@ -85,8 +94,8 @@ def _section(table: RecipeTable, folder: Path, pictures: dict[str, str]) -> Iter
     measured = measured_records(table, folder)
     drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
     for name, records in measured.items():
-        if records[0]["kind"] in FIGURES:
-            drawn[name.replace(" ", "-")] = (name, analysis_figure(records[0]))
+        if records[0]["kind"] in ANALYSES:
+            drawn[name.replace(" ", "-")] = (name, svg(records[0]))
     for name, (title, picture) in drawn.items():
         if picture is not None:
             path = f"{PICTURES}/{table.scale}-{table.name}-{name}.svg"
@@ -111,7 +120,7 @@ def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> 
         for record in records:
             seed = (record.get("experiment") or {}).get("seed")
             yield f"<details><summary>{name}{'' if seed is None else f', seed {seed}'}</summary>"
-            yield from body_of(record)
+            yield from map(markdown_of, analysis_parts(record)) if record["kind"] in ANALYSES else body_of(record)
             yield "</details>"
 
 

@@ -27,7 +27,7 @@ DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/
 HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/results.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
-FOLDERS = ("saf", "docs", "tests", "tools", "examples", "experiments", "results", ".ci")
+FOLDERS = ("saf", "docs", "tests", "tools", "examples", "experiments", "benchmarks", "results", ".ci")
 MACHINE_FOLDERS = ("work", "tmp", "root", "home")
 RUN_SECONDS = 240
 
@@ -215,6 +215,7 @@ def stale_results() -> list[str]:
     if not (ROOT / "results").is_dir():
         return []
     sys.path.insert(0, str(ROOT))
+    from experiments.analyses import ANALYSES
     from experiments.results import render_document
     from saf.report.collection import find, superseded
 
@@ -222,7 +223,7 @@ def stale_results() -> list[str]:
     stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
     advice = "run `python -m experiments results`"
     found = [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
-    older = superseded(find(ROOT / "results")[1])
+    older = superseded(find(ROOT / "results", ANALYSES)[1])
     advice = "all that it measured stands newer in other files; remove it, the history keeps it"
     return found + [f"{file.path.relative_to(ROOT).as_posix()}: {advice}" for file in older]
 

@@ -128,7 +128,7 @@ def problems(source: str, path: str) -> list[str]:
 
 def main() -> int:
     """Check every file of the package; print what is wrong and return the exit status."""
-    files = sorted((ROOT / "saf").rglob("*.py"))
+    files = sorted(path for folder in ("saf", "experiments") for path in (ROOT / folder).rglob("*.py"))
     found = [line for file in files for line in problems(file.read_text(), file.relative_to(ROOT).as_posix())]
     print("\n".join(found) or f"source rules: {len(files)} files, nothing to mend")
     return 1 if found else 0

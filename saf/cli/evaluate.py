@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from saf.analysis.model import SILENT, Watch
-from saf.cli.output import say, show
+from saf.cli.output import countdowns, say, show
 from saf.data import TextData
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
@@ -144,11 +143,12 @@ class Command:
     def _zero_shot(self, opened: OpenedModel, harness: ModuleType) -> dict[str, Any]:
         """Return the record of the model's answers."""
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
-        watch = Watch(say=say) if is_first() else SILENT
         used = precision_in_use(opened.model, self.precision)
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        answers = harness.ask(opened, self, longest=self.length, progress=watch.countdowns("requests"))
+        answers = harness.ask(
+            opened, self, longest=self.length, progress=countdowns("requests", say if is_first() else lambda text: None)
+        )
         device = pick_device(self.device)
         return done_once(
             lambda: zero_shot_record(

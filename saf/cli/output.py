@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,6 +44,26 @@ def machine(provenance: Mapping[str, Any]) -> str:
     driver = [f"driver {provenance['driver']}"] if provenance["driver"] else []
     clocks = clock_words(provenance)
     return ", ".join([provenance["device"], *named, *driver, *([clocks] if clocks else [])])
+
+
+def countdowns(what: str, say: Callable[[str], None]) -> Callable[[str, int, int], None]:
+    """Return what tells how far several measurements are, one after the other.
+
+    It is called with the name of one, how many things of it are done, and how many there are; first with none.
+    """
+    began: dict[str, float] = {}
+    told: dict[str, float] = {}
+
+    def tell(name: str, done: int, total: int) -> None:
+        """Begin to count, or tell how far one is."""
+        now = time.monotonic()
+        if not done:
+            began[name] = now
+        elif done == total or now - told.get(name, 0.0) >= EVERY / 2:
+            told[name], each = now, (now - began[name]) / done
+            say(f"{done} of {total} {what} of {name}, {each:.2f} s each, {duration(each * (total - done))} left")
+
+    return tell
 
 
 class LayerProgress(AbstractContextManager):

@@ -2,12 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from saf.analysis import ANALYSES
 from saf.errors import InputError
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
@@ -29,11 +28,12 @@ class File:
     path: Path
     record: Mapping[str, Any]
     name: str
+    is_analysis: bool = False
 
     @property
     def section(self) -> str:
         """Return its section: the kind of a benchmark, with " memory" when it timed nothing, "analysis", "other"."""
-        if self.record.get("kind") in ANALYSES:
+        if self.is_analysis:
             return "analysis"
         if compares_arms(self.record) and not self.record["rows"]:
             return f"{self.record['kind']} memory"
@@ -45,10 +45,12 @@ class File:
         return self.record.get("provenance") or {}
 
 
-def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
+def find(results: Path, analyses: Container[str] = ()) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
     """Return the runs by the folder that holds them, and every other JSON record, in order.
 
     Records of experiments, which say so, are left out: they are read as tables of arms.
+
+    `analyses` are the kinds of records of analyses.
 
     Raises InputError when `results` is no folder, or holds a JSON file that cannot be read.
     """
@@ -68,7 +70,7 @@ def find(results: Path) -> tuple[dict[Path, list[RecordedRun]], list[File]]:
         if "experiment" in (record := read_json(path)):
             continue
         name = path.stem if stems.count(path.stem) == 1 else path.relative_to(results).with_suffix("").as_posix()
-        files.append(File(path, record, name))
+        files.append(File(path, record, name, str(record.get("kind")) in analyses))
     return trainings, _telling_devices(files)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from saf.analysis import ANALYSES
 from saf.records.quantities import MISSING, number
 from saf.records.table import Part, Table, markdown_of
 from saf.report.benchmarks import KINDS
@@ -37,8 +36,6 @@ def body_of(record: Mapping[str, Any]) -> list[str]:
 def parts_of(record: Mapping[str, Any]) -> list[Part]:
     """Return the paragraphs, each table as such."""
     name = str(record.get("kind"))
-    if name in ANALYSES:
-        return ANALYSES[name].tables(record)
     if name in KINDS:
         return KINDS[name].tables(record)
     return [*plain_tables(record), *unmeasured(record)]

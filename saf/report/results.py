@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from saf.errors import InputError
-from saf.records.table import Cell, Table, markdown_of
+from saf.records.table import Cell, Part, Table, markdown_of
 from saf.records.text import markdown
-from saf.report.analyses import FIGURES, analysis_figure
 from saf.report.benchmarks import KINDS
 from saf.report.benchmarks.speed import missing_lines
 from saf.report.collection import File, find, newest
@@ -17,6 +17,7 @@ from saf.report.record_parts import TITLES, body_of
 from saf.report.results_summary import Finding, summary_table
 from saf.report.runs.training import training
 
+Analysis = tuple[Callable[[Any], list[Part]], Callable[[Any], str]]
 PICTURES = "images"
 
 
@@ -27,14 +28,16 @@ def render_results(
     name: str = "results.md",
     more: Mapping[str, Sequence[str]] | None = None,
     findings: Iterable[Finding] = (),
+    analyses: Mapping[str, Analysis] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Return what files in the folder `beside` should hold: the document `name`, and its pictures.
 
     `more` are sections of Markdown that stand after those of runs, by title; `findings` what the summary has of them.
+    `analyses` have, by the kind of a record, the functions that return its parts and its picture.
 
     Raises InputError when `results` is no folder, holds no result, or holds a JSON file that cannot be read.
     """
-    trainings, every = find(results)
+    trainings, every = find(results, analyses)
     if not trainings and not every and not more:
         raise InputError(f"{results} holds no results: no run folder and no JSON record")
     files = newest(every)
@@ -56,7 +59,7 @@ def render_results(
     for title, content in (more or {}).items():
         parts += [f"## {markdown(title)}", *content]
     for title, chosen in sections.items():
-        parts += [f"## {markdown(title)}", *_section(chosen, beside, pictures)]
+        parts += [f"## {markdown(title)}", *_section(chosen, beside, pictures, analyses)]
     return {name: "\n\n".join(parts) + "\n", **pictures}
 
 
@@ -74,26 +77,31 @@ def _sections(files: Iterable[File]) -> Iterator[tuple[str, str]]:
         yield kind, kind.replace("_", " ").capitalize()
 
 
-def _section(files: Sequence[File], beside: Path, pictures: dict[str, str]) -> Iterator[str]:
+def _section(
+    files: Sequence[File], beside: Path, pictures: dict[str, str], analyses: Mapping[str, Analysis]
+) -> Iterator[str]:
     """Yield the Markdown of the files of one section, and add its pictures to `pictures`."""
     kind = KINDS.get(str(files[0].record.get("kind")))
     if kind is None:
         for file in files:
-            yield from _file(file, beside, pictures)
+            yield from _file(file, beside, pictures, analyses)
         return
     named = [(link(file.path, beside, file.name), file.record) for file in files]
     yield from filter(None, map(markdown_of, kind.overview(named)))
     yield _folded(f"{_count(len(files))}: conditions and commands", _origins(files, beside, kind.conditions))
 
 
-def _file(file: File, beside: Path, pictures: dict[str, str]) -> Iterator[str]:
+def _file(file: File, beside: Path, pictures: dict[str, str], analyses: Mapping[str, Analysis]) -> Iterator[str]:
     """Yield the Markdown of one file that has a part of its section to itself, its figure too."""
     yield f"### {markdown(file.name)}"
     yield from origin_of(file.path, beside, file.provenance)
-    yield from body_of(file.record)
-    if file.section == "analysis" and file.record["kind"] in FIGURES:
+    if not file.is_analysis:
+        yield from body_of(file.record)
+    else:
+        parts, draw = analyses[file.record["kind"]]
+        yield from map(markdown_of, parts(file.record))
         drawn = f"{PICTURES}/{file.path.stem}.svg"
-        pictures[drawn] = analysis_figure(file.record)
+        pictures[drawn] = draw(file.record)
         yield Cell(text=file.name, link=drawn, picture=True).markdown()
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.analysis.geometry import pattern_distances
+from experiments.analyses.geometry import pattern_distances
 from saf.calibration.layer import measure_layer
 from saf.estimates import PATTERNS, dense_pattern
 

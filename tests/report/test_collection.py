@@ -165,7 +165,7 @@ def test_peak_memory_analyses_and_files_of_unknown_kinds(tmp_path):
         content = {"schema": "saf.result/2", "kind": "fits", "settings": {}, "provenance": {}}
         put(tmp_path, f"{name}.json", dated(content, day))
     put(tmp_path, "loose.json", {"alone": 7})
-    files = find(tmp_path)[1]
+    files = find(tmp_path, ["fits"])[1]
     assert [file.name for file in newest(files)] == ["a/fits", "fits-again", "loose", "memory-new"]
     assert {file.name for file in superseded(files)} == {"b/fits", "memory-old"}
 

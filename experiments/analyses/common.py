@@ -1,0 +1,291 @@
+"""Code that several analyses share: settings, the opened model, costs of frozen heads, rank correlations, tables."""
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import tyro
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from saf.adapters import adapter_for, unwrap
+from saf.calibration.capture import evaluation_mode
+from saf.data import TokenData, calibration_windows, sequential_windows
+from saf.errors import InputError
+from saf.heads import Head, HeadSet
+from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
+from saf.opening import ModelFolder, find_model, open_data
+from saf.patterns import CompactPattern, DensePattern
+from saf.records.events import heads_of_record
+from saf.records.files import read_json_value, write_json
+from saf.records.quantities import MISSING
+from saf.records.result import result_header
+from saf.surgery import install_, uninstall_
+
+Record = Mapping[str, Any]
+"""A measured record as JSON has it: the header of every result, then the analysis's own entries."""
+Part = str | pd.DataFrame
+"""A paragraph, or a table of text whose `attrs` hold its title and notes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a command writes its record."""
+
+    out: Path | None = None
+    """JSON file for the record."""
+    figure: Path | None = None
+    """SVG file for the figure."""
+    json: bool = False
+    """Print the record as JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Output):
+    """Settings of every analysis that runs a model."""
+
+    model: tyro.conf.Positional[Path]
+    """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
+    data: Path | None = None
+    """Prepared data folder; the one that the model was trained on if not given."""
+    sequences: int = 32
+    """Number of calibration sequences."""
+    calibration_seed: int | None = None
+    """Seed for drawing calibration sequences; the run's if not given."""
+    length: int | None = None
+    """Tokens of a sequence or window; the run's if not given."""
+    batch_size: int = 8
+    """Sequences in a forward pass."""
+    device: Device = "auto"
+    """Device to compute on; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """Precision to compute in; auto is bf16 autocast on CUDA and fp32 on CPU."""
+
+    def open(self) -> "Opened":
+        """Return the model with its data; raise InputError or CheckpointError if either is missing."""
+        source = find_model(self.model)
+        data, device = open_data(self.data, source), pick_device(self.device)
+        model: Any = source.model(device)
+        seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
+        length = self.length or source.settings.get("length") or model.config.max_length
+        return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its data, and the precision to run it in."""
+
+    settings: ModelSettings
+    source: ModelFolder
+    model: nn.Module
+    data: TokenData
+    length: int
+    seed: int
+    autocast: AbstractContextManager[Any]
+
+    def calibration(self) -> list[Tensor]:
+        """Return the calibration sequences in batches `[B, length]`."""
+        count = self.settings.sequences
+        windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed, setting="--sequences")
+        return list(windows.split(self.settings.batch_size))
+
+    def windows(self, count: int) -> Tensor:
+        """Return the first windows `[count, length + 1]` of the controller partition."""
+        return sequential_windows(self.data.tokens("controller"), self.length, count)
+
+    def record(self, kind: str, values: Record) -> dict[str, Any]:
+        """Return the header of a record, the model, and `values`."""
+        head = header(
+            kind,
+            self.settings,
+            device=device_name(adapter_for(self.model).device),
+            checkpoints={"model": self.source.hash},
+            data={"analysed": self.data.fingerprint},
+        )
+        return {**head, "model": str(self.source.folder), "length": self.length, **values}
+
+
+def header(kind: str, settings: Output, **origin: Any) -> dict[str, Any]:
+    """Return the header of a record; `origin` is passed on to `saf.records.result.result_header`."""
+    output = Output.__dataclass_fields__
+    return result_header(kind, {name: value for name, value in vars(settings).items() if name not in output}, **origin)
+
+
+def save(record: Record, settings: Output) -> None:
+    """Write a record, or what is measured of it so far, where the settings name a file."""
+    if settings.out is not None:
+        write_json(settings.out, record)
+
+
+def say(text: str) -> None:
+    """Print a line about progress on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_heads(words: Sequence[str]) -> HeadSet:
+    """Return the heads that words name: `LAYER:HEAD`, JSON pairs in a file, an events.jsonl, or the folder of a run."""
+    pairs: list[Head] = []
+    for word in words:
+        layer, _, head = word.partition(":")
+        path = Path(word)
+        if layer.isdecimal() and head.isdecimal():
+            pairs.append((int(layer), int(head)))
+        elif path.suffix == ".jsonl" or path.is_dir():
+            pairs += [(layer, head) for layer, head in heads_of_record(path)]
+        elif path.is_file():
+            try:
+                found = read_json_value(path)
+                pairs += [
+                    (int(layer), int(head)) for layer, head in (found if isinstance(found, list) else found["heads"])
+                ]
+            except (KeyError, TypeError, ValueError) as error:
+                raise InputError(f"{path} lists no heads; expected [[layer, head], ...], alone or as heads") from error
+        else:
+            raise InputError(f"heads must be LAYER:HEAD or an existing file or folder, got {word!r}")
+    return HeadSet(pairs)
+
+
+def check_rates(rates: Sequence[float]) -> None:
+    """Raise InputError unless all rates are shares of heads."""
+    if not all(0 < rate <= 1 for rate in rates):
+        raise InputError(f"--rates must be in (0, 1], got {' '.join(map(str, rates))}")
+
+
+def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
+    """Return which of `[L, H]` heads are in a set, bool."""
+    mask = torch.zeros(tuple(shape), dtype=torch.bool)
+    for head in heads:
+        mask[head] = True
+    return mask
+
+
+class CostMeter:
+    """Measures a copy of a model on held-out windows `[W, T + 1]`, with heads frozen for the time being."""
+
+    def __init__(self, model: nn.Module, windows: Tensor, *, batch_size: int = 8):
+        self._model, self._windows, self._batch_size = copy.deepcopy(unwrap(model)), windows, batch_size
+        self.baseline = self._log_probs()
+
+    def log_probs(
+        self, heads: HeadSet, patterns: Mapping[Head, CompactPattern | DensePattern], *, backend: str = "auto"
+    ) -> Tensor:
+        """Return log-probabilities of the targets with `heads` frozen, `[W, T]` float32, nats."""
+        with frozen_heads(self._model, heads, [patterns[head] for head in heads], backend):
+            return self._log_probs()
+
+    def _log_probs(self) -> Tensor:
+        adapter = adapter_for(self._model)
+        with torch.no_grad(), evaluation_mode(self._model):
+            batches = [batch.to(adapter.device) for batch in self._windows.split(self._batch_size)]
+            return torch.cat([adapter.token_log_probs(ids[:, :-1], ids[:, 1:]).float().cpu() for ids in batches])
+
+
+@contextmanager
+def frozen_heads(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
+    """Freeze heads within the block."""
+    if not len(heads):
+        yield
+        return
+    install_(model, heads, patterns, backend=backend)
+    # Autocast keeps low-precision copies of weights, which surgery changes in place.
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        uninstall_(model, heads)
+        torch.clear_autocast_cache()
+
+
+# --- rank correlations of values by layer and head
+
+
+def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
+    """Return values `[L, H]` float64 from JSON, null as NaN."""
+    return torch.from_numpy(np.array(rows, dtype=float))
+
+
+def spearman(one: Tensor, other: Tensor) -> float:
+    """Return Spearman's correlation, ties by average rank, over the entries that are NaN in neither tensor.
+
+    NaN for fewer than two entries, or a constant one.
+    """
+    return correlation(*_frame([one, other]).rank().to_numpy().T)
+
+
+def stratified_spearman(strata: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the correlation of ranks taken and centred within each stratum, all strata pooled.
+
+    Differences between strata play no part. With equally many entries and no ties it is the mean of the strata's own
+    correlations.
+    """
+    ranks = [_frame(pair).rank() for pair in strata]
+    return correlation(*pd.concat([each - each.mean() for each in ranks]).to_numpy().T)
+
+
+def partial_spearman(one: Tensor, other: Tensor, *, covariates: Sequence[Tensor] = ()) -> float:
+    """Return the correlation of ranked values `[L, H]` after regressing out layers and ranked covariates.
+
+    Values are ranked over all heads that have every value and regressed by least squares on an indicator of each layer
+    and on the covariates' ranks; the residuals are correlated. NaN if nothing is left of one of them.
+    """
+    frame = _frame([one, other, *covariates])
+    ranks = frame.rank().to_numpy()
+    layers = pd.get_dummies(frame.index // one.shape[1]).to_numpy(dtype=float)
+    design = np.hstack([layers, ranks[:, 2:]])
+    residuals = ranks[:, :2] - design @ np.linalg.lstsq(design, ranks[:, :2], rcond=None)[0]
+    return correlation(*residuals.T)
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Return Pearson's correlation; NaN for fewer than two values, or constant ones."""
+    # A regression that explains everything leaves rounding errors; ranks differ by half at least.
+    if len(x) < 2 or min(np.ptp(x), np.ptp(y)) < 1e-9:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def _frame(values: Sequence[Tensor]) -> pd.DataFrame:
+    """Return one column a tensor `[L, H]`, a row a head, without rows that lack a value."""
+    return pd.DataFrame({place: each.cpu().double().flatten() for place, each in enumerate(values)}).dropna()
+
+
+# --- figures and tables
+
+
+def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12, 9)) -> tuple[Figure, Any]:
+    """Return a figure and its axes as `Figure.subplots` has them; `size` is in inches."""
+    drawn = Figure(figsize=size, layout="constrained")
+    return drawn, drawn.subplots(rows, columns)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:
+    """Return a table of text; None becomes a dash, whole numbers get thousands separators."""
+    cells = [
+        [f"{cell:,}" if isinstance(cell, int) else MISSING if cell is None else str(cell) for cell in row]
+        for row in rows
+    ]
+    frame = pd.DataFrame(cells, columns=list(columns), dtype=object)
+    frame.attrs = {"title": title, "notes": list(notes)}
+    return frame
+
+
+def without_empty(frame: pd.DataFrame, keep: Sequence[str] = ()) -> pd.DataFrame:
+    """Return a table without the columns that hold dashes alone; those in `keep` stay."""
+    return frame.loc[:, [name in keep or bool((frame[name] != MISSING).any()) for name in frame]]
+
+
+def shown(parts: Sequence[Part]) -> str:
+    """Return paragraphs and tables as text for a terminal."""
+    texts = []
+    for part in parts:
+        if isinstance(part, pd.DataFrame):
+            part = "\n".join([*filter(None, [part.attrs["title"]]), part.to_string(index=False), *part.attrs["notes"]])
+        texts.append(part)
+    return "\n\n".join(texts)

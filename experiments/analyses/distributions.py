@@ -1,0 +1,396 @@
+"""Measured attention rows against the Gaussian and Dirichlet models that sampled patterns draw from (paper, appendix).
+
+Models are fitted to the rows of some sequences and generate rows; those are compared with the rows of other sequences.
+Whole rows are compared by the energy distance, one entry by its distribution function, and profiles by UMAP.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from scipy import stats
+from scipy.spatial.distance import cdist
+from torch import Tensor
+from tqdm import tqdm
+
+from experiments.analyses.common import ModelSettings, Opened, Part, Record, read_heads, say, subplots, table
+from experiments.analyses.profiles import blank
+from saf.adapters import adapter_for
+from saf.calibration import calibrate
+from saf.errors import InputError, UnsupportedError
+from saf.estimates.dirichlet import (
+    BOUNDS,
+    NEAR_CONSTANT,
+    NEAR_DETERMINISTIC,
+    PARAMETER_FLOOR,
+    concentration,
+    log_gamma_draws,
+)
+from saf.estimates.sampling import stream_of
+from saf.heads import Head, HeadSet
+from saf.records import paper
+from saf.records.quantities import MISSING
+from saf.scores import score
+from saf.selection import budget, select
+from saf.statistics import AttentionStatistics
+
+QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+"""Shares of the length at which the paper looks."""
+FAMILIES = ("resampled", "gaussian", "dirichlet")
+SCALE = 4.0
+"""Factor of Dirichlet concentrations in diagnostics; patterns to install take 16 (paper, appendix)."""
+ROWS, SPLITS, SETS = 96, 16, 4
+"""Most rows of each side in one energy distance; splits whose upper quartile is the unit; generated sets."""
+DRAWS, POINTS = 500, 101
+"""Generated entries; points of a curve in the record."""
+PROFILES = 512
+"""Most profiles of each kind in a projection."""
+EDGES = (0, *(2**power for power in range(11)))
+"""First distance of each bin of a profile: 0; 1; 2 to 3; 4 to 7; ...; the last takes the rest (paper, appendix)."""
+Key = tuple[int, ...]
+"""Names a random stream, such as (layer, head, position)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    """Hold measured attention rows and entries against the Gaussian and Dirichlet models fitted to other sequences."""
+
+    sequences: int = 500
+    """Number of calibration sequences."""
+    fitted: float = 0.6
+    """Share of the sequences that the models are fitted to; the others are held out."""
+    heads: tuple[str, ...] = ()
+    """Heads to look at: LAYER:HEAD, or a file or run that lists them; those of lowest variance at --rate if empty."""
+    rate: float = 0.25
+    """Share of all heads to look at."""
+    shown: int = 4
+    """Heads whose curves are kept for the figure, spread evenly over the heads."""
+    positions: tuple[int, ...] = ()
+    """Query positions, from 0; T/16, T/8, T/4, T/2, 3T/4 and T, as in the paper, if empty."""
+    distance: int = 1
+    """Distance from the last query back to the key whose entry is looked at."""
+    scale: float = SCALE
+    """Factor of Dirichlet concentrations."""
+    profiles: int = 128
+    """Number of sequences for the UMAP of profiles."""
+    umap: bool = False
+    """Also project profiles of the shown heads by UMAP (needs umap-learn)."""
+    seed: int = 0
+    """Seed of generated rows, splits and the projection."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record."""
+    if settings.umap and importlib.util.find_spec("umap") is None:
+        raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
+    opened = settings.open()
+    positions = settings.positions or query_positions(opened.length)
+    if not 0 <= settings.distance <= max(positions):
+        raise InputError(f"--distance must be in [0, {max(positions)}], the last query, got {settings.distance}")
+    count, fitted = settings.sequences, round(settings.fitted * settings.sequences)
+    if fitted < 4 or count - fitted < 2:
+        raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
+    ids = opened.calibration()
+    with opened.autocast:
+        heads = _heads(settings, opened, ids)
+        say(f"calibrating on {count} sequences")
+        found = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
+    order = list(heads)
+    shown = [order[number * len(order) // settings.shown] for number in range(settings.shown)]
+    shown = order if len(order) <= settings.shown else shown
+    values = {
+        "sequences": [fitted, count - fitted],
+        "heads": heads.to_list(),
+        "positions": list(found.positions),
+        "scale": settings.scale,
+        **row_distances(found, order, fitted=fitted, scale=settings.scale, seed=settings.seed),
+        "entries": _entries(settings, found, order, shown, fitted),
+    }
+    if settings.umap:
+        values["projections"] = _projections(settings, opened, ids, shown)
+    return opened.record("distributions", values)
+
+
+def query_positions(length: int) -> tuple[int, ...]:
+    """Return the paper's query positions, from 0."""
+    return tuple(sorted({max(1, round(share * length) - 1) for share in QUERIES}))
+
+
+def _heads(settings: Settings, opened: Opened, ids: list[Tensor]) -> HeadSet:
+    """Return the heads that the settings name, or those of lowest variance."""
+    if settings.heads:
+        return read_heads(settings.heads)
+    total = blank(adapter_for(opened.model).sites()).numel()
+    if not budget(settings.rate, total):
+        raise InputError(f"--rate must select at least one of {total} heads, got {settings.rate}")
+    return select(score(calibrate(opened.model, ids), "variance"), settings.rate)
+
+
+# --- rows drawn from models of their variation over sequences
+
+
+def resampled_rows(rows: Tensor, count: int, *, seed: int, key: Key) -> Tensor:
+    """Return `count` of the rows `[N, W]`, drawn with replacement: the reference for finite samples."""
+    return rows[torch.from_numpy(stream_of(seed, key).integers(len(rows), size=count))]
+
+
+def gaussian_rows(logits: Tensor, count: int, *, seed: int, key: Key) -> Tensor:
+    """Return rows `[count, W]`: logits drawn one by one with the means and variances of `logits [N, W]`, softmax."""
+    values = logits.double()
+    noise = torch.from_numpy(stream_of(seed, key).standard_normal((count, values.shape[1])))
+    return (values.mean(0) + values.std(0) * noise).softmax(-1)
+
+
+def dirichlet_rows(rows: Tensor, count: int, *, seed: int, key: Key, scale: float = SCALE) -> Tensor:
+    """Return rows `[count, W]` from Dirichlet(c m), m the mean of `rows [N, W]`, c `scale` times Eq. (18).
+
+    c and parameters are bounded as those of the pattern; rows that are nearly one-hot or constant are their mean.
+    """
+    values = rows.double()
+    center, spread = values.mean(0), values.var(0).sum()
+    if 1 - center.square().sum() <= NEAR_DETERMINISTIC or spread <= NEAR_CONSTANT:
+        return center.expand(count, -1)
+    strength = (scale * concentration(center, spread)).clamp(*BOUNDS)
+    parameters = (strength * center).clamp(min=PARAMETER_FLOOR).repeat(count)
+    return log_gamma_draws(parameters, seed, key).view(count, -1).softmax(-1)
+
+
+# --- whole rows: energy distances
+
+
+def distances(one: Tensor, other: Tensor) -> np.ndarray:
+    """Return the Euclidean distances `[n, m]` of square roots of rows: sqrt(2) times Hellinger distances."""
+    return cdist(one.double().sqrt(), other.double().sqrt())
+
+
+def energy_distance(between: np.ndarray, within_one: np.ndarray, within_other: np.ndarray) -> float:
+    """Return 2 E|X - Y| - E|X - X'| - E|Y - Y'| from matrices of distances (Eq. S.28 of docs/method.md).
+
+    Expectations are means over all pairs, a row's with itself included: never negative, zero only for equal samples.
+    """
+    return float(2 * between.mean() - within_one.mean() - within_other.mean())
+
+
+def split_quartile(apart: np.ndarray, *, rows: int, generator: torch.Generator) -> float:
+    """Return the upper quartile, over random splits of one sample, of the energy distance between two parts of it.
+
+    `apart [N, N]` are the sample's own distances; each part has `rows` rows.
+    """
+    found = []
+    for _ in range(SPLITS):
+        one, other = torch.randperm(len(apart), generator=generator)[: 2 * rows].view(2, rows).numpy()
+        found.append(energy_distance(apart[np.ix_(one, other)], apart[np.ix_(one, one)], apart[np.ix_(other, other)]))
+    return float(np.quantile(found, 0.75))
+
+
+def row_distances(
+    statistics: AttentionStatistics, heads: Sequence[Head], *, fitted: int, scale: float = SCALE, seed: int = 0
+) -> dict[str, Any]:
+    """Compare whole rows of the sequences after the first `fitted` with rows that models of those generate.
+
+    Returns `rows`, of each side in one estimate; `quartile [F, R]`, of two parts of the fitted sequences; `normalised`,
+    by family the mean energy distance over generated sets divided by it, NaN if no row differs from another; and the
+    `medians` over heads and queries.
+    """
+    held = statistics.num_sequences - fitted
+    size = min(ROWS, fitted // 2, held)
+    quartile = np.zeros((len(heads), len(statistics.positions)))
+    found = {name: np.zeros_like(quartile) for name in FAMILIES}
+    for number, head in enumerate(tqdm(heads, "heads", mininterval=5)):
+        measured, logits = (statistics.take(name, [head])[0] for name in ("rows", "logit_rows"))
+        for at, position in enumerate(statistics.positions):
+            own, before = (values[:fitted, at, : position + 1] for values in (measured, logits))
+            others = measured[fitted:, at, : position + 1]
+            generator = torch.Generator().manual_seed(seed)
+            quartile[number, at] = split_quartile(distances(own, own), rows=size, generator=generator)
+            for run in range(SETS):
+                chosen = others[torch.randperm(held, generator=generator)[:size]]
+                key = (*head, position, run)
+                drawn = {
+                    "resampled": resampled_rows(own, size, seed=seed, key=key),
+                    "gaussian": gaussian_rows(before, size, seed=seed, key=key),
+                    "dirichlet": dirichlet_rows(own, size, seed=seed, key=key, scale=scale),
+                }
+                within = distances(chosen, chosen)
+                for name, rows in drawn.items():
+                    apart = energy_distance(distances(rows, chosen), distances(rows, rows), within)
+                    found[name][number, at] += apart / SETS
+    unit = np.where(quartile > 0, quartile, np.nan)
+    normalised = {name: values / unit for name, values in found.items()}
+    medians = {name: float(np.nanmedian(values)) for name, values in normalised.items()}
+    return {"rows": size, "normalised": normalised, "quartile": quartile, "medians": medians}
+
+
+# --- one entry of the last row
+
+
+def _entries(
+    settings: Settings, statistics: AttentionStatistics, heads: Sequence[Head], shown: Sequence[Head], fitted: int
+) -> dict[str, Any]:
+    """Return the distances of the entry for all heads, and the curves of those shown."""
+    query = statistics.positions[-1]
+    key = query - settings.distance
+    found = {}
+    for head in heads:
+        rows, logits = (statistics.take(name, [head])[0][:, -1, : query + 1] for name in ("rows", "logit_rows"))
+        found[head] = entry_samples(rows, logits, key, fitted, settings.scale, settings.seed, (*head, query))
+    each = [entry_distances(*sample) for sample in found.values()]
+    by_model = {name: [one[name] for one in each] for name in ("logit", "gaussian", "dirichlet")}
+    curves = []
+    for head in shown:
+        samples, normal = found[head]
+        shares = np.linspace(0, 1, POINTS)
+        points = {name: np.quantile(values, shares).tolist() for name, values in samples.items()}
+        curves.append({"head": head, "normal": normal, **points})
+    return {"query": query, "key": key, "distances": by_model, "curves": curves}
+
+
+def entry_samples(
+    rows: Tensor, logits: Tensor, entry: int, fitted: int, scale: float, seed: int, key: Key
+) -> tuple[dict[str, np.ndarray], tuple[float, float]]:
+    """Return samples of one entry of `rows` and `logits [N, W]`, and mean and width of the logits' normal model.
+
+    `logits` and `measured` are of the sequences after the first `fitted`; `gaussian` and `dirichlet` are of rows that
+    the models of those generate.
+    """
+    generated = {
+        "gaussian": gaussian_rows(logits[:fitted], DRAWS, seed=seed, key=key),
+        "dirichlet": dirichlet_rows(rows[:fitted], DRAWS, seed=seed, key=key, scale=scale),
+    }
+    samples = {"logits": logits[fitted:], "measured": rows[fitted:], **generated}
+    model = logits[:fitted, entry].double()
+    return (
+        {name: values[:, entry].double().numpy() for name, values in samples.items()},
+        (float(model.mean()), float(model.std())),
+    )
+
+
+def entry_distances(samples: dict[str, np.ndarray], normal: tuple[float, float]) -> dict[str, float]:
+    """Return Kolmogorov-Smirnov distances of the measured logits and probabilities from their models.
+
+    That of `logit` is 1 if the normal model has no width.
+    """
+    fitted = stats.norm(*normal).cdf if normal[1] > 0 else None
+    found = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
+    for name in ("gaussian", "dirichlet"):
+        # Only the statistic is wanted; an exact p-value would take longer than all the rest.
+        found[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
+    return found
+
+
+# --- profiles in the plane
+
+
+def distance_profile(rows: Tensor, position: int) -> Tensor:
+    """Return the mass of rows `[..., W]` at query `position` (from 0) in each distance bin, `[..., 12]` float64."""
+    by_distance = rows[..., : position + 1].double().flip(-1)
+    bins = torch.bucketize(torch.arange(position + 1), torch.tensor(EDGES[1:]), right=True)
+    return by_distance.new_zeros(*rows.shape[:-1], len(EDGES)).index_add_(-1, bins, by_distance)
+
+
+def sample_profiles(
+    rows: Tensor, positions: Sequence[int], *, count: int = PROFILES, scale: float = SCALE, seed: int, key: Key
+) -> dict[str, Tensor]:
+    """Return binned profiles of a head's `rows [N, R, T]`: `measured` and `generated [n, 12]`, and the `mean [1, 12]`.
+
+    Each position's generated profiles are drawn from a Dirichlet distribution fitted to its N binned vectors.
+    """
+    binned = torch.stack([distance_profile(rows[:, at], row) for at, row in enumerate(positions)], 1)
+    each = -(-count // len(positions))
+    drawn = [
+        dirichlet_rows(binned[:, at], each, seed=seed, key=(*key, row), scale=scale) for at, row in enumerate(positions)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    found = {"measured": binned.flatten(0, 1), "generated": torch.cat(drawn)}
+    found = {name: values[torch.randperm(len(values), generator=generator)[:count]] for name, values in found.items()}
+    return {**found, "mean": binned.mean((0, 1))[None]}
+
+
+def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.ndarray]:
+    """Return points in the plane by a map that is fitted to the measured profiles alone.
+
+    Square roots are taken and standardised by the measured profiles. Distances in the plane are no test.
+    """
+    roots = {name: values.double().sqrt() for name, values in sample.items()}
+    width = roots["measured"].std(0)
+    # A bin that is alike in all measured profiles, perhaps empty, tells nothing apart.
+    width = torch.where(width > 0, width, 1.0)
+    scaled = {name: ((values - roots["measured"].mean(0)) / width).numpy() for name, values in roots.items()}
+    points = {"measured": reducer.fit_transform(scaled["measured"])}
+    return points | {name: reducer.transform(scaled[name]) for name in ("generated", "mean")}
+
+
+def _projections(settings: Settings, opened: Opened, ids: list[Tensor], shown: Sequence[Head]) -> list[dict[str, Any]]:
+    """Return the plane of each shown head, from rows in the latter half of the first sequences."""
+    umap = importlib.import_module("umap")
+    some = torch.cat(ids)[: settings.profiles]
+    with opened.autocast:
+        found = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
+    planes = []
+    for head in shown:
+        rows = found.take("rows", [head])[0]
+        sample = sample_profiles(rows, found.positions, scale=settings.scale, seed=settings.seed, key=head)
+        reducer = umap.UMAP(random_state=settings.seed, n_jobs=1)
+        planes.append({"head": head, **project_profiles(sample, reducer)})
+    return planes
+
+
+def tables(record: Record) -> list[Part]:
+    """Return the distances of generated rows beside the paper's, and those of the entry."""
+    fitted, held = record["sequences"]
+    rows = [
+        [name, MISSING if value is None else f"{value:.3f}", paper.ROW_DISTANCES.get(name)]
+        for name, value in record["medians"].items()
+    ]
+    conditions = (
+        f"Generated attention rows against measured ones: median energy distance over {len(record['heads'])} heads and "
+        f"{len(record['positions'])} queries; fitted to {fitted} sequences of {record['length']:,} tokens, {held} held "
+        f"out; concentrations times {record['scale']:g}."
+    )
+    entries = record["entries"]
+    names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
+    steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
+    title = f"Entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
+    columns = ["model", "median Kolmogorov-Smirnov distance"]
+    return [
+        conditions,
+        table("", ["rows drawn", "ours", "paper"], rows),
+        table(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
+    ]
+
+
+def figure(record: Record) -> Figure:
+    """Return an entry's distribution functions for some heads, the rows' energy distances, and planes if any."""
+    curves, planes = record["entries"]["curves"], record.get("projections") or []
+    drawn, axes = subplots(3 + bool(planes), max(2, len(curves)))
+    shares = np.linspace(0, 1, POINTS)
+    for curve, above, below in zip(curves, axes[0], axes[1], strict=False):
+        above.plot(curve["logits"], shares, "k", label="measured")
+        if curve["normal"][1] > 0:
+            low, high = above.get_xlim()
+            grid = np.linspace(low, high, 61)
+            above.plot(grid, stats.norm(*curve["normal"]).cdf(grid), label="normal")
+        above.set(title="layer {}, head {}".format(*curve["head"]), xlabel="logit")
+        for name, style in (("measured", "k"), ("gaussian", "C0"), ("dirichlet", "C1")):
+            below.plot(np.maximum(curve[name], 1e-6), shares, style, label=name)
+        below.set(xlabel="probability", xscale="log")
+    axes[1, 0].legend()
+    for axis, values, title in (
+        (axes[2, 0], record["normalised"], "energy distance of rows"),
+        (axes[2, 1], record["entries"]["distances"], "Kolmogorov-Smirnov distance of the entry"),
+    ):
+        flat = [[each for each in np.ravel(np.array(one, dtype=float)) if np.isfinite(each)] for one in values.values()]
+        axis.boxplot(flat, tick_labels=list(values))
+        axis.set(title=title, yscale="log" if "energy" in title else "linear")
+    for plane, axis in zip(planes, axes[-1], strict=False):
+        for name, style in (("measured", "."), ("generated", "."), ("mean", "o")):
+            axis.plot(*np.array(plane[name]).T, style, label=name, ms=6 if name == "mean" else 2)
+        axis.set(title="layer {}, head {}: UMAP of profiles".format(*plane["head"]))
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
+    return drawn

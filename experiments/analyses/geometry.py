@@ -1,0 +1,171 @@
+"""Distances between fixed patterns, and their correlation with the patterns' costs (paper, Eq. 14)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from experiments.analyses.common import (
+    ModelSettings,
+    Part,
+    Record,
+    check_rates,
+    spearman,
+    stratified_spearman,
+    subplots,
+    table,
+)
+from experiments.analyses.profiles import blank
+from saf.adapters import adapter_for
+from saf.calibration import calibrate, heads_at_a_time
+from saf.errors import InputError
+from saf.estimates import PATTERNS, collect_for, dense_pattern
+from saf.heads import HeadSet
+from saf.patterns import CompactPattern, DensePattern
+from saf.records import paper
+from saf.records.files import read_json
+from saf.records.quantities import MISSING, correlation, percent
+from saf.scores import score
+from saf.selection import budget, select
+from saf.statistics import FLOOR
+
+DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    """Measure the distance of each fixed pattern from the mean pattern, on nested head sets, beside its cost."""
+
+    score: str = "variance"
+    """Score of the calibration statistics that ranks the heads."""
+    rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
+    """Shares of all heads."""
+    seed: int = 0
+    """Seed of sampled patterns."""
+    costs: Path | None = None
+    """JSON of each pattern's cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record: `distances` are `{distance: {rate: {pattern: mean over heads}}}`."""
+    check_rates(settings.rates)
+    opened = settings.open()
+    costs = None if settings.costs is None else read_json(settings.costs)
+    for rate in settings.rates:
+        if costs is not None and len(PATTERNS.keys() & costs.get(str(rate), {})) < 2:
+            raise InputError(f"{settings.costs} must have costs of two patterns at rate {rate}; a rank needs two")
+    total = blank(adapter_for(opened.model).sites()).numel()
+    if empty := [rate for rate in settings.rates if not budget(rate, total)]:
+        raise InputError(f"each of --rates must select at least one of {total} heads, got {empty}")
+    ids = opened.calibration()
+    with opened.autocast:
+        scores = score(calibrate(opened.model, ids), settings.score)
+        nested = {rate: select(scores, rate) for rate in settings.rates}
+        largest = max(nested.values(), key=len)
+        found = distances_from_mean(opened.model, ids, largest, PATTERNS, seed=settings.seed)
+    at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
+    distances = {
+        distance: {
+            rate: {name: each[distance][index].mean().item() for name, each in found.items()}
+            for rate, index in at.items()
+        }
+        for distance in DISTANCES
+    }
+    values: dict[str, Any] = {"distances": distances}
+    if costs is not None:
+        values["correlations"] = {each: distance_and_cost(distances[each], costs) for each in DISTANCES}
+    return opened.record("geometry", values)
+
+
+def distances_from_mean(
+    model: nn.Module, ids: list[Tensor], heads: HeadSet, patterns: Iterable[str], *, seed: int = 0
+) -> dict[str, dict[str, Tensor]]:
+    """Return `pattern_distances` of each named pattern, dense and before any fit, from the measured mean pattern.
+
+    `{pattern: {distance: [F]}}` in the heads' order; as many heads at a time as memory allows.
+    """
+    names = list(patterns)
+    collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
+    size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
+    rows: dict[str, list[dict[str, Tensor]]] = {name: [] for name in names}
+    for first in range(0, len(heads), size):
+        some = HeadSet(list(heads)[first : first + size])
+        found = calibrate(model, ids, collect=collect, heads=some)
+        for head in some:
+            for name in names:
+                pattern = dense_pattern(found, [head], name, seed=seed)
+                rows[name].append(pattern_distances(found.take("mean", [head]), pattern))
+    return {
+        name: {distance: torch.cat([each[distance] for each in parts]) for distance in DISTANCES}
+        for name, parts in rows.items()
+    }
+
+
+def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern) -> dict[str, Tensor]:
+    """Return the distances of each pattern `[F, T, T]` from `reference [F, T, T]`, `[F]` float64 each.
+
+    `squared_error` is the squared Frobenius norm over T² (paper, Eq. 14); the others are averaged over rows: `kl` from
+    reference to pattern (nats), squared `hellinger`, half of sum (sqrt p - sqrt q)², and `total_variation`, half of
+    sum |p - q|. For `kl` the pattern is floored at 1e-9 and normalised again, as targets of fits are.
+    """
+    length = pattern.length
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    rows = []
+    for p, one in zip(reference.to("cpu", torch.float64), range(len(reference)), strict=True):
+        q = pattern[one].dense().to("cpu", torch.float64)
+        floored = q.clamp(min=FLOOR) * causal
+        log_q = (floored / floored.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny).log()
+        squared = (p - q).square().sum() / length**2
+        kl = (torch.xlogy(p, p) - p * log_q).sum() / length
+        hellinger = (p.sqrt() - q.sqrt()).square().sum() / (2 * length)
+        rows.append([squared, kl, hellinger, (p - q).abs().sum() / (2 * length)])
+    return dict(zip(DISTANCES, torch.tensor(rows, dtype=torch.float64).T, strict=True))
+
+
+def distance_and_cost(distances: Record, costs: Record) -> tuple[dict[str, float], float]:
+    """Correlate one distance with costs, both `{rate: {pattern: value}}`: Spearman within each rate, and stratified."""
+    strata = {}
+    for rate in distances:
+        names = sorted(distances[rate].keys() & costs.get(rate, {}).keys())
+        strata[rate] = tuple(torch.tensor([float(of[rate][name]) for name in names]) for of in (distances, costs))
+    return {rate: spearman(*pair) for rate, pair in strata.items()}, stratified_spearman(list(strata.values()))
+
+
+def tables(record: Record) -> list[Part]:
+    """Return the distances by rate and pattern, and their correlations with the costs."""
+    distances, notes = record["distances"], paper.notes(paper.GEOMETRY)
+    rows = [
+        [f"{percent(rate)} {pattern.replace('_', ' ')}", *(f"{each[rate][pattern]:.3e}" for each in distances.values())]
+        for rate, patterns in distances[DISTANCES[0]].items()
+        for pattern in patterns
+    ]
+    columns = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
+    conditions = f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."
+    if not (found := record.get("correlations")):
+        return [conditions, table("", columns, rows, notes)]
+    ranks: list[list[str]] = []
+    heads: list[str] = []
+    for name, (within, pooled) in found.items():
+        beside, values = paper.GEOMETRY_CORRELATIONS.get(name, {}), {**within, "stratified": pooled}
+        heads = [rate if rate == "stratified" else percent(rate) for rate in values]
+        cells = [f"{correlation(value)} ({beside.get(rate, MISSING)})" for rate, value in values.items()]
+        ranks.append([name.replace("_", " "), *cells])
+    title = "Spearman of each distance with what the patterns cost (paper)"
+    return [conditions, table("", columns, rows), table(title, ["distance", *heads], ranks, notes)]
+
+
+def figure(record: Record) -> Figure:
+    """Return each distance from the mean pattern by rate, a line a pattern."""
+    drawn, axes = subplots(2, 2, size=(10, 7))
+    for axis, (distance, by_rate) in zip(axes.flat, record["distances"].items(), strict=True):
+        shares = [100 * float(rate) for rate in by_rate]
+        for name in next(iter(by_rate.values())):
+            if name != "mean":  # zero but for rounding
+                axis.plot(shares, [each[name] for each in by_rate.values()], "o-", label=name.replace("_", " "))
+        axis.set(title=distance.replace("_", " "), xlabel="heads, %", yscale="log")
+    axes[0, 0].legend()
+    return drawn

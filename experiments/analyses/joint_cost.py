@@ -1,0 +1,81 @@
+"""The cost of two head sets when each is frozen as a whole, before any further training (paper, appendix A.3)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, read_heads, subplots, table
+from saf.adapters import adapter_for
+from saf.calibration import calibrate
+from saf.calibration.capture import check_heads
+from saf.evaluate.paired import paired_delta_ppl
+from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import make_patterns
+from saf.machine.stopwatch import Stopwatch
+from saf.records import paper
+from saf.records.quantities import signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    """Freeze two head sets, each as a whole: their immediate costs on the same windows, and their overlap."""
+
+    first: tuple[str, ...]
+    """Heads as LAYER:HEAD, or a file or run that lists them."""
+    second: tuple[str, ...]
+    """The other set."""
+    windows: int = 16
+    """Windows of the controller partition to measure on."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record; `difference` is the second set's perplexity relative to the first's.
+
+    Heads count whatever their fit KL: the sets are taken as given.
+    """
+    opened = settings.open()
+    first, second = read_heads(settings.first), read_heads(settings.second)
+    check_heads(adapter_for(opened.model), first | second)
+    ids, config = opened.calibration(), FreezeConfig()
+    with opened.autocast:
+        statistics = calibrate(opened.model, ids)
+        fitted = make_patterns(opened.model, ids, statistics, first | second, config, Stopwatch())
+        meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
+        patterns = {head: each.pattern for head, each in fitted.items()}
+        one, other = (meter.log_probs(heads, patterns) for heads in (first, second))
+    values = {
+        "heads": [first.to_list(), second.to_list()],
+        "first": paired_delta_ppl(meter.baseline, one),
+        "second": paired_delta_ppl(meter.baseline, other),
+        "difference": paired_delta_ppl(one, other),
+        "overlap": len(first & second),
+    }
+    return opened.record("joint-cost", values)
+
+
+def tables(record: Record) -> list[Part]:
+    """Return the change in perplexity of each set."""
+    rows = []
+    for name, heads in zip(("first", "second", "difference"), (*map(len, record["heads"]), None), strict=True):
+        change, low, high = (signed(value, 3) for value in (record[name]["delta_ppl_percent"], *record[name]["ci95"]))
+        rows.append([name, heads, change, f"{low} to {high}"])
+    beside = paper.JOINT_COST
+    return [
+        f"Immediate cost of two head sets: {record['overlap']} heads in common, windows of {record['length']:,} "
+        f"tokens. Paper: sets by residual cosine {beside['residual_cosine']}, by variance {beside['variance']}, "
+        f"{beside['overlap']} in common.",
+        table("", ["set", "heads", "perplexity", "95% interval"], rows, paper.notes(paper.SELECTION_TEXT)),
+    ]
+
+
+def figure(record: Record) -> Figure:
+    """Return each change with its 95% interval over windows."""
+    drawn, axis = subplots(size=(8, 2.5))
+    for place, name in enumerate(("difference", "second", "first")):
+        change, (low, high) = record[name]["delta_ppl_percent"], record[name]["ci95"]
+        axis.errorbar(change, place, xerr=[[change - low], [high - change]], fmt="o")
+    axis.axvline(0, color="grey", lw=0.8)
+    axis.set(title=f"Two head sets, {record['overlap']} heads in common", xlabel="perplexity, %")
+    axis.set_yticks(range(3), ["second against first", "second", "first"])
+    return drawn

@@ -1,0 +1,260 @@
+"""The cost of freezing each head alone, under a free and a structured fit, and the scores that predict it (A.3)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from experiments.analyses.common import (
+    CostMeter,
+    ModelSettings,
+    Opened,
+    Part,
+    Record,
+    check_rates,
+    mask_of,
+    matrix,
+    say,
+    spearman,
+    subplots,
+    table,
+    without_empty,
+)
+from saf.calibration import calibrate, gate_gradients, head_outputs
+from saf.evaluate.paired import block_length, bootstrap_means, window_losses
+from saf.fit import CONSTANT_AFTER, fit_variants
+from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import make_patterns
+from saf.heads import Head, HeadSet
+from saf.machine.stopwatch import Stopwatch
+from saf.records import paper
+from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
+from saf.scores import SCORES, needed_by, score
+from saf.selection import budget, ranking
+from saf.statistics import AttentionStatistics
+from saf.tasks.text import heldout_batches
+from saf.train.events import recorded_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    """Freeze each head alone: its immediate cost on held-out windows, and which scores predict it."""
+
+    windows: int = 16
+    """Windows of the controller partition to measure on."""
+    heldout_sequences: int = 16
+    """Sequences for the scores that read outputs; 0 leaves these scores out."""
+    max_fit_kl: float = 0.2
+    """Largest fit KL of a head that counts, nats per row."""
+    structured_after: int | None = CONSTANT_AFTER
+    """First key from which the structured fit has a constant alpha; None leaves that fit out."""
+    rates: tuple[float, ...] = (0.25, 0.5)
+    """Shares of all heads whose mean cost is shown."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record."""
+    check_rates(settings.rates)
+    opened = settings.open()
+    variants = fit_variants(opened.length, constant_after=settings.structured_after)
+    with opened.autocast:
+        ids = opened.calibration()
+        say(f"calibrating on {settings.sequences} sequences")
+        statistics = calibrate(opened.model, ids, collect=("mean_rows",) if settings.heldout_sequences else ())
+        scores = available_scores(opened, ids, statistics, settings.heldout_sequences)
+        meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
+        costs = {}
+        for fit, options in variants.items():
+            config = FreezeConfig(max_fit_kl=settings.max_fit_kl, fitter_options=options)
+            costs[fit] = one_head_costs(opened.model, ids, statistics, meter, config, fit)
+    free = costs["free"]
+    values = {"windows": settings.windows, "baseline": float(window_losses(meter.baseline).mean()), **_entries(free)}
+    if "structured" in costs:
+        values["structured"] = {"alpha_constant_after": settings.structured_after, **_entries(costs["structured"])}
+    values |= {"scores": scores, "quality": score_quality(free, scores, settings.rates)}
+    if "structured" in costs:
+        values["fit_difference"] = fit_differences(costs, scores["variance"], settings.rates)
+    return opened.record("one-head", values)
+
+
+def available_scores(
+    opened: Opened, ids: list[Tensor], statistics: AttentionStatistics, heldout: int
+) -> dict[str, Tensor]:
+    """Return every score `[L, H]` whose inputs can be measured here, by name; the random score is left out."""
+    say("measuring the inputs of scores")
+    inputs: dict[str, Any] = {"gates": gate_gradients(opened.model, ids)}
+    if heldout:
+        size = opened.settings.batch_size
+        batches = heldout_batches(opened.data, length=opened.length, count=heldout, batch_size=size)
+        inputs["outputs"] = head_outputs(opened.model, batches, statistics)
+    if gradient := recorded_gradient(opened.model, opened.source.state):
+        inputs["gradient"] = gradient.scores()
+    reads = {name: needed_by(name) for name in SCORES if name != "random"}
+    return {
+        name: score(statistics, name, **{key: inputs[key] for key in needed})
+        for name, needed in reads.items()
+        if inputs.keys() >= set(needed)
+    }
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Paired loss changes of heads frozen alone under one fit; NaN for heads that were frozen before."""
+
+    by_window: Tensor
+    """`[L, H, W]` float64, nats per token."""
+    fit_kl: Tensor
+    """`[L, H]` nats per row."""
+    eligible: HeadSet
+    """Heads whose fit KL is within the limit."""
+
+    @property
+    def change(self) -> Tensor:
+        """Return the means over windows, `[L, H]`."""
+        return self.by_window.mean(-1)
+
+
+def one_head_costs(
+    model: nn.Module,
+    ids: list[Tensor],
+    statistics: AttentionStatistics,
+    meter: CostMeter,
+    config: FreezeConfig,
+    fit: str,
+) -> Costs:
+    """Freeze each live head alone by its fitted mean pattern and measure the meter's windows."""
+    heads = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
+    fitted = make_patterns(model, ids, statistics, heads, config, Stopwatch())
+    baseline = window_losses(meter.baseline)
+    by_window = torch.full((*statistics.variance.shape, len(baseline)), torch.nan, dtype=torch.float64)
+    fit_kl = torch.full(statistics.variance.shape, torch.nan, dtype=torch.float64)
+    for head in tqdm(heads, f"{fit} fit, heads", mininterval=5):
+        fit_kl[head] = fitted[head].fit_kl
+        by_window[head] = (
+            window_losses(meter.log_probs(HeadSet([head]), {head: fitted[head].pattern}, backend=config.backend))
+            - baseline
+        )
+    return Costs(by_window, fit_kl, HeadSet(head for head in heads if fit_kl[head] <= config.max_fit_kl))
+
+
+def score_quality(costs: Costs, scores: dict[str, Tensor], rates: tuple[float, ...]) -> dict[str, dict[str, Any]]:
+    """Return by score its rank correlation with the cost, and the mean cost (%) of its lowest heads by rate.
+
+    Only eligible heads count; a rate that asks for more of them than there are takes all.
+    """
+    change = costs.change.masked_fill(~mask_of(costs.eligible, costs.change.shape), torch.nan)
+    found = {}
+    for name, values in scores.items():
+        order = ranking(values, only=costs.eligible)
+        lowest = {rate: order[: budget(rate, values.numel())] for rate in rates}
+        means = {rate: float(100 * _of(torch.expm1(change), heads).mean()) for rate, heads in lowest.items()}
+        found[name] = {"spearman": spearman(values, change), "mean_cost": means}
+    return found
+
+
+def fit_differences(costs: dict[str, Costs], variance: Tensor, rates: tuple[float, ...]) -> dict[str, dict[str, Any]]:
+    """Compare both fits over all heads that both accept, and over each rate's lowest by variance (Eq. S.27).
+
+    Intervals are over windows: each draw takes the same windows for both fits and all heads.
+    """
+    order = ranking(variance, only=costs["free"].eligible)
+    groups = {"all": order} | {f"{rate:g}": order[: budget(rate, variance.numel())] for rate in rates}
+    found = {}
+    for name, heads in groups.items():
+        both = [head for head in sorted(heads) if head in costs["structured"].eligible]
+        if both:
+            first, second = (_of(costs[fit].by_window, both) for fit in ("free", "structured"))
+            by_window = (second - first).mean(0)
+            draws = bootstrap_means(by_window, block=block_length(by_window))
+            means = {
+                "first": float(first.mean()),
+                "second": float(second.mean()),
+                "difference": float(by_window.mean()),
+            }
+            ci95 = draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+            found[name] = {"heads": len(both), **means, "ci95": ci95}
+    return found
+
+
+def _of(values: Tensor, heads: list[Head]) -> Tensor:
+    """Return the values `[F, ...]` of some heads."""
+    return torch.stack([values[head] for head in heads]) if heads else values.new_full((1,), torch.nan)
+
+
+def _entries(costs: Costs) -> dict[str, Any]:
+    """Return the costs under the names that the record has for them."""
+    return {
+        "nll_change": costs.change,
+        "nll_change_by_window": costs.by_window,
+        "fit_kl": costs.fit_kl,
+        "eligible": costs.eligible.to_list(),
+    }
+
+
+def tables(record: Record) -> list[Part]:
+    """Return the scores beside the paper's, and the two fits beside one another."""
+    rates = list(next(iter(record["quality"].values()))["mean_cost"])
+    columns = ["score", "Spearman", "paper"]
+    for rate in rates:
+        columns += [f"mean cost, lowest {percent(rate)}", f"paper, {percent(rate)}"]
+    rows = []
+    for name, each in sorted(record["quality"].items(), key=lambda item: highest_first(item[1]["spearman"])):
+        rank, *quoted = paper.SELECTOR_DIAGNOSTIC.get(name, (MISSING,) * 3)
+        beside = dict(zip(("0.25", "0.5"), quoted, strict=True))
+        row = [name.replace("_", " "), correlation(each["spearman"]), rank]
+        for rate in rates:
+            row += [signed(each["mean_cost"][rate], 4), beside.get(rate)]
+        rows.append(row)
+    measured = int(matrix(record["nll_change"]).isfinite().sum())
+    conditions = (
+        f"Immediate cost of single heads, and which scores foretell it: {record['windows']} held-out windows of "
+        f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
+    )
+    notes, difference = paper.notes(paper.SELECTORS), record.get("fit_difference")
+    quality = without_empty(table("", columns, rows, [] if difference else notes), keep=["paper"])
+    return [conditions, quality, _difference_table(record, notes)] if difference else [conditions, quality]
+
+
+def _difference_table(record: Record, notes: list[str]) -> Part:
+    """Return the table of both fits, in thousandths of a nat."""
+    rows = []
+    for name, each in record["fit_difference"].items():
+        heads = "all accepted" if name == "all" else f"lowest {percent(name)} by variance"
+        low, high, *values = (
+            signed(1e3 * value, 3, "") for value in (*each["ci95"], each["first"], each["second"], each["difference"])
+        )
+        rows.append([heads, each["heads"], *values, f"{low} to {high}"])
+    after = record["structured"]["alpha_constant_after"]
+    title = f"Mean loss change, thousandths of a nat; structured: alpha constant from key {after} on"
+    return table(title, ["heads", "fits", "free", "structured", "difference", "95% interval"], rows, notes)
+
+
+def figure(record: Record) -> Figure:
+    """Return a map of the costs, the two fits against one another, and each score against the cost."""
+    change = 1e3 * matrix(record["nll_change"]).numpy()
+    eligible = mask_of(HeadSet.from_list(record["eligible"]), change.shape).numpy()
+    names = list(record["scores"])
+    drawn, axes = subplots(-(-(len(names) + 2) // 4), 4)
+    first, second, *others = axes.flat
+    drawn.colorbar(first.imshow(change, cmap="viridis", aspect="auto"), ax=first)
+    first.plot(*np.argwhere(~eligible & np.isfinite(change)).T[::-1], "o", mfc="none", mec="red")
+    first.set(title="loss change, 0.001 nats; circles: fit rejected", xlabel="head", ylabel="layer")
+    if structured := record.get("structured"):
+        second.plot(change[eligible], 1e3 * matrix(structured["nll_change"]).numpy()[eligible], ".")
+        second.axline((0, 0), slope=1, color="grey", lw=0.8)
+        second.set(title="the two fits, 0.001 nats", xlabel="free", ylabel="structured")
+    for axis, name in zip(others, names, strict=False):
+        values, rank = matrix(record["scores"][name]).numpy(), record["quality"][name]["spearman"]
+        axis.plot(values[~eligible], change[~eligible], "o", mfc="none", ms=3)
+        axis.plot(values[eligible], change[eligible], ".")
+        axis.set(title=f"{name.replace('_', ' ')}: Spearman {correlation(rank)}", ylabel="loss change, 0.001 nats")
+        if np.nanmin(values) > 0:
+            axis.set_xscale("log")
+            axis.minorticks_off()
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
+    return drawn

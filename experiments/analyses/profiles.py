@@ -1,0 +1,166 @@
+"""The spread of heads' attention: entropy, recent keys, largest weight, first token (paper, appendix A.3)."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from experiments.analyses.common import (
+    ModelSettings,
+    Part,
+    Record,
+    mask_of,
+    matrix,
+    read_heads,
+    subplots,
+    table,
+    without_empty,
+)
+from saf.adapters import Site, adapter_for
+from saf.calibration import latter_half
+from saf.calibration.capture import evaluation_mode
+from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.ops.live import capped, score_scale
+from saf.records import paper
+from saf.records.quantities import number
+
+PROFILES = {
+    "entropy": "normalised entropy",
+    "local_mass": "weight of the last 64 keys",
+    "largest": "largest weight",
+    "first_token": "weight of the first token",
+}
+LOCAL = 64
+"""Keys that count as recent, the query's own included (paper, appendix A.3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(ModelSettings):
+    """Measure how heads spread their attention, selected heads against unselected ones of the same layers."""
+
+    selected: tuple[str, ...] = ()
+    """Heads to compare with the others: LAYER:HEAD, or a file or run that lists them."""
+    windows: int = 128
+    """Windows of the controller partition to measure on."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record."""
+    opened, selected = settings.open(), read_heads(settings.selected)
+    if selected:
+        layer_matched(blank(adapter_for(opened.model).sites()), selected)  # raises now, not after the measurement
+    with opened.autocast:
+        windows = opened.windows(settings.windows)[:, :-1]
+        found = attention_profiles(opened.model, windows.split(settings.batch_size))
+    matched = {name: layer_matched(values, selected) for name, values in found.items()} if selected else {}
+    values = {"windows": len(windows), "profiles": found, "selected": selected.to_list(), "matched": matched}
+    return opened.record("profiles", values)
+
+
+def attention_profiles(
+    model: nn.Module, batches: Sequence[Tensor], *, positions: Sequence[int] | None = None, local: int = LOCAL
+) -> dict[str, Tensor]:
+    """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
+
+    `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
+    `largest` the largest weight, `first_token` the first key's. `batches` are token ids `[B, T]`; positions are 64,
+    evenly over the latter half of T, if not given.
+    """
+    adapter = adapter_for(model)
+    sites = adapter.sites()
+    rows = list(latter_half(batches[0].shape[1]) if positions is None else positions)
+    total = blank(sites).repeat(len(PROFILES), 1, 1)
+
+    def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
+        found = torch.stack([_profile(q, k, site, rows, local) for q, k in zip(query, key, strict=True)])
+        total[:, layer, list(site.layout.live)] += found.sum(0).cpu()
+
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
+        for layer, site in enumerate(sites):
+            if site.stays_ordinary is None:
+                stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: sink(layer, site, q, k)))
+        for batch in tqdm(batches, "batches", mininterval=5):
+            adapter.run(batch.to(adapter.device))
+    return dict(zip(PROFILES, total / (sum(map(len, batches)) * len(rows)), strict=True))
+
+
+def _profile(query: Tensor, key: Tensor, site: Site, rows: Sequence[int], local: int) -> Tensor:
+    """Return the profiles of one sequence summed over `rows`, `[4, live heads]` float64."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    with torch.autocast(query.device.type, enabled=False):
+        scale = score_scale(site.scale, query.shape[-1])
+        logits = capped(query[:, rows].to(wide) @ key[list(site.layout.key_head)].to(wide).mT * scale, site.soft_cap)
+        last = torch.tensor(rows, device=query.device)[:, None]
+        keys = torch.arange(key.shape[1], device=query.device)
+        pattern = logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
+    entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
+    recent = (pattern * (keys > last - local)).sum(-1)
+    return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0]]).sum(-1)
+
+
+def blank(sites: Sequence[Site]) -> Tensor:
+    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        if site.stays_ordinary is None:
+            values[layer, list(site.layout.live)] = 0.0
+    return values
+
+
+def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
+    """Return the means of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
+
+    Each layer's unselected heads weigh as much together as its selected ones; layers without either are left out of
+    both, NaN values too. Raises InputError if no layer has both, or for heads that do not exist.
+    """
+    layers, width = values.shape
+    if strange := [list(head) for head in selected if head[0] >= layers or head[1] >= width]:
+        raise InputError(f"the model has {layers} layers of {width} heads; got {strange}")
+    inside, known = mask_of(selected, values.shape).numpy(), np.isfinite(values.cpu().numpy())
+    found, weights = [], []
+    for row, chosen, other in zip(values.double().cpu().numpy(), inside & known, ~inside & known, strict=True):
+        if chosen.any() and other.any():
+            found.append((row[chosen].mean(), row[other].mean()))
+            weights.append(chosen.sum())
+    if not found:
+        raise InputError("no layer has both selected and unselected heads: there is nothing to compare")
+    one, other = np.average(found, axis=0, weights=weights)
+    return float(one), float(other)
+
+
+def tables(record: Record) -> list[Part]:
+    """Return each profile over all heads, and selected beside layer-matched ones, with the paper's."""
+    rows = []
+    for name, values in record["profiles"].items():
+        mean = np.nanmean(np.array(values, dtype=float))
+        cells = [float(mean), *(record["matched"].get(name) or (None, None))]
+        rows.append([name.replace("_", " "), *map(number, cells), *(paper.PROFILES.get(name) or (None, None))])
+    columns = ["profile", "all heads", "selected", "unselected, layer-matched", "paper, selected", "paper, unselected"]
+    return [
+        f"How heads spread their attention: {record['windows']} windows of {record['length']:,} tokens, "
+        f"{len(record['selected'])} heads selected.",
+        without_empty(table("", columns, rows, paper.notes(paper.SELECTION_TEXT))),
+    ]
+
+
+def figure(record: Record) -> Figure:
+    """Return each profile of every head by layer, selected ones apart, with the matched means as lines."""
+    drawn, axes = subplots(2, 2, size=(10, 6))
+    for axis, (name, words) in zip(axes.flat, PROFILES.items(), strict=True):
+        values = matrix(record["profiles"][name]).numpy()
+        selected = mask_of(HeadSet.from_list(record["selected"]), values.shape).numpy()
+        for label, heads in (("unselected", ~selected), ("selected", selected)):
+            layers, places = np.nonzero(heads)
+            axis.plot(layers + 0.6 * (places + 0.5) / values.shape[1] - 0.3, values[heads], ".", label=label)
+        for colour, mean in zip(("C1", "C0"), record["matched"].get(name, ()), strict=False):
+            axis.axhline(mean, color=colour, lw=0.8)
+        axis.set(title=words, xlabel="layer", yscale="log" if name == "first_token" else "linear")
+    axes[0, 0].legend()
+    return drawn

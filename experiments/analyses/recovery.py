@@ -1,0 +1,123 @@
+"""The training loss after an intervention: its gap to the ordinary run, smoothed (paper, appendix A.4)."""
+
+from dataclasses import dataclass
+from math import expm1
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+from experiments.analyses.common import Output, Part, Record, header, subplots, table
+from saf.errors import InputError
+from saf.records import paper
+from saf.records.events import read_events
+from saf.records.files import read_lines
+from saf.records.quantities import percent, signed
+
+METRICS = "metrics.jsonl"
+POINTS = 500
+"""Most points of a curve that a record holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Output):
+    """Compare the training loss of runs after their intervention with the ordinary run's, update by update."""
+
+    ordinary: tyro.conf.Positional[Path]
+    """The run without an intervention."""
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Runs that continued from its checkpoints with frozen or pruned heads, on the same data in the same order."""
+    window: int = 210
+    """Updates of the centred mean; at the ends it is over those that exist."""
+    after: int = 200
+    """Updates after the intervention at which the gap is shown."""
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Return the record."""
+    if not settings.runs:
+        raise InputError("RUNS must name one run at least")
+    ordinary = _metrics(settings.ordinary)
+    curves = [_curve(settings, ordinary, path) for path in settings.runs]
+    files = {"ordinary": settings.ordinary / METRICS}
+    files |= {f"run {place}": path / METRICS for place, path in enumerate(settings.runs, 1)}
+    head = header("recovery", settings, files=files)
+    return {**head, "window": settings.window, "after": settings.after, "runs": curves}
+
+
+def _curve(settings: Settings, ordinary: pd.DataFrame, path: Path) -> dict[str, Any]:
+    """Return one run's smoothed gap after its first intervention that was kept, and the cost at once.
+
+    There is no gap after an intervention at the ordinary run's last update.
+    """
+    events = [event for event in read_events(path) if event.undone_by is None and event.kind != "undo"]
+    if not events:
+        raise InputError(f"{path} has no intervention that was kept; name a run with frozen or pruned heads")
+    event, last = events[0], int(ordinary.index.to_numpy().max())
+    begin = event.update or 0
+    gap = pd.Series(dtype=float)
+    if begin != last:
+        both = _metrics(path).merge(ordinary, left_index=True, right_index=True, suffixes=("", "_ordinary"))
+        both = both.loc[begin + 1 :]
+        if both.empty:
+            raise InputError(f"{path} shares no update after its event at {begin} with {settings.ordinary}")
+        if (both["tokens"] != both["tokens_ordinary"]).any():
+            raise InputError(f"{path} and {settings.ordinary} differ in tokens at the same update")
+        # An even window has one value more before than after.
+        gap = (both["loss"] - both["loss_ordinary"]).rolling(settings.window, center=True, min_periods=1).mean()
+    before, later = event.values.get("loss_before"), event.values.get("loss_after")
+    kept = gap.iloc[:: max(1, -(-len(gap) // POINTS))]
+    return {
+        "run": path,
+        "update": begin,
+        "share": begin / last,
+        "heads": len(event.heads),
+        "at_once": None if before is None or later is None else 100.0 * expm1(later - before),
+        "gap_after": gap.get(begin + settings.after),
+        "gap_at_end": None if gap.empty else float(gap.iloc[-1]),
+        "updates": kept.index.tolist(),
+        "gap": kept.tolist(),
+    }
+
+
+def _metrics(path: Path) -> pd.DataFrame:
+    """Return loss and tokens of a run by update."""
+    lines = list(read_lines(path / METRICS))
+    if not lines:
+        raise InputError(f"{path / METRICS} has no updates; expected the folder of a run")
+    columns = {name: [line[name] for line in lines] for name in ("loss", "tokens")}
+    found = pd.DataFrame(columns, index=[int(line["update"]) for line in lines])
+    return found.groupby(level=0).last()
+
+
+def tables(record: Record) -> list[Part]:
+    """Return the cost of each intervention at once, and its gap afterwards."""
+    rows = [
+        [
+            percent(run["share"]),
+            signed(run["at_once"], 2),
+            *(signed(run[key], 4, "") for key in ("gap_after", "gap_at_end")),
+        ]
+        for run in record["runs"]
+    ]
+    conditions = (
+        f"Training loss after an intervention minus the ordinary run's at the same update, mean of {record['window']} "
+        "updates around each; perplexity at once is on the controller's windows."
+    )
+    after = f"gap {record['after']:,} updates later, nats"
+    columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
+    return [conditions, table("", columns, rows, paper.notes(paper.RECOVERY))]
+
+
+def figure(record: Record) -> Figure:
+    """Return the smoothed gap of every run by the updates after its intervention."""
+    drawn, axis = subplots(size=(8, 4.5))
+    for run in record["runs"]:
+        later = [update - run["update"] for update in run["updates"]]
+        axis.plot(later, run["gap"], label=f"after {percent(run['share'])}")
+    axis.axhline(0, color="grey", lw=0.8)
+    axis.set(title="Training loss minus the ordinary run's", xlabel="updates after the intervention", ylabel="nats")
+    axis.legend()
+    return drawn

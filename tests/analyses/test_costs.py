@@ -1,0 +1,105 @@
+"""Costs of single heads and of sets, against forward passes with patterns written out densely."""
+
+import pytest
+import torch
+
+from experiments.analyses.common import CostMeter
+from experiments.analyses.one_head import fit_differences, one_head_costs, score_quality
+from saf.calibration import calibrate
+from saf.estimates import target
+from saf.fit import fit_compact, fit_kl
+from saf.freezing.config import FreezeConfig
+from saf.heads import HeadSet
+from saf.patterns import CompactPattern
+from saf.surgery import install_
+from tests.freezing.small_model import accepting
+
+ALL = HeadSet((layer, head) for layer in range(3) for head in range(4))
+
+
+@pytest.fixture
+def statistics(model, ids):
+    return calibrate(model, [ids])
+
+
+@pytest.fixture
+def fitted(statistics):
+    """Fitted patterns of all heads, and the fits' KL."""
+    goal = target(statistics, ALL)
+    pattern = fit_compact(*goal[:2])
+    return dict(zip(ALL, pattern, strict=True)), dict(zip(ALL, fit_kl(pattern, *goal).tolist(), strict=True))
+
+
+def costs_of(model, ids, windows, **config):
+    statistics = calibrate(model, [ids])
+    meter = CostMeter(model, windows, batch_size=4)
+    return one_head_costs(model, [ids], statistics, meter, FreezeConfig(backend="reference", **config), "free")
+
+
+def test_one_head_costs_are_those_of_the_dense_model(model, ids, windows, fitted, run_dense):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    patterns, kls = fitted
+    limit = sorted(kls.values())[7]
+    costs = costs_of(model, ids, windows, max_fit_kl=limit + 1e-6)
+    _, ordinary = run_dense(model, windows)
+    for head in ALL:
+        _, frozen = run_dense(model, windows, {head: patterns[head].dense()})
+        assert torch.allclose(costs.by_window[head], (ordinary - frozen).mean(1), atol=1e-6)
+        assert costs.fit_kl[head].item() == pytest.approx(kls[head], abs=1e-9)
+    assert set(costs.eligible) == {head for head, kl in kls.items() if kl <= limit}
+    assert len(costs.eligible) == 8
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_sets_cost_what_the_dense_model_does(model, windows, fitted, run_dense):
+    patterns, heads = fitted[0], HeadSet([(0, 0), (0, 2), (2, 1)])
+    found = CostMeter(model, windows, batch_size=4).log_probs(heads, patterns, backend="reference")
+    _, expected = run_dense(model, windows, {head: patterns[head].dense() for head in heads})
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+
+
+def test_heads_that_are_frozen_already_stay_so_and_have_no_cost(model, ids, windows):
+    flat = torch.zeros(1, 24, dtype=torch.float64)
+    install_(model, HeadSet([(1, 2)]), CompactPattern.from_parameters(flat, flat), backend="reference")
+    costs = costs_of(model, ids, windows, max_fit_kl=9)
+    assert costs.change.isnan().nonzero().tolist() == [[1, 2]]
+    assert len(costs.eligible) == 11
+
+
+def test_score_quality_over_eligible_heads(model, ids, windows, statistics, fitted):
+    costs = costs_of(model, ids, windows, max_fit_kl=sorted(fitted[1].values())[7] + 1e-6)
+    values = statistics.variance
+    found = score_quality(costs, {"variance": values, "itself": costs.change}, (0.25, 1.0))
+    eligible = sorted(costs.eligible, key=lambda head: values[head].item())
+    percent = [100 * (costs.change[head].exp().item() - 1) for head in eligible]
+    assert found["itself"]["spearman"] == pytest.approx(1)
+    assert found["variance"]["mean_cost"][0.25] == pytest.approx(sum(percent[:3]) / 3)
+    assert found["variance"]["mean_cost"][1.0] == pytest.approx(sum(percent) / len(eligible))
+
+
+def test_two_fits_head_by_head_on_the_same_windows(model, ids, windows, statistics):
+    goal, options = target(statistics, ALL), {"alpha_constant_after": 3}
+    limit = fit_kl(fit_compact(*goal[:2], **options), *goal).sort().values[7].item() + 1e-9
+    free = costs_of(model, ids, windows, max_fit_kl=9)
+    structured = costs_of(model, ids, windows, max_fit_kl=limit, fitter_options=options)
+    found = fit_differences({"free": free, "structured": structured}, statistics.variance, (0.25,))["all"]
+    both = list(structured.eligible)
+    gaps = torch.stack([structured.by_window[head] - free.by_window[head] for head in both]).mean(0)
+    assert found["heads"] == len(both) == 8
+    assert found["second"] - found["first"] == pytest.approx(found["difference"])
+    assert found["difference"] == pytest.approx(gaps.mean().item())
+    # The mean of six values redrawn: within three standard errors of it, and not a point.
+    spread = gaps.std().item() / 6**0.5
+    low, high = found["ci95"]
+    assert found["difference"] - 3 * spread < low < found["difference"] < high < found["difference"] + 3 * spread
+
+
+@pytest.mark.parametrize("storage", ["compact", "dense"])
+def test_under_autocast_no_stale_weight_is_used(model, ids, windows, storage):
+    """Freezing one head permutes weights in place; a copy that autocast kept would belong to another order."""
+    model = model.float()
+    config = {"storage": storage, **accepting(storage=storage)}
+    plain = costs_of(model, ids, windows, **config)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = costs_of(model, ids, windows, **config)
+    assert (plain.change - mixed.change).abs().max() < 0.1 * plain.change.abs().max()

@@ -1,0 +1,223 @@
+"""Models of the variation of attention over sequences: their draws, and the distances from measured rows."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from experiments.analyses.distributions import (
+    EDGES,
+    dirichlet_rows,
+    distance_profile,
+    distances,
+    energy_distance,
+    entry_distances,
+    entry_samples,
+    gaussian_rows,
+    project_profiles,
+    query_positions,
+    resampled_rows,
+    row_distances,
+    sample_profiles,
+    split_quartile,
+)
+from saf.calibration import calibrate
+from saf.heads import HeadSet
+from saf.statistics import AttentionStatistics
+
+HEADS = HeadSet([(0, 1), (1, 0)])
+
+
+def statistics_of(rows: torch.Tensor, logits: torch.Tensor, positions: tuple[int, ...]) -> AttentionStatistics:
+    """Statistics that hold rows `[F, N, R, T]` of two heads, and nothing else of use."""
+    length = rows.shape[-1]
+    blank = {name: torch.full((2, 2), torch.nan).double() for name in ("variance", "forward_kl", "row_entropy")}
+    blank |= {name: torch.full((2, 2, length), torch.nan).double() for name in ("eta_abs", "eta_rel")}
+    return AttentionStatistics(
+        **blank,
+        length=length,
+        num_sequences=rows.shape[1],
+        sequences_hash="",
+        collected={"rows": rows, "logit_rows": logits},
+        collected_heads=HEADS,
+        positions=positions,
+    )
+
+
+def draw_dirichlet(generator: np.random.Generator, count: int, width: int = 6, strength: float = 8.0) -> torch.Tensor:
+    mean = np.arange(1.0, width + 1)
+    return torch.from_numpy(generator.dirichlet(strength * mean / mean.sum(), size=count))
+
+
+def test_energy_distance_in_one_dimension_is_the_square_of_scipys(rng):
+    one, other = rng.random(7), rng.random(11) + 0.3
+    x, y = (torch.from_numpy(values**2)[:, None] for values in (one, other))
+    found = energy_distance(distances(x, y), distances(x, x), distances(y, y))
+    assert found == pytest.approx(scipy.stats.energy_distance(one, other) ** 2, rel=1e-9)
+    assert energy_distance(distances(x, x), distances(x, x), distances(x, x)) == 0
+
+
+def test_the_unit_is_the_upper_quartile_between_disjoint_parts(rng):
+    apart = distances(*[draw_dirichlet(rng, 10)] * 2)
+    found = split_quartile(apart, rows=3, generator=torch.Generator().manual_seed(4))
+    generator, values = torch.Generator().manual_seed(4), []
+    for _ in range(16):
+        order = torch.randperm(10, generator=generator).tolist()
+        a, b = order[:3], order[3:6]
+        mean = [np.mean([apart[i, j] for i in left for j in right]) for left, right in ((a, b), (a, a), (b, b))]
+        values.append(2 * mean[0] - mean[1] - mean[2])
+    assert found == pytest.approx(np.quantile(values, 0.75))
+
+
+def test_resampled_rows_are_measured_ones(rng):
+    rows = draw_dirichlet(rng, 5)
+    drawn = resampled_rows(rows, 40, seed=0, key=(0, 1, 2))
+    assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in rows.tolist()}
+
+
+def test_gaussian_rows_have_the_logits_moments_and_no_correlation(rng):
+    logits = torch.from_numpy(rng.normal(size=(9, 4)) * [0.5, 1, 2, 0.1] + [0, 1, -1, 3])
+    drawn = gaussian_rows(logits, 4000, seed=3, key=(0, 0, 3)).log()
+    # A row's normaliser cancels in the differences to its last key.
+    found, variance = drawn[:, :3] - drawn[:, 3:], logits.var(0)
+    expected = torch.diag(variance[:3]) + variance[3]
+    error = (found.mean(0) - (logits.mean(0)[:3] - logits.mean(0)[3])).abs()
+    assert (error < 5 * (expected.diag() / 4000).sqrt()).all()
+    assert ((found.T.cov() - expected).abs() < 0.1 * expected.diag().max()).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_dirichlet_rows_have_the_moments_of_eq_18(rng, scale):
+    rows = draw_dirichlet(rng, 12, width=5)
+    drawn = dirichlet_rows(rows, 4000, seed=1, key=(1, 2, 3), scale=scale)
+    mean, spread = rows.mean(0), rows.var(0).sum()
+    strength = scale * ((1 - mean.square().sum()) / spread - 1)
+    covariance = (torch.diag(mean) - torch.outer(mean, mean)) / (strength + 1)
+    assert ((drawn.mean(0) - mean).abs() < 5 * (covariance.diag() / 4000).sqrt()).all()
+    assert ((drawn.T.cov() - covariance).abs() < 0.1 * covariance.diag().max()).all()
+    assert torch.allclose(drawn.sum(1), torch.ones(4000, dtype=torch.float64))
+    same = rows[:1].expand(4, -1)
+    assert torch.allclose(dirichlet_rows(same, 3, seed=0, key=(0, 0)), same[:3], atol=1e-12)
+
+
+def largest_step(one: np.ndarray, other: np.ndarray) -> float:
+    """The Kolmogorov-Smirnov distance, by looking at every value."""
+    return max(abs((one <= value).mean() - (other <= value).mean()) for value in np.concatenate([one, other]))
+
+
+def test_an_entry_against_its_models(rng):
+    logits = torch.from_numpy(rng.normal(size=(50, 5)) + np.arange(5))
+    rows = logits.softmax(-1)
+    samples, normal = entry_samples(rows, logits, 3, 30, 4.0, 0, (0, 0, 4))
+    assert normal == pytest.approx((logits[:30, 3].mean().item(), logits[:30, 3].std().item()))
+    assert np.allclose(samples["measured"], rows[30:, 3])
+    found, values = entry_distances(samples, normal), np.sort(samples["logits"])
+    cumulative = [0.5 * (1 + math.erf((x - normal[0]) / normal[1] / math.sqrt(2))) for x in values]
+    steps = [max(abs(c - k / 20), abs(c - (k + 1) / 20)) for k, c in enumerate(cumulative)]
+    assert found["logit"] == pytest.approx(max(steps))
+    for name in ("gaussian", "dirichlet"):
+        assert found[name] == pytest.approx(largest_step(samples["measured"], samples[name]))
+
+
+def test_each_family_is_at_home_in_its_own_distribution(rng):
+    """Rows of a Dirichlet distribution for one head, of independent normal logits for the other."""
+    count, width = 240, 12
+    spread = np.concatenate([np.full(width - 1, 0.3), [2.5]])
+    normal = torch.from_numpy(rng.normal(size=(count, width)) * spread)
+    other = draw_dirichlet(rng, count, width=width, strength=6.0)
+    rows = torch.stack([other, normal.softmax(-1)])[:, :, None]
+    logits = torch.stack([other.log(), normal])[:, :, None]
+    found = row_distances(statistics_of(rows, logits, (width - 1,)), list(HEADS), fitted=140, scale=1.0)
+    by_family = {name: values[:, 0].tolist() for name, values in found["normalised"].items()}
+    assert found["rows"] == 70
+    assert max(by_family["resampled"]) < 1.6
+    assert by_family["dirichlet"][0] < 1.6 < by_family["dirichlet"][1]
+    assert by_family["gaussian"][1] < 1.6
+    assert found["medians"]["resampled"] == pytest.approx(np.median(by_family["resampled"]))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_rows_that_never_vary_have_no_unit():
+    rows = torch.full((2, 8, 1, 2), 0.5)
+    found = row_distances(statistics_of(rows, rows, (1,)), list(HEADS), fitted=5)
+    assert all(np.isnan(values).all() for values in found["normalised"].values())
+
+
+def test_rows_measured_by_calibration(model, ids, run_dense):
+    """The diagnostics read what `calibrate` collects: causal keys only, the first sequences fitted, the others held."""
+    positions = query_positions(24)
+    batch = torch.cat([ids, ids.flip(1)])
+    found = calibrate(model, [batch], collect=("rows", "logit_rows"), heads=[(1, 2)], positions=positions)
+    apart = row_distances(found, [(1, 2)], fitted=6)
+    assert apart["quartile"].shape == (1, len(positions))
+    assert apart["rows"] == 3
+    rows, logits = (found.take(name, [(1, 2)])[0][:, -1] for name in ("rows", "logit_rows"))
+    samples, _ = entry_samples(rows, logits, 21, 5, 4.0, 0, (1, 2, 23))
+    flipped, _ = run_dense(model, torch.cat([ids.flip(1), ids[:, :1]], 1))
+    assert np.allclose(samples["measured"], flipped[1][:, 2, 23, 21].numpy(), atol=1e-6)
+
+
+def test_query_positions_are_the_papers():
+    assert query_positions(1024) == (63, 127, 255, 511, 767, 1023)
+    assert query_positions(8) == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize("position", [0, 1, 5, 1023, 2999])
+def test_mass_by_distance(rng, position):
+    """Bins are 0; 1; 2 to 3; 4 to 7; ...; the last takes the rest."""
+    assert EDGES == (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    rows = torch.from_numpy(rng.random((2, 3000)))
+    for row, bins in zip(rows.tolist(), distance_profile(rows, position).tolist(), strict=True):
+        expected = [0.0] * 12
+        for key in range(position + 1):
+            expected[min((position - key).bit_length(), 11)] += row[key]
+        assert bins == pytest.approx(expected)
+
+
+def test_profiles_are_pooled_and_drawn_by_position(rng):
+    drawn = torch.from_numpy(rng.normal(size=(6, 2, 16)))
+    future = torch.arange(16) > torch.tensor([10, 15])[:, None]
+    rows = drawn.masked_fill(future, -torch.inf).softmax(-1)
+    found = sample_profiles(rows, (10, 15), count=9, seed=0, key=(0, 1))
+    binned = torch.cat([distance_profile(rows[:, 0], 10), distance_profile(rows[:, 1], 15)])
+    assert {tuple(row) for row in found["measured"].tolist()} <= {tuple(row) for row in binned.tolist()}
+    assert len(found["measured"]) == len(found["generated"]) == 9
+    assert torch.allclose(found["mean"][0], binned.mean(0))
+    many = sample_profiles(rows, (10, 15), count=4000, seed=0, key=(0, 1), scale=50.0)
+    assert len(many["measured"]) == 12, "no more than were measured"
+    assert ((many["generated"].mean(0) - binned.mean(0)).abs() < 0.01).all()
+
+
+class Recorder:
+    """Takes the first two coordinates, and keeps its input."""
+
+    def fit_transform(self, values):
+        self.fitted = values
+        return values[:, :2]
+
+    def transform(self, values):
+        return 10 + values[:, :2]
+
+
+def test_the_map_is_fitted_to_standardised_roots_of_measured_profiles():
+    measured = torch.tensor([[0.25, 0.75, 0.0], [0.49, 0.51, 0.0], [0.81, 0.19, 0.0]])
+    reducer = Recorder()
+    found = project_profiles({"measured": measured, "generated": measured[:1], "mean": measured[:1]}, reducer)
+    roots = np.sqrt(measured.double().numpy())
+    scaled = (roots - roots.mean(0))[:, :2] / roots.std(0, ddof=1)[:2]
+    assert np.allclose(reducer.fitted, np.pad(scaled, ((0, 0), (0, 1))))
+    assert np.allclose(found["generated"], 10 + scaled[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_umap_keeps_two_kinds_of_profile_apart(rng):
+    umap = pytest.importorskip("umap", reason="umap-learn is not installed: the extra `analysis`")
+    near, far = (torch.from_numpy(rng.dirichlet(weights, size=40)) for weights in ([40] + [1] * 11, [1] * 11 + [40]))
+    sample = {"measured": torch.cat([near, far]), "generated": near[:5], "mean": near.mean(0)[None]}
+    found = project_profiles(sample, umap.UMAP(random_state=0, n_jobs=1))
+    centres = [found["measured"][:40].mean(0), found["measured"][40:].mean(0)]
+    for point in found["generated"]:
+        assert np.linalg.norm(point - centres[0]) < np.linalg.norm(point - centres[1])

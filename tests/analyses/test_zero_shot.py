@@ -1,0 +1,168 @@
+"""Zero-shot accuracy with heads frozen by scores and rates, against models frozen one by one."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
+
+import saf
+import saf.integrations.transformers
+from experiments.analyses import svg, zero_shot
+from experiments.analyses.__main__ import main
+from experiments.analyses.common import shown
+from experiments.analyses.zero_shot import Settings, measure, tables
+from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
+from saf.errors import InputError
+from saf.evaluate.zero_shot import TaskAnswers
+from saf.integrations.lm_eval import ExactLengthModel, answer_tasks
+from saf.integrations.models import Encoder
+from saf.records.files import to_json, write_json
+from saf.records.quantities import signed
+from saf.records.result import read_result
+from tests.transformers_models import make
+from tests.zero_shot_files import write_tasks
+
+TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps in its red or green den. " * 60
+TASKS = ("sst2", "arc_easy")
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of six layers with grouped queries, its tokenizer, text, and tasks."""
+    root = tmp_path_factory.mktemp("zero-shot")
+    write_tasks(root / "tasks")
+    model = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)
+    model.save_pretrained(root / "model")
+    train_bpe([TEXT], vocab_size=300).save(root / "model" / "tokenizer.json")
+    (root / "text.txt").write_text(TEXT)
+    return root
+
+
+def settings(folder, **more) -> Settings:
+    given = {"model": folder / "model", "data": folder / "text.txt", "tasks": TASKS, "task_data": folder / "tasks"}
+    return Settings(**{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more})
+
+
+KEPT: list[dict] = []
+
+
+@pytest.fixture(scope="module")
+def record(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_shot, "save", lambda record, settings: KEPT.append(to_json(record)))
+        return measure(settings(folder))
+
+
+def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
+    tokenizer = Tokenizer.load(folder / "model")
+    data = TextData([folder / "text.txt"], tokenizer)
+    ids = list(calibration_windows(data, length=LENGTH, count=6, seed=0, setting="").split(8))
+    encoder = Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
+    ordinary = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)
+    statistics = saf.calibrate(ordinary, ids)
+
+    def answers(model) -> dict[str, TaskAnswers]:
+        return answer_tasks(ExactLengthModel(model, encoder), TASKS, folder=folder / "tasks")
+
+    before = answers(ordinary)
+    assert [(arm["score"], arm["rate"]) for arm in record["arms"]] == [
+        (score, rate) for score in ("variance", "forward_kl") for rate in (0.25, 0.5)
+    ]
+    for arm in record["arms"]:
+        frozen = copy.deepcopy(ordinary)
+        config = saf.FreezeConfig(rate=arm["rate"], score=arm["score"], max_fit_kl=100.0)
+        report = saf.freeze_(frozen, ids, config)
+        assert arm["heads"] == report.heads.to_list()
+        assert arm["name"] == f"{arm['score']} {100 * arm['rate']:.0f}%"
+        assert arm["share"] == len(report.heads) / statistics.variance.numel()
+        after = answers(frozen)
+        changes = []
+        for name in TASKS:
+            rights = [[answer["right"] for answer in of[name].answers] for of in (before, after)]
+            change = arm["tasks"][name]["change"]
+            assert change["gained"] == sum(b and not a for a, b in zip(*rights, strict=True))
+            assert change["lost"] == sum(a and not b for a, b in zip(*rights, strict=True))
+            assert arm["tasks"][name]["taken"] == after[name].to_dict()["taken"]
+            changes.append((sum(rights[1]) - sum(rights[0])) / len(rights[0]))
+        assert arm["mean_difference"] == pytest.approx(sum(changes) / 2)
+        thirds = [sum(layer // 2 == third for layer, _ in report.heads) for third in range(3)]
+        assert arm["layer_thirds"] == thirds
+        middle = torch.tensor(sorted(report.fit_kl.values()), dtype=torch.float64).quantile(0.5)
+        assert arm["fit_kl_median"] == pytest.approx(float(middle), rel=1e-4)
+        kls = torch.stack([statistics.forward_kl[head] for head in report.heads]).double()
+        assert arm["forward_kl_median"] == pytest.approx(float(kls.quantile(0.5)), rel=1e-4)
+    one, other = (set(map(tuple, record["arms"][number]["heads"])) for number in (0, 2))
+    assert record["overlap"]["0.25"] == pytest.approx(len(one & other) / 6)
+    assert record["ordinary"]["tasks"]["sst2"]["accuracy"] == before["sst2"].to_dict()["accuracy"]
+
+
+def test_tables_and_figure_say_what_the_record_holds(record):
+    text = shown(tables(to_json(record)))
+    for arm in record["arms"]:
+        assert "/".join(map(str, arm["layer_thirds"])) in text
+        assert signed(100 * arm["mean_difference"], 2, "") in text
+    assert "negative" in text
+    assert "arc_easy" in svg(record)
+
+
+def test_what_is_there_is_kept_after_every_arm(record):
+    assert [len(kept["arms"]) for kept in KEPT] == [0, 1, 2, 3, 4]
+    assert KEPT[-1] == to_json(record)
+    assert KEPT[2]["overlap"] == {}
+    assert "Cut off after 2 of 4 arms" in tables(KEPT[2])[0]
+    assert "Cut off" not in tables(KEPT[4])[0]
+
+
+@pytest.mark.parametrize("arms", [0, 3])
+def test_what_was_cut_off_goes_on_without_what_is_there(folder, record, arms, tmp_path, capsys):
+    write_json(tmp_path / "study.json", KEPT[arms])
+    words = ["--data", folder / "text.txt", "--tasks", *TASKS, "--task-data", folder / "tasks", "--sequences", 6]
+    words += ["--rates", 0.25, 0.5, "--max-fit-kl", 100.0, "--device", "cpu", "--out", tmp_path / "study.json"]
+    command = ["zero-shot", *map(str, [folder / "model", *words])]
+    assert main([*command, "--max-fit-kl", "99"]) == 2
+    assert "max_fit_kl 100.0, now 99.0; remove it" in capsys.readouterr().err
+    assert main(command) == 0
+    told = capsys.readouterr().err
+    assert "the model as it is" not in told
+    assert told.count("sst2, arc_easy") == 4 - arms
+    found = read_result(tmp_path / "study.json")
+    for one, other in zip(found["arms"], to_json(record)["arms"], strict=True):
+        assert (one["tasks"], one["heads"], one["name"]) == (other["tasks"], other["heads"], other["name"])
+    assert found["overlap"] == record["overlap"]
+    assert "answers" not in found["ordinary"]
+    assert main(command) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
+    model = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)
+    ids = torch.randint(0, 300, (4, LENGTH), generator=torch.Generator().manual_seed(0))
+    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100.0))
+    model.save_pretrained(tmp_path / "frozen")
+    (tmp_path / "frozen" / "tokenizer.json").write_bytes((folder / "model" / "tokenizer.json").read_bytes())
+    found = measure(settings(folder, frozen=(tmp_path / "frozen",) * 2, data=None))
+    arm, again = found["arms"]
+    assert arm["tasks"] == again["tasks"]
+    assert found["overlap"] == {}
+    assert arm["share"] == 0.25
+    assert len(arm["heads"]) == 6
+    assert found["ordinary"] == record["ordinary"]
+    text = shown(tables(to_json(found)))
+    assert "model 1, 25% frozen" in text
+    assert "model 2, 25% frozen" in text
+    assert "thirds" not in text
+
+
+def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
+    with pytest.raises(InputError, match="at most 16 are allowed: --too-long cut"):
+        measure(settings(folder, length=16))
+    asked = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
+    found = measure(settings(folder, length=16, too_long="cut", **asked))
+    assert found["length"] == 16
+    (arm,) = found["arms"]
+    assert (arm["name"], arm["share"]) == ("variance 33.3% (90% asked for)", 8 / 24)
+    assert found["overlap"] == {}
+    assert found["ordinary"]["tasks"]["sst2"]["shortened"] == 2
