@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from experiments.figures import draw
@@ -74,6 +75,7 @@ class Experiments:
             return 0
         inputs = Inputs(data=self.data, tasks=self.tasks, questions=self.questions)
         if scale.base == "smoke":
+            torch.set_num_threads(1)  # its tensors are too small to share: two threads take longer than one
             inputs = smoke_inputs(self.out / "smoke-inputs", inputs)
         elif runs:
             pretrained = [run.record() for run in runs.values() if run.arm.task is None]
