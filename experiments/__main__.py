@@ -96,12 +96,14 @@ class Experiments:
         if self.arms:
             named = [arm for name in self.arms for arm in measured.get(name, [name])]
             return [(arm, seed) for arm in named for seed in self._seeds(scale)]
-        first = {row.arm for each in chosen.values() for row in each.rows if row.first_seed}
+        rows = [row for each in chosen.values() for row in each.rows]
+        several = {row.arm.partition("@")[0] for row in rows if not row.first_seed}
+        first = {row.arm.partition("@")[0] for row in rows if row.first_seed} - several
         return [
             (arm, seed)
             for each in chosen.values()
             for arm in each.arms(scale.base)
-            for seed in (self._seeds(scale, each) if arm not in first else self._seeds(scale, each)[:1])
+            for seed in self._seeds(scale, each)[: 1 if arm in first else None]
         ]
 
     def _measure(

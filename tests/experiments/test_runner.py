@@ -142,6 +142,13 @@ def test_a_dry_run_lists_tokens_memory_and_hours(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_arms_of_first_seed_rows_alone_have_one_run(tmp_path, capsys):
+    assert main(["recall", "later_intervention", "--scale", "paper", "--dry-run", "--out", str(tmp_path)]) == 0
+    listed = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed.count("recovery-mean-25") == 1
+    assert listed.count("recall-later-mean-25") == listed.count("later-pruned-25") == 3
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     assert main(["timming", "--out", str(tmp_path)]) == 2
     assert "did you mean 'timing'" in capsys.readouterr().err
