@@ -261,8 +261,12 @@ def _frame(values: Sequence[Tensor]) -> pd.DataFrame:
 
 def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12, 9)) -> tuple[Figure, Any]:
     """Return a figure and its axes as `Figure.subplots` has them; `size` is in inches."""
-    drawn = Figure(figsize=size, layout="constrained")
-    return drawn, drawn.subplots(rows, columns)
+    # Of many axes the constrained layout takes as long as all the drawing.
+    drawn = Figure(figsize=size, layout="constrained" if rows * columns == 1 else None)
+    axes = drawn.subplots(rows, columns)
+    if rows * columns > 1:
+        drawn.subplots_adjust(left=0.06, right=0.97, bottom=0.08, top=0.94, wspace=0.25, hspace=0.4)
+    return drawn, axes
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:
