@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import run
-from saf.bench.kinds import TOLERANCE
+from saf.bench.layer import TOLERANCE
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
 from saf.errors import InputError

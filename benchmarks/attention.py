@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from benchmarks import run
 from saf.adapters import adapter_for
-from saf.bench.kinds import Passes, PassSpeed, measure
 from saf.bench.models import mixing_work, random_tokens
 from saf.bench.protocol import Arm, Point, Subject, Work
+from saf.bench.speed import measure
+from saf.bench.whole import Passes, PassSpeed
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Compile
 

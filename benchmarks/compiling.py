@@ -32,9 +32,9 @@ import torch
 import saf
 from benchmarks import run
 from saf.adapters import adapter_for
-from saf.bench.kinds import CLIP, LEARNING_RATE, PRELOADED, Preloaded, Update, updates_in_a_row
 from saf.bench.models import heads_per_layer, random_tokens, synthetic_patterns
 from saf.bench.protocol import OUT_OF_TIME, Session, alternate, clean_process, kernels_of, refused, summary
+from saf.bench.whole import CLIP, LEARNING_RATE, PRELOADED, Preloaded, Update, updates_in_a_row
 from saf.heads import Head, HeadSet
 from saf.machine.execution import Execution
 from saf.models import GPT

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import run
-from saf.bench.kinds import LEARNING_RATE, ModelSpeed, Preloaded, UpdateSubject, measure, update_work, way_of
 from saf.bench.models import ModelPlan
 from saf.bench.protocol import GRAPH, Arm, Point, Subject, Work, kernels_of
+from saf.bench.speed import ModelSpeed, measure
+from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, update_work, way_of
 from saf.errors import SafWarning
 from saf.machine.cuda_graphs import GraphPool
 from saf.machine.execution import Compile

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks import run
 from saf.bench import Update
-from saf.bench.kinds import PRELOADED
 from saf.bench.models import random_tokens
 from saf.bench.protocol import Arm, Session, alternate, clean_process, refused, summary, wait_for
+from saf.bench.whole import PRELOADED
 from saf.errors import InputError
 from saf.machine.cuda_graphs import GraphPool
 from saf.models import preset

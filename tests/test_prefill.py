@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import saf
-import saf.bench.kinds as measured
+import saf.bench.whole as measured
 from saf.adapters import adapter_for
 from saf.bench.protocol import Arm, Point
 from saf.errors import InputError, UnsupportedError
@@ -111,7 +111,7 @@ def test_a_benchmark_captures_another_program_than_it_calls(monkeypatch):
 
     monkeypatch.setattr(measured, "LastToken", Watched)
     monkeypatch.setattr(measured, "GraphReplay", Capture)
-    monkeypatch.setattr(measured, "ways_of", lambda graphs, device: ("call", "graph"))
+    monkeypatch.setattr("saf.bench.speed.ways_of", lambda graphs, device: ("call", "graph"))
     settings = measured.Prefill(device="cpu", compile="on", model="tiny", warmup=1, repeats=1, graphs="both")
     point = Point(16, 1, precision="fp32")
     subject = settings.build(point, Arm("math", "toeplitz", 0.5), GraphPool())

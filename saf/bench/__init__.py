@@ -9,9 +9,13 @@
 
 from typing import Any
 
-from saf.bench.kinds import KINDS, Decode, Op, Prefill, Speed, Update, measure
+from saf.bench.layer import Op
+from saf.bench.speed import Speed, measure
+from saf.bench.whole import Decode, Prefill, Update
 
 __all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "decode", "measure", "op", "prefill", "update"]
+
+KINDS: dict[str, type[Speed]] = {kind.kind: kind for kind in (Update, Prefill, Decode, Op)}
 
 
 def op(model: str = Op.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:

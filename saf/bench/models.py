@@ -166,6 +166,8 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
             f"{folder} has no frozen or pruned heads to time; freeze some by `saf freeze`, or name a preset"
         )
     frozen = {(layer, head): each for layer, site in enumerate(sites) for head, each in patterns_of(site).items()}
+    if any(pattern.trainable for pattern in frozen.values()):
+        raise UnsupportedError(f"{folder} has patterns that are still trained; fix them by pattern.compact() first")
     found = FolderModel(
         shape=_shape_of_folder(model, folder),
         frozen=frozen,

@@ -152,13 +152,24 @@ def measure_arm(question: dict[str, Any]) -> dict[str, Any]:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         times = {variant: subject.timed_block(variant) for variant in settings.variants()}
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return {
             "block_ms": times,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else resident,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident(),
             "memory_kind": "allocated" if cuda else "resident",
             "kernels": subject.kernels() if question["profile"] else [],
         }
+
+
+def peak_resident() -> int:
+    """Return the largest resident set of this process, bytes.
+
+    Where Linux tells it itself: what `getrusage` returns begins at the parent's, which Linux carries over to a child.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_op():
 
 
 def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch):
-    monkeypatch.setattr("saf.bench.kinds.frozen_attention", lambda value, frozen: value * 1.01)
+    monkeypatch.setattr("saf.bench.layer.frozen_attention", lambda value, frozen: value * 1.01)
     sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
     record = bench.op("tiny", **sizes, **TOY)
     assert "outputs are wrong" in record["left_out"][0]["why"]

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from saf.bench.kinds import Update, update_work
 from saf.bench.models import (
     MEASURED_SHARES,
     FlexAttention,
@@ -15,6 +14,7 @@ from saf.bench.models import (
     heads_per_layer,
 )
 from saf.bench.protocol import Arm
+from saf.bench.whole import Update, update_work
 from saf.models import preset
 from saf.ops import BACKENDS
 

@@ -8,7 +8,7 @@ import torch
 LIVE_HEADS = (3, 0)
 """The value heads that live slots read."""
 LIMITS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 4.5e-3}
-"""Relative L2 errors, those of a layer's operator (`saf.bench.kinds.TOLERANCE`)."""
+"""Relative L2 errors, those of a layer's operator (`saf.bench.layer.TOLERANCE`)."""
 
 
 @dataclass(frozen=True)
