@@ -26,6 +26,7 @@ from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process, 
 from saf.errors import UnsupportedError
 from saf.machine.cuda_graphs import GraphPool
 from saf.records.files import to_json
+from saf.records.quantities import signed
 
 COMPILE_THREADS = 4
 """Of each process that only compiles; several run at a time."""
@@ -86,7 +87,7 @@ def measure_memory(session: Session, settings: Any, point: Any, arms: Sequence[A
         entry = {"arm": arm.name, "backend": arm.backend, "rate": arm.rate, "kind": reply["memory_kind"]}
         session.lists["memory"].append({"point": point.to_dict(), **entry, "bytes": peak, "change_percent": change})
         session.save()
-        compared = "" if change is None else f", {change:+.2f}% against ordinary"
+        compared = "" if change is None else f", {signed(change)} against ordinary"
         session.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
 
 
