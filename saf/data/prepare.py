@@ -66,42 +66,30 @@ class PrepareConfig:
 
     heldout: tuple[str, ...] = ()
     """Sources of held-out text. Without any, a fraction of the documents is held out."""
-
     heldout_fraction: float | None = None
     """Share of all tokens to hold out, in (0, 0.5]; 0.05 when `heldout` is empty."""
-
     heldout_shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How held-out tokens are divided over calibration, controller and report."""
-
     calibration_from: Literal["heldout", "train"] = "heldout"
     """Where calibration windows come from; `train` leaves the calibration partition empty."""
-
     tokenizer: str = "bpe"
     """`bpe` (trained on the training text), `gpt2` (downloaded), a folder with tokenizer.json or GPT-2's files, or the
     name of a model on the Hugging Face hub, OWNER/NAME, whose tokenizer is downloaded."""
-
     vocab_size: int = 4096
     """Size of the vocabulary trained by `bpe`, end-of-text token included."""
-
     tokenizer_bytes: int = 16 * 2**20
     """Most bytes of training text that `bpe` learns from."""
-
     max_documents: int | None = None
     """Stop reading the sources, and likewise the held-out sources, after this many documents."""
-
     max_bytes: int | None = None
     """Stop reading the sources, and likewise the held-out sources, once this many bytes of text are read; a document
     longer than that by itself is cut there."""
-
     text_field: str = "text"
     """The field of JSON Lines, column of CSV or Parquet, or feature of a dataset that is the text."""
-
     split_characters: int | None = None
     """Cut longer documents into pieces of at most this many characters, each then a document of its own."""
-
     seed: int = 0
     """Seed of the order of documents and of what is held out."""
-
     workers: int | None = None
     """Tokenising threads; the number of usable CPU cores when not given. Never changes the result."""
 
@@ -471,15 +459,11 @@ def _are_few(documents: int, fraction: float) -> bool:
 
 
 def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask of the documents that `_hold_out` chooses from; the tokenizer learns only from the others.
+    """Return a mask of the documents that `_hold_out` chooses from, of keys and bytes of text `[documents]`.
 
-    Of many documents these are the ones with keys below `_lowest_keys`, whatever the others are. Where few leave too
-    little text there, those with the next keys are added until it suffices, but for documents that are too long.
-
-    Args:
-        keys: seeded keys, uint64 `[documents]`.
-        sizes: bytes of text `[documents]`.
-        fraction: share of all tokens to hold out.
+    The tokenizer learns only from the others. Of many documents these are the ones with keys below `_lowest_keys`,
+    whatever the others are. Where few leave too little text there, those with the next keys are added until it
+    suffices, but for documents that are too long.
     """
     pool = keys < np.uint64(_lowest_keys(fraction))
     asked = fraction * sizes.sum()
@@ -497,13 +481,7 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
     """Return a mask of the documents held out: the lowest keys of a pool, up to `fraction` of all tokens.
 
     A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
-    that leaves too few, the limit is a third.
-
-    Args:
-        keys: seeded keys, uint64 `[documents]`.
-        tokens: token counts `[documents]`.
-        fraction: share of all tokens to hold out.
-        pool: mask of the documents to choose from, `_may_be_held_out`.
+    that leaves too few, the limit is a third. All arrays are `[documents]`.
     """
     target = fraction * tokens.sum()
     order = np.argsort(keys, kind="stable")

@@ -3,33 +3,17 @@
 import gzip
 import json
 
-import numpy as np
 import pytest
 
 from saf.cli import main
-from saf.data import PARTITIONS, TokenData, prepare
+from saf.data import prepare
 from saf.errors import DataError
 from saf.tasks.examples import read_examples
+from tests.data.texts import documents, lines
 
 BOM = b"\xef\xbb\xbf"
 TEXTS = [f'Document {n}: she said "number {n}", and left; ' + "words and more words " * (n % 5 + 2) for n in range(40)]
 QUOTES = [f'"{n} begins with a mark' if n % 2 else f'{n} is 5" wide' for n in range(40)]
-
-
-def documents(source, out, **settings) -> list[str]:
-    """Prepare a source and return the documents of all partitions, sorted."""
-    prepare(str(source), out, vocab_size=300, heldout_fraction=0.4, workers=1, **settings)
-    data = TokenData.open(out)
-    tokenizer, found = data.tokenizer(), []
-    for name in PARTITIONS:
-        ids = np.asarray(data.tokens(name))
-        for part in np.split(ids, np.flatnonzero(ids == data.eot_id) + 1)[:-1]:
-            found.append(tokenizer.decode(part[:-1]))
-    return sorted(found)
-
-
-def lines(texts, field="text") -> bytes:
-    return b"".join(json.dumps({field: text, "id": 1}).encode() + b"\n" for text in texts)
 
 
 @pytest.mark.parametrize("mark", [b"", BOM], ids=["plain", "byte order mark"])
