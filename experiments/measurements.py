@@ -190,6 +190,10 @@ class Measurement:
         return folder / "measurements" / name / ("once.json" if not reads else f"seed-{seed}.json")
 
 
+IN_PROCESS = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
+"""Where the `main` of a package's command is."""
+
+
 def _program(words: list[str]) -> tuple[str, list[str]]:
     """Return the module that `python -m` runs for the words of a measurement, and what it is given."""
     if words[0] == "bench":
@@ -234,7 +238,7 @@ class Maker:
                     [*command, str(processes), "-m", module, *words], stdout=file, stderr=file
                 ).returncode
             else:
-                main = importlib.import_module("saf.cli" if module == "saf" else module).main
+                main = importlib.import_module(IN_PROCESS.get(module, module)).main
                 with redirect_stdout(file), redirect_stderr(file):
                     try:
                         code = main(words)

@@ -1,4 +1,4 @@
-"""Rules about names, calls and docstrings that ruff and import-linter cannot express: `python tools/check_source.py`.
+"""Rules about names and calls that ruff and import-linter cannot express: `python tools/check_source.py`.
 
 Read from the syntax tree, so comments and strings do not count. Which room may import which is import-linter's.
 """
@@ -46,9 +46,6 @@ CALLS: dict[str, tuple[tuple[str, ...], str]] = {
     "hasattr": (("saf/ops/",), "a backend declares what it can do"),
 }
 
-# A body of so few lines says what it does as fast as a sentence would, under a name that fits: a taste, not a measure.
-UNTOLD_LINES = 4
-
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield `(line, dotted name)` for every import and attribute access, aliases of imports resolved."""
@@ -88,22 +85,6 @@ def class_tests(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, dotted.rpartition(".")[2]
 
 
-def undocumented(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield `(line, name)` for every private or inner function, method and class that owes a docstring.
-
-    What is public owes one by ruff's rules; magic methods are described by their class, overloads by what they
-    overload.
-    """
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or ast.get_docstring(node):
-            continue
-        magic = node.name.startswith("__") and node.name.endswith("__")
-        overload = any((_dotted(each) or "").endswith("overload") for each in node.decorator_list)
-        lines = (node.body[-1].end_lineno or 0) - node.body[0].lineno + 1
-        if lines > UNTOLD_LINES and not magic and not overload:
-            yield node.lineno, node.name
-
-
 def problems(source: str, path: str) -> list[str]:
     """Return one line for each broken rule in the text of one file; `path` is relative to the repository."""
     tree, found = ast.parse(source, path), set()
@@ -120,9 +101,6 @@ def problems(source: str, path: str) -> list[str]:
         allowed, reason = CLASSES.get(name, ((path,), ""))
         if not path.startswith(allowed):
             found.add((line, f"{path}:{line}: isinstance of {name} is not asked here: {reason}"))
-    for line, name in undocumented(tree):
-        advice = "say in one plain sentence what it does"
-        found.add((line, f"{path}:{line}: {name} has more than {UNTOLD_LINES} lines and no docstring: {advice}"))
     return [message for _, message in sorted(found)]
 
 

@@ -1,9 +1,9 @@
 import json
 
 import pytest
-import tyro
 
-from saf.cli.bench import COMMANDS
+from saf.cli.bench import Command
+from saf.cli.parsing import parse
 from saf.errors import InputError, UnsupportedError
 from saf.records.files import read_json
 
@@ -11,7 +11,7 @@ SMALL = ["--device=cpu", "--pairs=2", "--tolerance=1e9", "--warmup=1", "--repeat
 
 
 def run(name: str, *words: object) -> dict:
-    return tyro.cli(COMMANDS[name], args=[str(word) for word in (*SMALL, *words)]).run()
+    return parse(Command, [name, *map(str, (*SMALL, *words))], prog="saf bench").run()
 
 
 def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):

@@ -21,7 +21,6 @@ from saf.patterns import CompactPattern
 from saf.records.files import read_json
 from saf.surgery import install_
 from saf.train import pretrain
-from saf.train.config import in_present_form
 from saf.train.graphs import check_graphs, graphs_pay
 from saf.train.optimizer import build_optimizer
 from saf.train.updater import Updater
@@ -301,10 +300,6 @@ def _words(capsys) -> str:
     """Return what was said, whatever the terminal's width."""
     said = capsys.readouterr()
     return " ".join((said.out + said.err).split())
-
-
-def test_settings_of_earlier_runs_are_read_in_the_present_form():
-    assert [in_present_form({"graphs": told})["graphs"] for told in (False, True, "auto")] == ["off", "on", "auto"]
 
 
 def test_what_cannot_be_captured_is_refused():
