@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from saf.errors import CheckpointError, InputError, SelectionError
 from saf.freezing.config import FreezeConfig
@@ -21,7 +18,7 @@ GUARD_SEQUENCES = 8
 class CheckpointFreezing:
     """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Path
     """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
     config: FreezeConfig
     """How heads are frozen."""

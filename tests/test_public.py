@@ -16,8 +16,8 @@ install_ load mixed_attention ops preset prune_ save score select storage_report
 """
 COMMANDS = "data pretrain finetune freeze evaluate compare report inspect bench doctor"
 README = """
-pip install .[data]
-pip install .[data,hf]
+pip install .
+pip install .[cli,data,hf]
 make demo
 make test
 saf data prepare my_texts --out data

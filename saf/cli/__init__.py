@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from saf.errors import SafError, SafWarning, nearest
+from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 from saf.records.provenance import invocation
 
 COMMANDS = {
@@ -27,6 +27,8 @@ COMMANDS = {
 }
 NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
+EXTRAS = {"tyro": "cli", "rich": "cli", "tokenizers": "cli", "tensorboard": "cli", "transformers": "hf"}
+"""The extra of the package that brings what commands need."""
 TRAINING = ("pretrain", "finetune")
 KEPT = ". Checkpoints, if there are any, stay: go on with the same command and --resume"
 """The end of an error's message where training stops early."""
@@ -46,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
         logging.getLogger(logger).setLevel(logging.ERROR)
     called = invocation.set(tuple(words))
     try:
-        with _plain_warnings(name):
+        with _plain_warnings(name), _missing_extras():
             try:
                 asked = _command(name, rest)
             except SystemExit as stop:  # after the help, or words that tyro has refused
@@ -133,6 +135,21 @@ def _plain_warnings(name: str) -> Iterator[None]:
 
         warnings.showwarning = show
         yield
+
+
+@contextmanager
+def _missing_extras() -> Iterator[None]:
+    """Raise UnsupportedError that names the extra of a package that a command lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        extra = EXTRAS[package]
+        raise UnsupportedError(
+            f"this needs the package {package}, which is not installed: pip install 'saf[{extra}]'"
+        ) from error
 
 
 def _explain(error: OSError) -> str:

@@ -1,6 +1,7 @@
 """`saf freeze`: the whole recipe on a checkpoint or a model of transformers."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -21,6 +22,8 @@ class Command(CheckpointFreezing):
     transformers OUT is a folder that from_pretrained opens.
     """
 
+    checkpoint: Annotated[Path, tyro.conf.Positional]
+    """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
     config: Annotated[FreezeConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=FreezeConfig)
     """How heads are frozen."""
     json: bool = False

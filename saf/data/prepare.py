@@ -19,11 +19,9 @@ from hashlib import blake2b, sha256
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from saf.data.loader import (
     DIGEST_BYTES,
@@ -40,6 +38,9 @@ from saf.data.reading import Advance, Source, is_blank, resolve
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning
 from saf.records.folders import locked_beside, new_folder, restore_replaced_
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still keeps half a million apart, 122 windows of 4,096."""
@@ -167,6 +168,9 @@ def prepare(
         group: [resolve(name, text_field=config.text_field, max_bytes=config.max_bytes) for name in members]
         for group, members in (("heldout", config.heldout), ("train", names))
     }
+    from rich.console import Console
+    from rich.progress import Progress
+
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked_beside(out, busy):
@@ -202,7 +206,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} also holds what `saf data prepare` did not write: {named}; move it, or choose another")
 
 
-def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Progress) -> dict[str, Any]:
+def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: "Progress") -> dict[str, Any]:
     """Write the files of a data folder and return its index."""
     bar.add_task("choosing the tokenizer", total=None)
     tokenizer, trained_on = _choose_tokenizer(groups["train"], config)

@@ -15,7 +15,7 @@ from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records.events import MADE, EventRecord, append_event, beside_earlier
 from saf.records.quantities import number, signed
-from saf.records.table import Table
+from saf.records.table import Table, markdown_of
 from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"
@@ -196,8 +196,10 @@ class FreezeReport:
         return f"fits on one half miss it by {own:.4f} nats, the other half by {other:.4f} on average; "
 
     def __str__(self) -> str:
-        from rich.console import Console
-
+        try:
+            from rich.console import Console
+        except ModuleNotFoundError:
+            return markdown_of(self.table())
         text = io.StringIO()
         Console(width=100, file=text).print(self)
         return text.getvalue()

@@ -5,10 +5,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
-
 from saf.records.files import LineLog, file_hash
 from saf.records.text import plain
 
@@ -18,6 +14,10 @@ class Progress:
 
     def __init__(self, *, done: int, total: int, budget: float | None = None, every: int = 10, quiet: bool = False):
         """Take how many updates are done and planned, or the seconds left, and the updates between plain lines."""
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
         self.total = total
         self.every = every
         self.quiet = quiet
