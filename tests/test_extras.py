@@ -1,4 +1,4 @@
-"""The library alone: what freezes, saves and undoes in one's own loop needs none of the extras, and commands name theirs."""
+"""The library alone: freezing, saving and undoing in one's own loop need none of the extras, and commands name theirs."""
 
 import subprocess
 import sys
