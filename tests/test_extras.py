@@ -1,4 +1,4 @@
-"""The library alone: freezing, saving and undoing in one's own loop need none of the extras, and commands name theirs."""
+"""The library alone: freezing, saving and undoing in a loop of one's own need no extras; commands name theirs."""
 
 import subprocess
 import sys

@@ -3,7 +3,7 @@
     python tools/gpu_numbers.py                # under eight minutes; exits 1 when a number misses its bound
     python tools/gpu_numbers.py --dry-run      # the same code at toy sizes, on the CPU too; no bound applies
 
-The loops are this file's own and use the public names of `saf` alone, so that they check `saf bench` too. Ordinary and
+The loops are this file's own, so that they check `saf bench` too. Ordinary and
 live heads run cuDNN's attention: every other kernel of SDPA is switched off. A speedup is the ordinary model's time
 over the frozen model's, the median over pairs in ABBA order; a second ordinary model, the control, must come within 1%.
 """
@@ -14,13 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saf
+from saf.prefill import LastToken
 
 LAYERS = {0.25: (8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0), 0.5: (11, 10, 7, 9, 6, 8, 6, 6, 3, 6, 0, 0)}
 """Frozen heads of each layer of 124M, as variance chose them on a trained model."""
@@ -173,9 +177,20 @@ def prefill(sizes: Sizes, device: str) -> Iterator[Number]:
     for name, frozen in {"ordinary": (), "control": (), "25%": LAYERS[0.25], "50%": LAYERS[0.5]}.items():
         model = model_of(sizes.model, length, device, frozen).eval()
         ids = tokens_of(model, batch, length).to(device)
-        run = saf.Prefill(model, batch_size=batch, length=length, compile=sizes.compile) if device == "cuda" else model
-        arms[name] = torch.no_grad()(lambda run=run, ids=ids: run(ids))
+        run = LastToken(model)
+        call = run.compiled() if sizes.compile else run
+        arms[name] = called(call, ids)
     yield from compared(f"prefill {batch} x {length:,}", arms, {"25%": 1.055, "50%": 1.15}, sizes.pairs)
+
+
+def called(run: Callable[[Tensor], Tensor], ids: Tensor) -> Callable[[], Tensor]:
+    """Return a call of prompts as users make it: in bfloat16 on CUDA, without gradients."""
+
+    def call() -> Tensor:
+        with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            return run(ids)
+
+    return call
 
 
 @torch.no_grad()
