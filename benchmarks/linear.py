@@ -1,9 +1,11 @@
 """Frozen heads in linear time on a GPU: errors against float64, and times beside cuDNN's and the Toeplitz product's.
 
-    python benchmarks/linear.py --out results/linear [--no-sweep] [--lengths 4096 8192] [--heads 3 6] [--dim 64]
+    python benchmarks/linear.py --out results/linear [--no-sweep] [--shapes 4096x8 8192x4] [--heads 3 6] [--dim 64]
+    python benchmarks/linear.py --out results/linear --shapes --updates 4096x8x4 [--shares 0.25 0.5]
 
-Prints a table as it goes and writes linear.json: medians of CUDA graph replays, in microseconds. On a CPU, with
-TRITON_INTERPRET=1, it checks errors at small sizes and times nothing.
+Prints a table as it goes and writes linear.json: medians of CUDA graph replays, in microseconds; and speedups of whole
+updates of 124M over an ordinary one, by the loop of `tools/gpu_numbers.py`, for compact and exponential patterns and
+for the same heads pruned. On a CPU, with TRITON_INTERPRET=1, it checks errors at small sizes and times nothing.
 """
 
 import argparse
@@ -22,15 +24,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.ops.linear.launch import LinearConfig, choose_config, linear_matmul
-from saf.ops.linear.operator import chunk_rows, linear_tables
+from saf.ops.launch import cdiv
+from saf.ops.linear.launch import WAVE, LinearConfig, choose_config, linear_matmul
+from saf.ops.linear.operator import CHUNK, linear_tables
+from tools.gpu_numbers import CONTROL, LAYERS, model_of, seconds, speedup, updater
 
 BEGIN = time.time()
-TOKENS = {4096: 32768, 8192: 32768, 16384: 32768, 65536: 65536}
-"""Tokens of a batch by length."""
+SHAPES = ("4096x8", "8192x4", "16384x2", "65536x1")
+"""Length and sequences of a batch."""
 BUDGET = {torch.float32: 1e-6, torch.bfloat16: 4.5e-3}
-FORMS = ((64, 64), (64, 128), (128, 128))
-"""Chunks and bands that are timed: two tiles of 64 rows, three, and two of 128."""
+BANDS = (64, 128)
+"""Bands that are timed: two tiles and three."""
 
 
 def say(*words: Any) -> None:
@@ -52,10 +56,10 @@ def patterns(heads: int, length: int, band: int, poles: int = 16, seed: int = 0)
     return saf.ExponentialPattern(alpha, near, damping, frequency, cosine, sine, length)
 
 
-def check(device: str, dtype: torch.dtype, *, length: int, dim: int, chunk: int, band: int, heads: int = 3) -> float:
+def check(device: str, dtype: torch.dtype, *, length: int, dim: int, band: int, heads: int = 3) -> float:
     """Return the larger relative error, forward and adjoint, of strided heads against float64; raise beyond budget."""
     pattern = patterns(heads, length + 5, band)
-    tables, before, after = linear_tables(pattern.singles(), dtype, torch.device(device), chunk=chunk)
+    tables, before, after = linear_tables(pattern.singles(), dtype, torch.device(device))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, length, heads + 2, dim, generator=generator).to(device, dtype)[:, :, 1:-1].transpose(1, 2)
     dense = pattern.dense()[:, :length, :length].to(device)
@@ -64,7 +68,7 @@ def check(device: str, dtype: torch.dtype, *, length: int, dim: int, chunk: int,
         scalings = (after, before) if transpose else (before, after)
         found, want = linear_matmul(x, tables, *scalings, transpose=transpose), matrix @ x.double()
         errors.append(((found - want).norm() / want.norm()).item())
-    name = f"{str(dtype).removeprefix('torch.')} T{length} D{dim} chunk {chunk} band {band}"
+    name = f"{str(dtype).removeprefix('torch.')} T{length} D{dim} band {band}"
     say(f"error {name}: forward {errors[0]:.2e}, adjoint {errors[1]:.2e}")
     if not max(errors) <= BUDGET[dtype]:
         raise SystemExit(f"{name}: error {max(errors):.2e} is above {BUDGET[dtype]:.1e}")
@@ -114,12 +118,10 @@ def baselines(length: int, batch: int, heads: int, dim: int) -> dict[str, list[f
 class Problem:
     """One length, number of heads and form of the tables, with operands of both directions."""
 
-    def __init__(self, length: int, batch: int, heads: int, dim: int, chunk: int, band: int):
-        self.length, self.heads, self.columns, self.chunk = length, heads, batch * dim, chunk
+    def __init__(self, length: int, batch: int, heads: int, dim: int, band: int):
+        self.length, self.heads, self.columns = length, heads, batch * dim
         pattern = patterns(heads, length, band)
-        self.tables, self.before, self.after = linear_tables(
-            pattern.singles(), torch.bfloat16, torch.device("cuda"), chunk=chunk
-        )
+        self.tables, self.before, self.after = linear_tables(pattern.singles(), torch.bfloat16, torch.device("cuda"))
         shape = batch, length, heads, dim
         self.x, self.gradient, self.out = (
             torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
@@ -138,25 +140,22 @@ class Problem:
     def rule(self) -> LinearConfig:
         """Return the written rule's configuration."""
         shape = {"length": self.length, "columns": self.columns, "heads": self.heads}
-        return choose_config(**shape, chunk=self.chunk, dtype=torch.bfloat16)
+        return choose_config(**shape, dtype=torch.bfloat16)
 
     def candidates(self) -> list[LinearConfig]:
-        """Return configurations worth trying: between half a wave of programs and some twenty."""
+        """Return configurations worth trying: from a third of a wave of programs to two and a half."""
         found = []
-        shapes = [(64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 2)] if self.chunk == 64 else [(64, 8, 2), (64, 8, 3)]
-        for stretch, (columns, warps, stages) in itertools.product((1, 2, 4, 8, 16, 32), shapes):
-            stretches = -(-self.length // (self.chunk * stretch))
-            programs = stretches * self.heads * -(-self.columns // columns)
-            if 64 <= programs <= 3000 and columns <= self.columns:
-                states = (4, 8)[columns > 64]
-                for scan in {stretches > 64, stretches > 16}:
-                    found.append(LinearConfig(stretch, columns, (states, warps), (2, stages), scan))
-        return found
+        for columns, warps, stages in itertools.product((64, 32), (4,), (2, 3, 4)):
+            others = self.heads * -(-self.columns // columns)
+            for share in (1 / 3, 1 / 2, 2 / 3, 1, 4 / 3, 2):
+                stretches = max(1, int(WAVE * share) // others)
+                stretch = cdiv(cdiv(self.length, CHUNK), stretches)
+                found.append(LinearConfig(stretch, columns, (warps, warps), (stages, stages)))
+        return [one for one in found if one.columns <= self.columns]
 
 
-def timed(length: int, heads: int, dim: int, *, sweep: bool) -> dict[str, Any]:
-    """Time one length and number of heads in all forms; print a row for each."""
-    batch = max(1, TOKENS.get(length, length) // length)
+def timed(length: int, batch: int, heads: int, dim: int, bands: list[int], *, sweep: bool) -> dict[str, Any]:
+    """Time one shape and number of heads with all bands; print a row for each."""
     row: dict[str, Any] = {"length": length, "batch": batch, "heads": heads, "dim": dim}
     row |= baselines(length, batch, heads, dim)
     cudnn, toeplitz = row["cudnn"], row["toeplitz"]
@@ -165,8 +164,8 @@ def timed(length: int, heads: int, dim: int, *, sweep: bool) -> dict[str, Any]:
         f"toeplitz {toeplitz[0]:.0f} / {toeplitz[1]:.0f} ({toeplitz[1] / cudnn[1]:.3f})"
     )
     row["linear"] = []
-    for chunk, band in FORMS:
-        problem = Problem(length, batch, heads, dim, chunk, band)
+    for band in bands:
+        problem = Problem(length, batch, heads, dim, band)
         tried = [problem.rule()] + (problem.candidates() if sweep else [])
         found: list[tuple[float, LinearConfig]] = []
         answer = problem.forward(None)().clone()
@@ -183,7 +182,6 @@ def timed(length: int, heads: int, dim: int, *, sweep: bool) -> dict[str, Any]:
         rule = replayed(problem.both(problem.rule()))
         row["linear"].append(
             {
-                "chunk": chunk,
                 "band": band,
                 "forward": ranked[0][0],
                 "both": pair,
@@ -195,9 +193,42 @@ def timed(length: int, heads: int, dim: int, *, sweep: bool) -> dict[str, Any]:
         )
         nexts = "; ".join(f"{time:.1f} {tuple(config)}" for time, config in ranked[1:4])
         say(
-            f"  chunk {chunk} band {band}: forward {ranked[0][0]:.1f}, both {pair:.1f} us = {pair / cudnn[1]:.4f} of "
+            f"  band {band}: forward {ranked[0][0]:.1f}, both {pair:.1f} us = {pair / cudnn[1]:.4f} of "
             f"cudnn by {tuple(best)}; rule {rule:.1f}; next {nexts}"
         )
+    return row
+
+
+def frozen(share: float, how: str, length: int, device: str) -> saf.GPT:
+    """Return a random 124M with a share of its heads frozen by one kind of pattern, or pruned."""
+    counts = LAYERS[share]
+    if how == "compact":
+        return model_of("124m", length, device, counts)
+    model = model_of("124m", length, device)
+    chosen = [(layer, head) for layer, count in enumerate(counts) for head in range(count)]
+    if how == "pruned":
+        saf.prune_(model, chosen)
+    else:
+        saf.install_(model, chosen, patterns(len(chosen), length, band=128))
+    return model
+
+
+def updates(shape: tuple[int, int, int], shares: list[float], pairs: int = 6) -> dict[str, Any]:
+    """Return speedups of whole updates over an ordinary model's; a second ordinary one is the control."""
+    torch.compiler.reset()
+    row: dict[str, Any] = {"length": shape[0], "batch": shape[1], "micro_batches": shape[2], "speedups": {}}
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        arms = {name: updater(model_of("124m", shape[0], "cuda"), shape, compiled=True) for name in ("", "control")}
+        for share, how in itertools.product(shares, ("compact", "exponential", "pruned")):
+            arms[f"{share:.0%} {how}"] = updater(frozen(share, how, shape[0], "cuda"), shape, compiled=True)
+        for name, call in arms.items():
+            seconds(call, 2)
+            say(f"  {name or 'ordinary'}: {1e3 * seconds(call, 2):.1f} ms")
+        ordinary = arms.pop("")
+        for name, call in arms.items():
+            row["speedups"][name] = speedup(ordinary, call, pairs)
+            say(f"update {shape}: {name} {row['speedups'][name]:.4f}")
+    row["valid"] = abs(row["speedups"]["control"] - 1) <= CONTROL
     return row
 
 
@@ -205,32 +236,40 @@ def main() -> None:
     """Check errors, then time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="Folder to write linear.json into.")
-    parser.add_argument("--lengths", type=int, nargs="+", default=sorted(TOKENS))
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, help="Length and sequences, such as 4096x8.")
     parser.add_argument("--heads", type=int, nargs="+", default=[3, 6])
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--bands", type=int, nargs="+", default=BANDS)
+    parser.add_argument("--updates", nargs="*", default=[], help="Length, sequences, micro-batches: 4096x8x4.")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5])
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     say(torch.cuda.get_device_name() if cuda else "interpreter", torch.__version__, triton.__version__)
-    shapes = (
-        [(4096, 64, 64, 64), (4096, 64, 64, 128), (4096, 64, 128, 128), (1000, 96, 64, 128), (2049, 256, 128, 128)]
-        if cuda
-        else [(150, 16, 64, 64), (200, 16, 64, 128), (270, 16, 128, 128)]
-    )
-    errors = []
-    for dtype in (torch.float32, torch.bfloat16) if cuda else (torch.float32,):
-        for length, dim, chunk, band in shapes:
-            if dtype == torch.bfloat16 or not cuda or chunk == chunk_rows(length, dtype):
-                error = check("cuda" if cuda else "cpu", dtype, length=length, dim=dim, chunk=chunk, band=band)
-                errors.append([str(dtype), length, dim, chunk, band, error])
-    rows = []
-    for length, heads in itertools.product(arguments.lengths, arguments.heads) if cuda else ():
-        rows.append(timed(length, heads, arguments.dim, sweep=arguments.sweep))
+    shapes = [(4096, 64, 64), (4096, 64, 128), (1000, 96, 128), (2049, 256, 128)]
+    if not cuda:
+        shapes = [(150, 16, 64), (270, 16, 128)]
+    record = {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__}
+    record |= {"triton": triton.__version__, "cudnn": torch.backends.cudnn.version()}
+    record |= {"errors": [], "rows": [], "updates": []}
+
+    def write() -> None:
         if arguments.out:
             arguments.out.mkdir(parents=True, exist_ok=True)
-            device = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-            record = device | {"errors": errors, "rows": rows}
             (arguments.out / "linear.json").write_text(json.dumps(record, indent=1))
+
+    for dtype in (torch.float32, torch.bfloat16) if cuda else (torch.float32,):
+        for length, dim, band in shapes:
+            error = check("cuda" if cuda else "cpu", dtype, length=length, dim=dim, band=band)
+            record["errors"].append([str(dtype), length, dim, band, error])
+    shapes_timed: Any = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes] if cuda else []
+    for (length, batch), heads in itertools.product(shapes_timed, arguments.heads):
+        record["rows"].append(timed(length, batch, heads, arguments.dim, arguments.bands, sweep=arguments.sweep))
+        write()
+    for shape in arguments.updates:
+        length, batch, micro_batches = map(int, shape.split("x"))
+        record["updates"].append(updates((length, batch, micro_batches), arguments.shares))
+        write()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_
 from saf.ops.fused.launch import block_constants, choose_fused_config, padded
 from saf.ops.launch import SHARED_MEMORY
 from saf.ops.linear.kernels import mix_kernel, scan_kernel, states_kernel
+from saf.ops.linear.launch import SCAN_COLUMNS, linear_constants
 from saf.ops.linear.launch import choose_config as linear_config
-from saf.ops.linear.launch import linear_constants
+from saf.ops.linear.operator import CHUNK, TURNS
 from saf.ops.rows.kernels import (
     join_constants,
     join_kernel,
@@ -108,21 +109,21 @@ def toeplitz_rows() -> dict[str, Row]:
 
 
 def linear_rows() -> dict[str, Row]:
-    """The linear product: chunks of 64 rows and two or three tiles, of 128 rows and two."""
+    """The linear product: bands of one chunk and of two."""
     rows = {}
     for dtype in (torch.bfloat16, torch.float32):
-        for chunk, band in ((64, 64), (64, 128), (128, 128))[: 2 if dtype == torch.float32 else 3]:
+        for band in (CHUNK, 2 * CHUNK):
             for dim in (64, 96, 256):
-                config = linear_config(length=32768, columns=2 * dim, heads=3, chunk=chunk, dtype=dtype)
+                config = linear_config(length=32768, columns=2 * dim, heads=3, dtype=dtype)
                 for reverse in (False, True):
                     product, states, mix = linear_constants(
-                        config, rows=chunk, reach=1 + band // chunk, poles=16, powers=8, dim=dim, columns=2 * dim,
+                        config, rows=CHUNK, reach=1 + band // CHUNK, poles=16, powers=TURNS, dim=dim, columns=2 * dim,
                         reverse=reverse, mapped=False, precision="ieee",
                     )  # fmt: skip
-                    name = f"{NAMES[dtype]} D{dim} C{chunk} band {band} {direction(reverse)}"
+                    name = f"{NAMES[dtype]} D{dim} band {band} {direction(reverse)}"
                     rows[f"linear mix {name}"] = Row(mix_kernel, product | mix, dtype)
                     rows[f"linear states {name}"] = Row(states_kernel, product | states, dtype)
-        constants = {"P": 16, "BN": 64, "POWERS": 8, "STAGES": 3, "num_warps": 4}
+        constants = {"P": 16, "BN": SCAN_COLUMNS, "POWERS": TURNS, "num_warps": 4}
         rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
     return rows
 

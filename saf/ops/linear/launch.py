@@ -8,45 +8,44 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.ops.launch import MOST, PreparedLaunch, cdiv
 from saf.ops.linear.kernels import mix_kernel, scan_kernel, states_kernel
-from saf.ops.linear.operator import LinearTables
+from saf.ops.linear.operator import CHUNK, LinearTables
 from saf.ops.operator import layout_of
 
-SCANNED = 64
-"""Stretches from which their states are added up in a launch of their own: each reads all before it otherwise."""
-PROGRAMS = 396
-"""Programs that a launch should have, three for each multiprocessor of an H200, before stretches grow."""
+WAVE = 396
+"""Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. Programs beyond
+them wait for a second wave, and fewer leave room unused (4K x 8, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
+SCAN_COLUMNS = 32
+"""Columns of a program that adds states up: few, since it waits for memory and not for arithmetic."""
 
 
 class LinearConfig(NamedTuple):
     """Say how the kernels run.
 
     Attributes:
-        stretch: chunks that a program walks, a power of two.
+        stretch: chunks that a program walks.
         columns: of B x D that it computes, a power of two.
         warps: of `states_kernel` and of `mix_kernel`.
         stages: loads in flight, of each.
-        scan: whether states are added up in a launch of their own.
     """
 
     stretch: int
     columns: int
     warps: tuple[int, int] = (4, 4)
     stages: tuple[int, int] = (2, 2)
-    scan: bool = False
 
 
-def choose_config(*, length: int, columns: int, heads: int, chunk: int, dtype: torch.dtype) -> LinearConfig:
-    """Return the written rule: programs for every multiprocessor, and stretches as long as these allow."""
+def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, chunk: int = CHUNK) -> LinearConfig:
+    """Return the written rule: as many programs as run at once, or as little more as there are heads and columns.
+
+    Shorter stretches than two chunks would read more for the chunks before them than for their own.
+    """
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
     chunks, others = cdiv(length, chunk), heads * cdiv(columns, block)
-    stretch = 2
-    while stretch < 16 and cdiv(chunks, 2 * stretch) * others >= PROGRAMS:
-        stretch *= 2
-    while cdiv(chunks, stretch) > 8 * SCANNED and stretch < 64:
-        stretch *= 2
-    warps, stages = (8, 1) if exact else (4 if chunk == 64 else 8, 2)
-    return LinearConfig(stretch, block, (4, warps), (2, stages), scan=cdiv(chunks, stretch) > SCANNED)
+    stretch = max(2, cdiv(chunks, max(1, WAVE // others)))
+    # Loads three chunks ahead: 5% sooner than two, and four are no better.
+    warps, stages = (8, (2, 1)) if exact else (4 if chunk == 64 else 8, (3, 3))
+    return LinearConfig(stretch, block, (4, warps), stages)
 
 
 _plans: dict[tuple[Any, ...], Any] = {}
@@ -118,17 +117,17 @@ def _planned(
         config, rows=rows, reach=reach, poles=poles, powers=tables.turns.shape[1], dim=dim, columns=columns,
         reverse=transpose, mapped=sources is not None, precision=precision,
     )  # fmt: skip
-    blocks, power = cdiv(columns, block), config.stretch.bit_length() - 1
+    blocks = cdiv(columns, block)
     add = PreparedLaunch(
         states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
         before.stride(0), **product, **own, device=x.device,
     )  # fmt: skip
     scan = PreparedLaunch(
-        scan_kernel, (heads, blocks), columns, stretches - 1, power,
-        P=poles, BN=block, POWERS=product["POWERS"], STAGES=3, num_warps=4, device=x.device,
+        scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), columns, stretches - 1, config.stretch,
+        P=poles, BN=SCAN_COLUMNS, POWERS=product["POWERS"], num_warps=4, device=x.device,
     )  # fmt: skip
     mix = PreparedLaunch(
-        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, power, *x.stride()[:3],
+        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
         *out.stride()[:3], before.stride(0), after.stride(0), **product, **mixing, device=x.device,
     )  # fmt: skip
     shape = (heads, max(1, stretches - 1), 2, poles, columns)
@@ -138,7 +137,7 @@ def _planned(
         states = before.new_empty(shape, dtype=torch.float32)
         if stretches > 1:
             add(x, before, sources, tables.write, tables.turns, states)
-            if config.scan:
+            if stretches > 2:
                 scan(states, tables.turns)
         mix(x, before, sources, after, tables.near, tables.write, tables.read, tables.turns, states, out)
 
@@ -158,7 +157,7 @@ def linear_constants(
         {"STAGES": stages, "num_warps": warps, "num_stages": stages}
         for warps, stages in zip(config.warps, config.stages, strict=True)
     )
-    return product, own, mixing | {"SCANNED": config.scan}
+    return product, own, mixing
 
 
 def _check(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None, out: Tensor) -> None:

@@ -20,7 +20,6 @@ class Case:
     chunk: int = 64
     stretch: int = 1
     columns: int = 32
-    scan: bool = False
     extra: int = 70
     dtype: str = "float32"
     transpose: bool = False
@@ -33,8 +32,8 @@ def _cases() -> dict[str, Case]:
         "two-tiles": Case(),
         "three-tiles": Case(band=128, stretch=2),
         "one-tile": Case(band=1, length=200),
-        "chunk-128": Case(band=128, chunk=128, length=700, scan=True, batch=1),
-        "scanned": Case(scan=True, band=10, length=333),
+        "chunk-128": Case(band=128, chunk=128, length=700, batch=1),
+        "many-stretches": Case(heads=(0,), band=10, length=700, batch=1),
         "grouped": Case(heads=(2, 0, 2), length=200),
         "poles-32": Case(poles=20, length=260, batch=1),
         "T1": Case(length=1, extra=0, columns=16),
@@ -78,7 +77,7 @@ def run(case: Case, device: str) -> dict:
     out, around = _surrounded(case, slots, dtype, device)
     mapped = not case.transpose and case.heads != tuple(range(given))
     sources = torch.tensor(case.heads, dtype=torch.int32, device=device) if mapped else None
-    config = None if case.chosen else LinearConfig(case.stretch, case.columns, scan=case.scan)
+    config = None if case.chosen else LinearConfig(case.stretch, case.columns)
 
     def call(**more):
         return linear_matmul(x, tables, before, after, sources, transpose=case.transpose, config=config, **more)
