@@ -11,8 +11,8 @@ import torch
 
 from saf.adapters.transformers.folder import folder_hash, weight_files
 from saf.data import TokenData
-from saf.errors import CheckpointError
-from saf.freezing.storage import storage_report
+from saf.errors import CheckpointError, SafError
+from saf.freezing.storage import pattern_bytes, storage_report
 from saf.heads import EDITED
 from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
@@ -90,6 +90,7 @@ def _run(path: Path) -> dict[str, Any]:
         "rejected": (run.freeze or {}).get("rejected", []),
         "fit_kl": (run.freeze or {}).get("fit_kl", []),
         "certificates": (run.freeze or {}).get("certificates", []),
+        "exponential": (run.freeze or {}).get("exponential", []),
         "config": run.config,
         "checkpoints": kept,
         "provenance": final.get("provenance"),
@@ -190,22 +191,20 @@ def _patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict
     for layer in sorted({layer for layer, _ in frozen}):
         kinds: Counter[str] = Counter()
         digest, length = hashlib.sha256(), 0
-        compact: list[CompactPattern] = []
+        compact: list[Any] = []
         for head in (head for at, head in frozen if at == layer):
-            own = {
-                name: tensor
-                for name in ("alpha", "rho", "weights")
-                if (tensor := tensors.get(f"{layer}.{head}.{name}")) is not None
-            }
-            if set(own) not in ({"alpha", "rho"}, {"weights"}) or not all(t.isfinite().all() for t in own.values()):
+            try:
+                pattern = read_pattern(tensors, f"{layer}.{head}.", trainable=False)
+            except SafError as error:
                 raise CheckpointError(
-                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged"
-                )
-            kinds["dense" if "weights" in own else "compact"] += 1
-            if "weights" not in own and head not in state[layer].get("trainable", ()):
-                compact.append(CompactPattern.from_parameters(own["alpha"], own["rho"]))
-            for name, tensor in own.items():
-                length = tensor.shape[-1]
+                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged: {error}"
+                ) from error
+            kinds[pattern.kind] += 1
+            length = pattern.length
+            if pattern.kind == "compact" and head not in state[layer].get("trainable", ()):
+                compact.append(pattern)
+            for name in pattern.parts:
+                tensor = tensors[f"{layer}.{head}.{name}"]
                 digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
         stored = {"dense": kinds["dense"], **_not_held(compact)}
@@ -234,15 +233,17 @@ def _storage(path: Path, result: Mapping[str, Any]) -> dict[str, int]:
     heads = [(layer, head) for layer, head in result["frozen"]]
     length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
     logical = storage_report(heads, length=length, num_heads=per_layer)
-    return asdict(replace(logical, allocated=_allocated(path)))
+    parameters, allocated = _held(path)
+    return asdict(replace(logical, parameters=parameters, allocated=allocated))
 
 
-def _allocated(path: Path) -> int:
-    """Return the bytes that a sidecar's frozen heads take for execution."""
-    tensors, total = read_tensors(path / "saf.safetensors"), 0
+def _held(path: Path) -> tuple[int, int]:
+    """Return the bytes of a sidecar's patterns as they are saved, and of what executes them."""
+    tensors, parameters, allocated = read_tensors(path / "saf.safetensors"), 0, 0
     for number, layer in enumerate(read_json(path / "saf.json")["layers"]):
         if layer["frozen"]:
             trained = layer.get("trainable", ())
             patterns = [read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layer["frozen"]]
-            total += FrozenHeads.from_patterns(patterns, dtype=(torch.float32, torch.bfloat16)).allocated
-    return total
+            parameters += sum(map(pattern_bytes, patterns))
+            allocated += FrozenHeads.from_patterns(patterns, dtype=(torch.float32, torch.bfloat16)).allocated
+    return parameters, allocated

@@ -22,7 +22,7 @@ from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
 from saf.opening import ModelFolder, find_model, open_data
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import Pattern
 from saf.records.events import heads_of_record
 from saf.records.files import read_json_value, write_json
 from saf.records.quantities import MISSING
@@ -173,9 +173,7 @@ class CostMeter:
         self._model, self._windows, self._batch_size = copy.deepcopy(unwrap(model)), windows, batch_size
         self.baseline = self._log_probs()
 
-    def log_probs(
-        self, heads: HeadSet, patterns: Mapping[Head, CompactPattern | DensePattern], *, backend: str = "auto"
-    ) -> Tensor:
+    def log_probs(self, heads: HeadSet, patterns: Mapping[Head, Pattern], *, backend: str = "auto") -> Tensor:
         """Return log-probabilities of the targets with `heads` frozen, `[W, T]` float32, nats."""
         with frozen_heads(self._model, heads, [patterns[head] for head in heads], backend):
             return self._log_probs()

@@ -11,6 +11,7 @@ import tyro
 from saf.calibration.plan import readable
 from saf.cli.output import show
 from saf.errors import CheckpointError
+from saf.freezing.report import exponential_words
 from saf.inspection import inspect
 from saf.records.table import Part, Table
 
@@ -60,6 +61,7 @@ def _run_tables(found: Mapping[str, Any]) -> list[Part]:
         "model": _shape_words(config.get("model") or {}),
         "heads": _head_words(found),
         "fits": _fit_words(found),
+        "sums": exponential_words(found["exponential"]) if found["exponential"] else None,
         "parent": (config.get("parent") or {}).get("path"),
         "data": (config.get("data") or {}).get("fingerprint"),
     }

@@ -18,7 +18,9 @@ from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import AttentionStatistics
 
-Storage = Literal["compact", "dense", "dense_bfloat16"]
+Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
+FITTED = ("compact", "exponential")
+"""Storages whose patterns are fitted to marginals; the others keep every entry."""
 
 
 class PatternKind(NamedTuple):
@@ -45,6 +47,7 @@ PATTERNS: dict[str, PatternKind] = {
 }
 
 __all__ = [
+    "FITTED",
     "PATTERNS",
     "PatternKind",
     "Storage",
@@ -60,7 +63,7 @@ __all__ = [
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return what `calibrate(collect=...)` must keep for a pattern; raise InputError for an unknown name."""
     kind = _kind(name)
-    return kind.collect_compact if storage == "compact" and kind.compact is not None else kind.collect
+    return kind.collect_compact if storage in FITTED and kind.compact is not None else kind.collect
 
 
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:

@@ -17,7 +17,7 @@ from saf.calibration.capture import check_heads as check_measured
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import COMPARING, REPLACING, FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, needed_by, score_name
 from saf.selection import Chooser, chooser, existing, ranking, select
 from saf.statistics import AttentionStatistics
@@ -37,7 +37,9 @@ class Judged:
 class Made(Judged):
     """Hold one head's pattern, on the CPU, and how its compact fit went."""
 
-    pattern: CompactPattern | DensePattern
+    pattern: Pattern
+    exponential: dict[str, Any] | None = field(default=None, kw_only=True)
+    """With exponential storage, the numbers of `saf.fit.ExponentialFit` and the pattern's kind; None otherwise."""
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError, check_name
-from saf.estimates import PATTERNS, Storage, check_options
+from saf.estimates import FITTED, PATTERNS, Storage, check_options
 from saf.estimates.sampling import Seed, seed_of
 from saf.fit import check_fitter_options
 from saf.fit.structured import check_constant_after
@@ -40,7 +40,7 @@ def refuse_patterns(given: Sequence[str]) -> None:
 
 def fits_nothing(storage: Storage, pattern: str) -> str | None:
     """Return why patterns that are kept so need no fit; None where they are fitted."""
-    if storage != "compact":
+    if storage not in FITTED:
         return f"storage={storage!r} keeps every entry"
     return None if PATTERNS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
 
@@ -62,8 +62,9 @@ class FreezeConfig:
     pattern: str = "mean"
     """What a frozen head's attention is replaced by."""
     storage: Storage = "compact"
-    """How patterns are kept: fitted key and distance logits, or every entry, in float32 (dense) or, in half the memory
-    but with rows that miss one by up to 0.004, in bfloat16."""
+    """How patterns are kept: fitted key and distance logits; exponential, whose distance logits beyond a band are a
+    sum of damped cosines, so that a head takes time linear in length (heads that it does not fit stay compact); or
+    every entry, in float32 (dense) or, in half the memory but with rows that miss one by up to 0.004, in bfloat16."""
     fitter: str = "proportional"
     """How compact patterns are fitted."""
     max_fit_kl: float = 0.2
@@ -123,6 +124,8 @@ class FreezeConfig:
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         self._check_fits()
+        if self.storage == "exponential" and PATTERNS[self.pattern].exact is not None:
+            raise InputError(f"pattern={self.pattern!r} is not fitted: use storage='compact' with it")
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
         if self.heldout_kl:

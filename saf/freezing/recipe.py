@@ -15,8 +15,8 @@ from saf.adapters import adapter_for, rows_of
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import InputError, LossError, SafWarning
-from saf.estimates import collect_for, dense_pattern, exact_pattern, target
-from saf.fit import fit_kl, fit_with_certificate, warn_of_missed
+from saf.estimates import FITTED, collect_for, dense_pattern, exact_pattern, target
+from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.choice import (
     Judged,
     Made,
@@ -36,7 +36,7 @@ from saf.heads import EDITED, Head, HeadSet
 from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
 from saf.ops import choose_backend
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import CompactPattern, Pattern, pattern_for_each_head
 from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_
@@ -151,7 +151,8 @@ def _edit_(
     if config.operation == "prune":
         prune_(model, heads, optimizer=optimizer)
     elif report.patterns is not None:
-        patterns = report.patterns[[report.heads.index(head) for head in heads]]
+        every = dict(zip(report.heads, pattern_for_each_head(report.patterns), strict=True))
+        patterns = [every[head] for head in heads]
         output = {head: columns for head, columns in report.output.items() if head in heads}
         execution = {"backend": config.backend, "trainable": config.trainable, "output": output}
         install_(model, heads, patterns, optimizer=optimizer, **execution)
@@ -218,7 +219,8 @@ def _checked(
     config.check_calibration(sequences=sequences.num_different, length=length)
     if config.operation == "freeze":
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
-            choose_backend(config.backend, device=device, dtypes=dtypes, trainable=config.trainable)
+            kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
+            choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
     return list(kept)
 
 
@@ -265,7 +267,7 @@ def _decide(
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
     frozen = {head: made for head in heads if isinstance(made := accepted[head], Made)}
-    patterns, output = _stack([made.pattern for made in frozen.values()]), {}
+    patterns, output = _together([made.pattern for made in frozen.values()]), {}
     if config.refit and patterns is not None:
         with watch("refit"):
             output = refit_output(model, kept, heads, patterns)
@@ -276,6 +278,7 @@ def _decide(
         fit_kl={head: made.fit_kl for head, made in frozen.items()},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,
+        exponential={head: made.exponential for head, made in frozen.items() if made.exponential is not None},
         certificates={
             head: made.certificate for head, made in (accepted | rejected).items() if made.certificate is not None
         },
@@ -323,7 +326,7 @@ def _make(
 ) -> dict[Head, Made]:
     """Make the patterns of heads whose statistics are all there; fits run on `device`."""
     options = {"seed": config.seed} | config.pattern_options
-    if config.storage != "compact":
+    if config.storage not in FITTED:
         dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
         patterns = dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options)
         return {head: Made(patterns[number]) for number, head in enumerate(heads)}
@@ -334,6 +337,8 @@ def _make(
     fitted, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
     warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(fitted, *goal).tolist(), certificate.to_dicts()
+    if config.storage == "exponential":
+        return _make_exponential(fitted, goal[:2], heads, config, kls, certificates)
     fitted = fitted.to(device="cpu")
     return {
         head: Made(fitted[number], fit_kl=kls[number], certificate=certificates[number])
@@ -341,10 +346,34 @@ def _make(
     }
 
 
-def _stack(patterns: Sequence[CompactPattern | DensePattern]) -> CompactPattern | DensePattern | None:
-    """Join patterns of one kind over `[F]`; None when there are none."""
-    if not patterns:
-        return None
+def _make_exponential(
+    compact: CompactPattern,
+    marginals: Sequence[Tensor],
+    heads: HeadSet,
+    config: FreezeConfig,
+    kls: Sequence[float],
+    certificates: Sequence[dict[str, Any]],
+) -> dict[Head, Made]:
+    """Make exponential patterns of compact fits; those of heads that they do not fit within the limits stay compact."""
+    made = {}
+    for number, (head, fit) in enumerate(zip(heads, fit_exponential_heads(compact, *marginals), strict=True)):
+        kl = kls[number] if fit.pattern.kind == "compact" else kls[number] + fit.extra_kl
+        passes = kl <= config.max_fit_kl
+        pattern = fit.pattern if passes else compact[number]
+        numbers = {name: value for name, value in vars(fit).items() if name != "pattern"} | {"kind": pattern.kind}
+        made[head] = Made(
+            pattern.to(device="cpu"),
+            fit_kl=kl if passes else kls[number],
+            certificate=certificates[number],
+            exponential=numbers,
+        )
+    return made
+
+
+def _together(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:
+    """Join compact or dense patterns over `[F]`; others differ in shape and stay a list. None when there are none."""
+    if not patterns or {one.kind for one in patterns} not in ({"compact"}, {"dense"}):
+        return list(patterns) or None
     kind: Any = type(patterns[0])
     return kind.stack(patterns)
 

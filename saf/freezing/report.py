@@ -1,10 +1,12 @@
 """What an event that froze or pruned heads measured, chose and cost."""
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saf.errors import InputError
@@ -12,7 +14,7 @@ from saf.freezing.config import BUDGETS
 from saf.freezing.heldout import HeldOutFit
 from saf.freezing.loss import perplexity_rise
 from saf.heads import Head, HeadSet
-from saf.patterns import CompactPattern, DensePattern
+from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.events import MADE, EventRecord, append_event, beside_earlier
 from saf.records.quantities import number, signed
 from saf.records.table import Table, markdown_of
@@ -27,8 +29,9 @@ class FreezeReport:
 
     heads: HeadSet
     """The heads frozen, or pruned."""
-    patterns: CompactPattern | DensePattern | None
-    """`[F, T]` (dense: `[F, T, T]`) in the heads' order; None when no head was frozen, or heads were pruned."""
+    patterns: Pattern | list[Pattern] | None
+    """`[F, T]` (dense: `[F, T, T]`) in the heads' order, with exponential ones among them a list of one pattern a head;
+    None when no head was frozen, or heads were pruned."""
     output: dict[Head, Tensor] = field(default_factory=dict)
     """With `refit`, the columns `[D, C]` that each frozen head wrote with from this event on; empty otherwise."""
     fit_kl: dict[Head, float]
@@ -49,6 +52,9 @@ class FreezeReport:
     """Wall-clock seconds of capture, statistics, score, select, fit and install or prune, of `refit` and `heldout`."""
     certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
+    exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)
+    """With exponential storage, of each frozen head the numbers of `saf.fit.ExponentialFit`: `extra_kl`,
+    `cancellation`, `worst_row`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
     heldout: HeldOutFit | None = None
     """With `heldout_kl`: the frozen heads' fits on one half of the sequences, and their KL to both halves."""
 
@@ -104,6 +110,7 @@ class FreezeReport:
         lengths = {"lengths": list(self.statistics.lengths)} if self.statistics.lengths else {}
         losses = {} if self.loss_before is None else {"loss_before": self.loss_before, "loss_after": self.loss_after}
         halves = {"heldout_kl": [[*head, *kls] for head, kls in self.heldout_kl.items()]} if self.heldout else {}
+        sums = [{"head": list(head), **values} for head, values in self.exponential.items()]
         return {
             "schema": SCHEMA,
             "config": self.config,
@@ -120,6 +127,7 @@ class FreezeReport:
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,
             "sequences_hash": self.statistics.sequences_hash,
+            **({"exponential": sums} if sums else {}),
             **lengths,
             **deferred,
             **halves,
@@ -138,14 +146,15 @@ class FreezeReport:
         return made | {name: values[name] for name in names}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return marginals `[L, H, T]`, statistics `[L, H]` and, of compact patterns, their logits and sums `[F, T]`.
+        """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits and sums `[F, T]`.
 
         Dense patterns are left out; they are in the model's own checkpoint or sidecar.
         """
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if self.patterns is not None:
-            tensors |= {name: vector.float() for name, vector in self.patterns.vectors().items()}
+            vectors = [one.vectors() for one in pattern_for_each_head(self.patterns)]
+            tensors |= {name: torch.stack([each[name] for each in vectors]).float() for name in vectors[0]}
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
@@ -175,7 +184,8 @@ class FreezeReport:
         took = f"{self._losses()}{total:.2f} s ({parts})"
         if kind == "pruned":
             return Table.of(self.summary, head, rows, notes=[took]).without([fits])
-        note = f"{len(self.rejected)} rejected; {trained}{self._halves()}{took}"
+        exponential = f"{exponential_words(sums)}; " if (sums := self.to_dict().get("exponential")) else ""
+        note = f"{len(self.rejected)} rejected; {trained}{exponential}{self._halves()}{took}"
         return Table.of(self.summary, head, rows, notes=[note])
 
     def __rich__(self) -> Table:
@@ -203,3 +213,18 @@ class FreezeReport:
         text = io.StringIO()
         Console(width=100, file=text).print(self)
         return text.getvalue()
+
+
+def exponential_words(fits: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words how close exponential patterns are to the compact fits, and which heads stayed compact.
+
+    `fits` are the entries of `exponential` in `FreezeReport.to_dict` and events.jsonl.
+    """
+    sums = [fit for fit in fits if fit["kind"] == "exponential"]
+    compact = [":".join(map(str, fit["head"])) for fit in fits if fit["kind"] == "compact"]
+    parts = [f"{len(sums)} exponential"]
+    if sums:
+        extra, cancellation = (max(fit[name] for fit in sums) for name in ("extra_kl", "cancellation"))
+        poles = " and ".join(str(count) for count in sorted({fit["poles"] for fit in sums}))
+        parts.append(f"extra KL at most {extra:.4f} nats, cancellation {cancellation:.1f}, {poles} poles")
+    return ", ".join(parts + [f"compact: {' '.join(compact)}"] * bool(compact))

@@ -9,6 +9,7 @@ from torch import nn
 from saf.adapters import adapter_for
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.patterns import Pattern
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class StorageReport:
     """The frozen heads' matrices alone."""
     compact: int
     """Key logits, distance logits and normalisers of the frozen heads."""
+    parameters: int | None = None
+    """Numbers of the patterns as a model saves them: of exponential ones alpha, the band and the poles.
+    None where no model is given."""
     allocated: int | None = None
     """What a model's layers hold to execute them: tables for every dtype of values, and trained logits. None where no
     model is given. The patterns as they were made, and rows removed for undoing, are kept on the CPU beside it."""
@@ -50,7 +54,7 @@ def storage_report(
     >>> storage_report([(0, 1), (0, 2), (3, 0)], length=1024, num_heads=12).dense_packed
     12582912
     """
-    allocated = None
+    parameters = allocated = None
     if isinstance(heads, nn.Module):
         if length is not None or num_heads is not None:
             raise InputError("a model tells its own length and number of heads; leave both out")
@@ -60,6 +64,7 @@ def storage_report(
         length = max((one.max_length for one in frozen), default=1)
         num_heads = sites[0].layout.num_heads
         heads, allocated = adapter.frozen_heads(), sum(one.allocated for one in frozen)
+        parameters = sum(pattern_bytes(pattern) for one in frozen for pattern in one.patterns)
     heads = HeadSet(heads)
     if length is None or num_heads is None:
         raise InputError("heads alone do not tell the size of their patterns: give length and num_heads, or a model")
@@ -73,5 +78,11 @@ def storage_report(
         dense_by_layer=len(layers) * num_heads * matrix,
         dense_packed=len(heads) * matrix,
         compact=len(heads) * 3 * length * dtype.itemsize,
+        parameters=parameters,
         allocated=allocated,
     )
+
+
+def pattern_bytes(pattern: Pattern) -> int:
+    """Return the bytes of the numbers of a pattern as it is saved."""
+    return sum(tensor.nbytes for tensor in pattern.state().values())

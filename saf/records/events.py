@@ -37,7 +37,7 @@ SUM = "tensors_sha256"
 """Entry of an event's line: the SHA-256 of the file of its tensors."""
 MADE = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
 """What each kind of event makes of its heads."""
-_OF_FITS = ("fit_kl", "rejected", "certificates")
+_OF_FITS = ("fit_kl", "rejected", "certificates", "exponential")
 """What a freeze lists of the heads that were fitted."""
 _EXPECTED = "expected the events.jsonl of a run, or the folder that holds it"
 
@@ -243,7 +243,7 @@ def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
     """Return what events that were kept chose together, as the newest tells it; None without one that has scores.
 
     `heads` are those of all, in the order of the events; `scores` `[L][H]` those by which each was chosen, and the
-    newest ones of live heads; `fit_kl`, `rejected` and `certificates` those of all.
+    newest ones of live heads; `fit_kl`, `rejected`, `certificates` and `exponential` those of all.
     """
     kept = [event.values for event in events if event.undone_by is None and {"heads", "scores"} <= event.values.keys()]
     if not kept:

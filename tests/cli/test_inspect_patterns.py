@@ -14,6 +14,7 @@ from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from saf.records.files import read_json
 from saf.sidecar import save
 from saf.surgery import install_
+from tests.ops.exponential_patterns import exponential_patterns
 
 LENGTH = 64
 SHAPE = {"vocab_size": 40, "num_layers": 2, "num_heads": 5, "hidden_size": 40, "max_length": LENGTH}
@@ -41,6 +42,17 @@ def saved(tmp_path):
     install_(model, HeadSet([(1, 2)]), [DensePattern(SOFT.dense())], backend="toeplitz")
     save(model, tmp_path)
     return tmp_path
+
+
+def test_exponential_patterns_are_counted_apart(saf_json, tmp_path):
+    model = GPT(GPTConfig(**SHAPE))
+    fast = exponential_patterns(1, LENGTH, band=16, sinks=8)[0]
+    install_(model, HeadSet([(0, 0), (0, 1)]), [fast, SOFT])
+    save(model, tmp_path)
+    found = saf_json("inspect", tmp_path)
+    assert found["patterns"][0]["kinds"] == {"exponential": 1, "compact": 1}
+    kept = [tensor.nbytes for one in (fast, SOFT) for tensor in one.state().values()]
+    assert found["storage"]["parameters"] == sum(kept)
 
 
 def test_json_counts_stored_heads_by_reason(saf_json, saved):

@@ -40,7 +40,7 @@ def test_bad_settings_are_refused():
         ({"fitter": "newton"}, "fitter must be one of"),
         ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"max_fit_kl": 0}, "positive"),
-        ({"storage": "sparse"}, "storage must be one of compact, dense"),
+        ({"storage": "sparse"}, "storage must be one of compact, exponential"),
         ({"storage": "dense", "fitter": "adam"}, "every entry, and nothing is fitted: leave the fitter out"),
         ({"storage": "dense", "fitter_options": {"max_sweeps": 3}}, "nothing is fitted: leave the fitter out"),
         ({"storage": "dense_bfloat16", "max_fit_kl": 0.1}, "nothing is fitted: leave max_fit_kl out"),

@@ -146,6 +146,28 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, family, times
         assert schedules[1] == schedules[2]
 
 
+@pytest.mark.parametrize("length", [LENGTH, 160])
+def test_exponential_patterns_resume_bit_for_bit(length, hf, tmp_path):
+    """Within the band, where they have no poles, and beyond it."""
+    config, rows = saf.FreezeConfig(count=4, storage="exponential", max_fit_kl=99), Rows()
+    rows.rows = tokens(24, length, seed=9)
+
+    def run(folder, *callbacks):
+        model = make("llama-grouped", max_position_embeddings=length)
+        freezing = FreezeCallback(config, [tokens(4, length)], saf.OneTime(0.5))
+        return trainer(hf, tmp_path / folder, freezing, *callbacks, model=model, rows=rows)
+
+    whole = run("whole")
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        run("killed", Killed(7)).train()
+    again = run("killed")
+    again.train(resume_from_checkpoint=True)
+    assert same(again.model, whole.model)
+    patterns = [one for site in adapter_for(again.model).sites() if site.frozen for one in site.frozen.patterns]
+    assert {one.kind for one in patterns} == {"exponential"}
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_checkpoints_open_and_gradient_checkpointing_changes_nothing(family, hf, tmp_path):
     run = trainer(hf, tmp_path / "one", callback(), family=family)

@@ -16,7 +16,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.files import LineLog, read_json, read_lines
 from saf.records.folders import lock_folder
 from saf.records.run import RecordedRun
-from saf.schedules import Gradual
+from saf.schedules import Gradual, OneTime
 from saf.train import TrainConfig, continue_from, latest, pretrain
 from saf.train.checkpoint import save_checkpoint
 from tests.train.group import begun
@@ -49,6 +49,21 @@ def test_resumed_is_uninterrupted_bit_for_bit(settings, uninterrupted, outcome, 
             pretrain(config)
     pretrain(config, resume=True)
     assert outcome(config.out) == expected
+
+
+def test_a_run_that_froze_exponential_patterns_resumes_bit_for_bit(settings, outcome, monkeypatch):
+    freeze = FreezeConfig(rate=0.5, storage="exponential", max_fit_kl=9)
+    changes = {"length": 160, "accumulation": 1, "updates": 6, "freeze": freeze, "schedule": OneTime(at=0.5)}
+    whole, config = settings("whole", **changes), settings("killed", **changes)
+    pretrain(whole)
+    [event] = read_lines(Path(whole.out) / "events.jsonl")
+    assert {fit["kind"] for fit in event["exponential"]} == {"exponential"}
+    with monkeypatch.context() as patch:
+        die_at(patch, loop, "run_update", 5)
+        with pytest.raises(Killed):
+            pretrain(config)
+    pretrain(config, resume=True)
+    assert outcome(config.out) == outcome(whole.out)
 
 
 def test_files_whose_writing_was_killed_do_not_stay_in_the_folder(settings, monkeypatch):

@@ -1,0 +1,115 @@
+"""Freezing with exponential patterns, through the public surface: what is installed, recorded, saved and undone."""
+
+import json
+
+import pytest
+import torch
+
+import saf
+from saf.errors import InputError
+from saf.models import GPT, GPTConfig
+from tests import transformers_models
+
+LENGTH = 200
+SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make() -> GPT:
+    model = GPT(SHAPE)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    for block in model.blocks:
+        block.attention.q_proj.weight.data *= 20
+    return model.to(DEVICE)
+
+
+def tokens(count: int = 6, seed: int = 2) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, SHAPE.vocab_size, (count, LENGTH), generator=generator).to(DEVICE)
+
+
+def test_freezing_is_exact_recorded_saved_and_undone(tmp_path):
+    """Beside compact and pruned heads of the same layers."""
+    model, ids = make(), tokens()
+    saf.prune_(model, [(0, 0)])
+    saf.freeze_(model, [ids], saf.FreezeConfig(heads=((0, 1), (2, 1)), max_fit_kl=9))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(count=5, storage="exponential", max_fit_kl=9))
+
+    assert len(report.heads) == 5
+    patterns = dict(zip(report.heads, report.patterns, strict=True))
+    statistics = report.statistics
+    for (layer, head), fit in report.exponential.items():
+        pattern = patterns[layer, head]
+        target = (getattr(statistics, name)[layer, head] for name in ("eta_abs", "eta_rel", "row_entropy"))
+        assert pattern.kind == fit["kind"] == "exponential"
+        assert fit["poles"] == pattern.damping.shape[-1]
+        assert fit["free_keys"] == pattern.alpha.shape[-1]
+        kl = saf.fit_kl(pattern.to_compact(), *target).item()
+        assert report.fit_kl[layer, head] == pytest.approx(kl, abs=1e-6)
+        assert fit["extra_kl"] <= 0.02
+    record = json.loads(json.dumps(report.to_dict()))
+    assert [tuple(each["head"]) for each in record["exponential"]] == list(report.heads)
+
+    frozen = model(ids)
+    saf.save(model, tmp_path)
+    assert torch.equal(saf.load(tmp_path).to(DEVICE)(ids), frozen)
+    parameters, matrices = saf.storage_report(model).parameters, saf.storage_report(model).dense_packed
+    assert parameters < matrices / 10
+
+    saf.uninstall_(model, report.heads)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    compact = [pattern.to_compact() for pattern in patterns.values()]
+    saf.install_(model, report.heads, compact, backend="reference")
+    torch.testing.assert_close(model(ids), frozen, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_the_sum_does_not_fit_stays_compact():
+    ids, heads = tokens(), ((1, 0), (1, 1))
+    config = {"heads": heads, "storage": "exponential"}
+    model = make()
+    free = saf.freeze_(model, [ids], saf.FreezeConfig(**config, max_fit_kl=9))
+    saf.uninstall_(model, heads)
+    worse = max(heads, key=free.fit_kl.get)
+    limit = free.fit_kl[worse] - free.exponential[worse]["extra_kl"] / 2
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(**config, max_fit_kl=limit))
+    kinds = {head: pattern.kind for head, pattern in zip(report.heads, report.patterns, strict=True)}
+    assert kinds[worse] == "compact"
+    assert {head: fit["kind"] for head, fit in report.exponential.items()} == kinds
+    assert report.fit_kl[worse] <= limit < free.fit_kl[worse]
+    assert report.tensors()["rho"].shape == (2, LENGTH)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pattern": "structured_random"}, {"trainable": True}, {"operation": "prune"}, {"heldout_kl": True}]
+)
+def test_settings_that_exponential_storage_cannot_take(settings):
+    with pytest.raises(InputError):
+        saf.FreezeConfig(storage="exponential", **settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-grouped"])
+def test_a_model_of_transformers_generates_the_same_tokens_as_with_compact_patterns(family, tmp_path):
+    """From its own cache and a static one, for prompts padded on the left, and from a folder that opens again."""
+    from transformers import AutoModelForCausalLM
+
+    import saf.integrations.transformers
+
+    sizes = {"max_position_embeddings": LENGTH, "eos_token_id": None}
+    model = transformers_models.make(family, **sizes).to(DEVICE)
+    report = saf.freeze_(model, [tokens()], saf.FreezeConfig(rate=0.5, storage="exponential", max_fit_kl=9))
+    assert {pattern.kind for pattern in report.patterns} == {"exponential"}
+    model.save_pretrained(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE)
+    other = transformers_models.make(family, **sizes).to(DEVICE)
+    saf.install_(other, report.heads, [one.to_compact() for one in report.patterns], backend="toeplitz")
+
+    prompt, mask = tokens(2, seed=5)[:, :150], torch.ones(2, 150, dtype=torch.int64, device=DEVICE)
+    mask[1, :70] = 0
+    for cache in ("dynamic", "static"):
+        how = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "cache_implementation": cache}
+        expected = other.generate(prompt, **how)
+        assert torch.equal(model.generate(prompt, **how), expected)
+        assert torch.equal(opened.generate(prompt, **how), expected)
+    uncached = other.generate(prompt, **(how | {"use_cache": False, "cache_implementation": None}))
+    assert torch.equal(expected, uncached)
