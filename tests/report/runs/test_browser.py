@@ -85,7 +85,7 @@ def test_a_later_event_tells_of_earlier_ones(page, tmp_path):
 
 def test_a_frozen_head_without_its_pattern_is_not_called_live(page, tmp_path):
     run = write_run(tmp_path / "archived", frozen=True)
-    (run / "freeze.safetensors").unlink()
+    (run / "event-1.safetensors").unlink()
     page.goto(write_report([run], tmp_path / "report.html").as_uri())
     page.locator(".cell.frozen").first.click()
     assert "patterns themselves were not kept" in page.locator("#map-intro").inner_text()
