@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from tests.ops.exponential_patterns import exponential_patterns
+from tests.ops.surrounded import surrounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +73,9 @@ def run(case: Case, device: str) -> dict:
     before[:, case.length :], after[:, case.length :] = float("nan"), float("nan")
     generator = torch.Generator().manual_seed(0)
     given = slots if case.transpose else max(case.heads) + 1
-    x, _ = _surrounded(case, given, dtype, device)
+    x, _ = surrounded(case.batch, given, case.length, case.dim, dtype, device)
     x.copy_(torch.randn(case.batch, given, case.length, case.dim, generator=generator))
-    out, around = _surrounded(case, slots, dtype, device)
+    out, around = surrounded(case.batch, slots, case.length, case.dim, dtype, device)
     mapped = not case.transpose and case.heads != tuple(range(given))
     sources = torch.tensor(case.heads, dtype=torch.int32, device=device) if mapped else None
     config = None if case.chosen else LinearConfig(case.stretch, case.columns)
@@ -101,12 +102,3 @@ def run(case: Case, device: str) -> dict:
         "noticed": case.length == 1 or not bool(torch.equal(out, first)),
         "layout": list(first.stride()) == list(first.transpose(1, 2).contiguous().transpose(1, 2).stride()),
     }
-
-
-def _surrounded(case: Case, heads: int, dtype: torch.dtype, device: str):
-    """A [B, heads, T, D] view inside NaN-filled memory, and a function that returns the memory around it."""
-    buffer = torch.full((case.batch, case.length + 5, heads + 2, case.dim + 4), float("nan"), dtype=dtype)
-    buffer = buffer.to(device)
-    inside = torch.zeros(buffer.shape, dtype=torch.bool, device=device)
-    inside[:, : case.length, 1:-1, : case.dim] = True
-    return buffer[:, : case.length, 1:-1, : case.dim].transpose(1, 2), lambda: buffer[~inside]

@@ -5,6 +5,8 @@ import itertools
 
 import torch
 
+from tests.ops.surrounded import surrounded
+
 SMALL = {
     "tables": "shifted",
     "prescale": "tile",
@@ -91,10 +93,10 @@ def run(case: Case, device: str) -> dict:
     pre, post = torch.rand(2, case.heads, case.length + case.extra, generator=generator) + 0.5
     pre[:, case.length :] = float("nan")
     post[:, case.length :] = float("nan")
-    x, _ = _surrounded(case, dtype, device)
+    x, _ = surrounded(case.batch, case.heads, case.length, case.dim, dtype, device)
     values = torch.randn(case.batch, case.heads, case.length, case.dim, generator=generator)
     x.copy_(values)
-    out, around = _surrounded(case, dtype, device)
+    out, around = surrounded(case.batch, case.heads, case.length, case.dim, dtype, device)
     config = Config(**dict(case.config)) if case.config else None
     kind = config.tables if config else "shifted" if case.dtype == "float32" else "tiles"
     tables = make_tables(g, kind=kind, dtype=dtype).to(device)
@@ -124,15 +126,6 @@ def run(case: Case, device: str) -> dict:
         "noticed": case.length == 1 or not bool(torch.equal(out, first)),
         "layout": list(first.stride()) == list(first.transpose(1, 2).contiguous().transpose(1, 2).stride()),
     }
-
-
-def _surrounded(case: Case, dtype: torch.dtype, device: str):
-    """A [B, F, T, D] view inside NaN-filled memory, and a function that returns the memory around it."""
-    buffer = torch.full((case.batch, case.length + 5, case.heads + 2, case.dim + 4), float("nan"), dtype=dtype)
-    buffer = buffer.to(device)
-    inside = torch.zeros(buffer.shape, dtype=torch.bool, device=device)
-    inside[:, : case.length, 1:-1, : case.dim] = True
-    return buffer[:, : case.length, 1:-1, : case.dim].transpose(1, 2), lambda: buffer[~inside]
 
 
 def _answer(case, tables, g, pre, post, x):
