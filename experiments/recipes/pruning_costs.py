@@ -70,11 +70,11 @@ RECIPE = Recipe(
             does="bench update",
             settings={
                 **{"model": "124m", "points": ("4096x20x6", "8192x10x6", "16384x5x6"), "rates": (0.25, 0.5)},
-                **{"pruned": True, "memory": True, "precompile": True, "workers": 2, "others": ()},
+                **{"pruned": True, "memory": True, "others": ()},
             },
             scaled={
                 "small": {"points": ("4096x20x2", "8192x10x2", "16384x5x2"), "pairs": 4, "seconds": 540.0},
-                "smoke": {**SMOKE, "points": ("32x4x2",), "precompile": False, "workers": 1},
+                "smoke": {**SMOKE, "points": ("32x4x2",)},
             },
             numbers=_native(),
         ),

@@ -40,14 +40,14 @@ RECIPE = Recipe(
             does="bench update",
             settings={
                 **{"model": "1b", "points": ("8192x1x16", "8192x2x8"), "rates": (0.25, 0.5), "memory": True},
-                **{"pairs": 4, "precompile": True, "workers": 2},
+                **{"pairs": 4},
             },
             scaled={
                 "small": {"points": ("8192x1x4", "8192x2x2"), "num_layers": 8, "seconds": 540.0},
                 "smoke": {
                     **{"model": "tiny", "points": ("64x1x2",), "rates": (0.5,), "pairs": 2, "warmup": 1},
-                    **{"repeats": 1, "tolerance": 10.0, "profile": False, "memory": False, "precompile": False},
-                    **{"workers": 1, "others": ()},
+                    **{"repeats": 1, "tolerance": 10.0, "profile": False, "memory": False},
+                    **{"others": ()},
                 },
             },
             numbers=tuple(

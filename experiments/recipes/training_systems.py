@@ -7,9 +7,9 @@ from saf.records.paper import MAIN, RATES, update_memory, update_speed
 SHARES = (0.1, 0.25, 0.5, 0.75)
 SMOKE = {
     **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
-    **{"profile": False, "memory": False, "precompile": False, "workers": 1, "others": ()},
+    **{"profile": False, "memory": False, "others": ()},
 }
-LARGE = {"model": "124m", "memory": True, "precompile": True, "workers": 4}
+LARGE = {"model": "124m", "memory": True}
 
 
 def _quoted(found) -> str | None:

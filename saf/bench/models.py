@@ -1,12 +1,11 @@
-"""The models that benchmarks time: random presets, or a folder's own; which heads an arm freezes; the work.
+"""The models that benchmarks time: random presets or a folder's own, the heads that each arm freezes, and the work.
 
-Frozen heads of presets have made-up patterns of the shape that trained ones have. A folder (a checkpoint, a run, what
-`saf.save` or `save_pretrained` wrote) has its own heads and patterns: every arm has its weights, the ordinary ones with
-all heads live again.
+Frozen heads of presets have synthetic patterns shaped like trained ones. A folder (a checkpoint, a run, the output of
+`saf.save` or `save_pretrained`) has its own heads and patterns: every arm has its weights, the ordinary ones with all
+heads live again.
 """
 
 import gc
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from scipy.optimize import brentq
+from scipy.special import expit, logit
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -24,14 +26,13 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, Head, HeadLayout, HeadSet
 from saf.integrations.models import transformers_folders
 from saf.models import GPT, GPTConfig, preset
+from saf.models.attention import LiveAttention
 from saf.models.config import PRESETS
 from saf.models.rotary import BASE
 from saf.opening import find_model
-from saf.ops import BACKENDS, FrozenHeads, frozen_attention
-from saf.ops.backend import Backend, Call, Tables
+from saf.ops import BACKENDS
+from saf.ops.backend import Backend, Tables
 from saf.ops.heads import join_heads, take_heads
-from saf.ops.inference.operator import two_launches
-from saf.ops.layer import project_parts
 from saf.ops.positions import Rows
 from saf.patterns import CompactPattern, Pattern
 from saf.records.paths import means_transformers
@@ -57,51 +58,31 @@ class ModelShape:
     mlp_entries: int
     """Matrix entries of a layer's MLP."""
 
-    @classmethod
-    def of(cls, config: GPTConfig) -> "ModelShape":
-        """Return the shape of this project's decoder."""
-        return cls(
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_heads,
-            head_dim=config.head_dim,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            mlp_entries=2 * config.mlp_ratio * config.hidden_size**2,
-        )
-
     def attention_entries(self, layout: HeadLayout) -> int:
-        """Return the matrix entries of an attention layer: queries of live heads, keys that they read, the rest."""
+        """Return the matrix entries of an attention layer: queries of live heads, their keys, the rest."""
         return self.hidden_size * self.head_dim * sum(map(len, layout.rows.values()))
-
-    def layer_entries(self, layout: HeadLayout) -> int:
-        """Return the matrix entries of a decoder layer."""
-        return self.attention_entries(layout) + self.mlp_entries
 
     def model_entries(self, layouts: Iterable[HeadLayout]) -> int:
         """Return the matrix entries of a model, its output layer once."""
-        return sum(map(self.layer_entries, layouts)) + self.vocab_size * self.hidden_size
+        layers = sum(self.attention_entries(layout) + self.mlp_entries for layout in layouts)
+        return layers + self.vocab_size * self.hidden_size
 
 
-# Configurations of transformers. llama-124m has the layers, heads and channels of GPT-2's small model, its gated MLP as
-# many weights as that model's; llama-7b is the second Llama's smallest.
-TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-124m": (
-        "Llama",
-        {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
-        | {"hidden_size": 768, "vocab_size": 50_304, "intermediate_size": 2_048},
-    ),
-    "llama-7b": (
-        "Llama",
-        {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
-        | {"hidden_size": 4_096, "vocab_size": 32_000, "intermediate_size": 11_008},
-    ),
-    "qwen3-4b": (
-        "Qwen3",
-        {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-        | {"hidden_size": 2_560, "vocab_size": 151_936, "intermediate_size": 9_728},
-    ),
+def _sizes(layers: int, heads: int, kv_heads: int, dim: int, hidden: int, vocabulary: int, mlp: int) -> dict[str, int]:
+    return {
+        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        **{"head_dim": dim, "hidden_size": hidden, "vocab_size": vocabulary, "intermediate_size": mlp},
+    }
+
+
+# llama-124m has the layers, heads and channels of GPT-2's small model, its gated MLP as many weights as that model's;
+# llama-7b is the second Llama's smallest.
+TRANSFORMERS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama-124m": ("Llama", _sizes(12, 12, 12, 64, 768, 50_304, 2_048)),
+    "llama-7b": ("Llama", _sizes(32, 32, 32, 128, 4_096, 32_000, 11_008)),
+    "qwen3-4b": ("Qwen3", _sizes(36, 32, 8, 128, 2_560, 151_936, 9_728)),
 }
+"""Family and configuration of each preset of transformers."""
 
 
 def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShape:
@@ -113,13 +94,21 @@ def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShap
             num_heads=sizes["num_attention_heads"],
             num_kv_heads=sizes["num_key_value_heads"],
             mlp_entries=3 * sizes["hidden_size"] * sizes["intermediate_size"],
-            **{name: sizes[name] for name in ("head_dim", "hidden_size", "vocab_size")},
+            **{key: sizes[key] for key in ("head_dim", "hidden_size", "vocab_size")},
         )
-    return ModelShape.of(_config(name, length, num_layers))
+    config = _config(name, length, num_layers)
+    return ModelShape(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_heads,
+        head_dim=config.head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        mlp_entries=2 * config.mlp_ratio * config.hidden_size**2,
+    )
 
 
 def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
-    """Return the configuration of a preset of this project's decoder."""
     if name not in PRESETS:
         known = ", ".join(sorted([*PRESETS, *TRANSFORMERS]))
         raise InputError(f"model must be a folder or one of {known}; got {name!r}")
@@ -149,7 +138,6 @@ def is_folder(model: str) -> bool:
 
 
 def _open(folder: str, device: torch.device) -> nn.Module:
-    """Open the model of a folder."""
     if means_transformers(folder):
         return transformers_folders().TransformersFolder.find(Path(folder)).model(device, None)
     return find_model(Path(folder), or_transformers=True).model(device)
@@ -157,18 +145,16 @@ def _open(folder: str, device: torch.device) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def read_folder(folder: str, device: torch.device) -> FolderModel:
-    """Return what a folder's model is and which of its heads are edited; InputError where none is."""
+    """Return the shape and the edited heads of a folder's model; InputError where no head is edited."""
     model = _open(folder, device)
     adapter = adapter_for(model)
     sites = adapter.sites()
     if not len(adapter.heads(*EDITED)):
-        raise InputError(
-            f"{folder} has no frozen or pruned heads to time; freeze some by `saf freeze`, or name a preset"
-        )
+        raise InputError(f"{folder} has no frozen or pruned heads; freeze some by `saf freeze`, or name a preset")
     frozen = {(layer, head): each for layer, site in enumerate(sites) for head, each in patterns_of(site).items()}
     if any(pattern.trainable for pattern in frozen.values()):
-        raise UnsupportedError(f"{folder} has patterns that are still trained; fix them by pattern.compact() first")
-    found = FolderModel(
+        raise UnsupportedError(f"{folder} has trainable patterns; fix them by pattern.compact() first")
+    result = FolderModel(
         shape=_shape_of_folder(model, folder),
         frozen=frozen,
         pruned=adapter.heads("pruned"),
@@ -178,7 +164,7 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
     )
     del model, adapter, sites
     gc.collect()  # edited models are in cycles, and their memory would count as an arm's
-    return found
+    return result
 
 
 def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
@@ -187,10 +173,9 @@ def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
     sites, vocabulary = adapter.sites(), adapter.vocab_size
     layouts = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
     if len(layouts) > 1 or vocabulary is None:
-        raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary: time a preset of its shape")
+        raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
     ((heads, kv_heads, dim),) = layouts
     config: Any = adapter.model.config
-    hidden = getattr(config, "get_text_config", lambda: config)().hidden_size
     attention = {id(parameter) for site in sites for parameter, _ in site.projections().values()}
     matrices = [
         parameter.numel()
@@ -203,7 +188,7 @@ def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=dim,
-        hidden_size=hidden,
+        hidden_size=getattr(config, "get_text_config", lambda: config)().hidden_size,
         vocab_size=vocabulary,
         mlp_entries=sum(matrices) // len(sites),
     )
@@ -228,7 +213,7 @@ def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The models of one point: their shape, how an ordinary one is made, and which heads each rate freezes."""
+    """The models of one point: their shape, the ordinary one, and the heads that each rate freezes."""
 
     model: str
     length: int
@@ -236,105 +221,105 @@ class ModelPlan:
     seed: int = 0
     num_layers: int | None = None
     placement: Placement = "early"
-    counts: tuple[int, ...] = ()
-    """Frozen heads of each layer, in place of a rate and placement."""
 
     def __post_init__(self):
-        """Raise InputError for an unknown model, or counts of another number of layers."""
-        layers = self.shape.num_layers
-        if self.counts and len(self.counts) != layers:
-            raise InputError(f"per_layer needs {layers} numbers; got {len(self.counts)}")
-        if self.folder is not None and self.length > (self.folder.longest or self.length):
+        """Raise InputError for an unknown model, or a context that it does not take."""
+        if self.folder is None:
+            shape_of(self.model, self.length, self.num_layers)
+        elif self.length > (self.folder.longest or self.length):
             raise InputError(f"{self.model} takes at most {self.folder.longest} tokens; got a point of {self.length}")
 
     @cached_property
     def folder(self) -> FolderModel | None:
-        """Return what the folder holds; None for a preset."""
+        """The folder's model; None for a preset."""
         return read_folder(self.model, self.device) if is_folder(self.model) else None
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Return the sizes of the models."""
+        """The sizes of the models."""
         return self.folder.shape if self.folder else shape_of(self.model, self.length, self.num_layers)
 
     @property
     def own_decoder(self) -> bool:
-        """Return whether it is this project's decoder rather than a model of transformers."""
+        """Whether it is this project's decoder rather than a model of transformers."""
         return self.folder.own_decoder if self.folder else self.model not in TRANSFORMERS
 
     @property
     def name(self) -> str:
-        """Return the model's name for a row, with its layers where they are not all."""
+        """The model's name for a row, with its layers where they are not all."""
         return self.model + ("" if self.num_layers is None else f", {self.num_layers} layers")
 
     @property
     def own_rate(self) -> float | None:
-        """Return the share of heads that a folder or `counts` freeze (or prune); None where rates decide."""
-        heads = self.shape.num_layers * self.shape.num_heads
-        if self.folder:
-            return (len(self.folder.frozen) + len(self.folder.pruned)) / heads
-        return sum(self.counts) / heads if self.counts else None
+        """The share of heads that a folder freezes or prunes; None for a preset."""
+        if self.folder is None:
+            return None
+        edited = len(self.folder.frozen) + len(self.folder.pruned)
+        return edited / (self.shape.num_layers * self.shape.num_heads)
 
-    def per_layer(self, arm: Arm) -> list[int]:
-        """Return the frozen heads of each layer of an arm."""
-        heads = self.heads(arm)
-        return [len(heads.in_layer(layer)) for layer in range(self.shape.num_layers)]
-
-    def heads(self, arm: Arm) -> HeadSet:
-        """Return the heads that an arm freezes or prunes."""
+    def heads(self, arm: Arm) -> tuple[HeadSet, HeadSet]:
+        """Return the heads that an arm freezes, and those that it prunes."""
         if arm.backend is None:
-            return HeadSet()
+            return HeadSet(), HeadSet()
         if self.folder:
-            return HeadSet(self.folder.frozen) | self.folder.pruned
-        shape = self.shape
-        size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
-        groups = shape.num_heads // size
-        placement = "early" if self.placement == "groups" else self.placement
-        counts = [count // size for count in self.counts] or heads_per_layer(
-            num_layers=shape.num_layers, num_heads=groups, rate=arm.rate, placement=placement
-        )
-        chosen = choose_heads(counts, groups, torch.Generator().manual_seed(self.seed))
-        return HeadSet((layer, size * one + each) for layer, one in chosen for each in range(size))
+            edited, pruned = HeadSet(self.folder.frozen) | self.folder.pruned, self.folder.pruned
+        else:
+            shape = self.shape
+            size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
+            groups, placement = shape.num_heads // size, "even" if self.placement == "even" else "early"
+            counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=arm.rate, placement=placement)
+            generator = torch.Generator().manual_seed(self.seed)
+            drawn = [torch.randperm(groups, generator=generator)[:count].tolist() for count in counts]
+            edited = HeadSet(
+                (layer, size * group + each)
+                for layer, some in enumerate(drawn)
+                for group in some
+                for each in range(size)
+            )
+            pruned = HeadSet()
+        return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
     def layouts(self, arm: Arm) -> list[HeadLayout]:
         """Return the layout of each layer of an arm."""
-        heads, shape = self.heads(arm), self.shape
-        pruned = heads if arm.backend == PRUNED else self.folder.pruned & heads if self.folder else HeadSet()
-        gone = [tuple(sorted(pruned.in_layer(layer))) for layer in range(shape.num_layers)]
-        frozen = [tuple(sorted((heads - pruned).in_layer(layer))) for layer in range(shape.num_layers)]
-        return [HeadLayout(shape.num_heads, shape.num_kv_heads, *each) for each in zip(frozen, gone, strict=True)]
+        frozen, pruned = self.heads(arm)
+        shape = self.shape
+        return [
+            HeadLayout(
+                shape.num_heads,
+                shape.num_kv_heads,
+                tuple(sorted(frozen.in_layer(layer))),
+                tuple(sorted(pruned.in_layer(layer))),
+            )
+            for layer in range(shape.num_layers)
+        ]
 
     def describe(self, arm: Arm) -> dict[str, Any]:
-        """Return what a row says of an arm's heads."""
-        counts = self.per_layer(arm)
+        """Return the entries of a row about an arm's heads."""
+        counts = [layout.num_heads - layout.num_live for layout in self.layouts(arm)]
         return {"heads": sum(counts), "per_layer": counts}
 
     def build(self, arm: Arm, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return an arm's model; all arms have the same weights.
 
-        Raises:
-            InputError: Heads that do not exist, an unknown kernel or backend.
-            UnsupportedError: A backend or kernel that cannot run here.
+        Raises UnsupportedError for a backend or kernel that cannot run here.
         """
-        if arm.kernel == FLEX and not self.own_decoder:
-            raise UnsupportedError("flex is measured in this project's decoder only")
+        if arm.kernel == FLEX and not (self.own_decoder and arm.backend is None):
+            raise UnsupportedError("flex is measured for ordinary attention of this project's decoder only")
         model = self._ordinary(dtype)
+        frozen, pruned = self.heads(arm)
+        if len(pruned):
+            prune_(model, pruned)
+            finalize_(model)
+        if len(frozen):
+            install_(model, frozen, self._patterns(frozen), backend=str(arm.backend))
+        adapter = adapter_for(model)
+        adapter.attend_through_seam()  # ordinary arms too: the same function, without frozen heads
+        for site in adapter.sites():
+            site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
         if arm.kernel == FLEX:
             blocks = causal_blocks(self.length, self.device)
             for layer in model.attention_layers():  # type: ignore[operator]
                 layer.live = FlexAttention(blocks)
-        heads = self.heads(arm)
-        pruned = heads if arm.backend == PRUNED else self.folder.pruned & heads if self.folder else HeadSet()
-        if len(pruned):
-            prune_(model, pruned)
-            finalize_(model)
-        if len(heads - pruned):
-            install_(model, heads - pruned, self._patterns(heads - pruned), backend=str(arm.backend))
-        adapter = adapter_for(model)
-        # Ordinary arms too: the same function, without frozen heads.
-        adapter.attend_through_seam()
-        for site in adapter.sites():
-            site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
         return model
 
     def _ordinary(self, dtype: torch.dtype) -> nn.Module:
@@ -355,7 +340,7 @@ class ModelPlan:
         )
 
     def _patterns(self, heads: HeadSet) -> Any:
-        """Return the patterns of frozen heads: the folder's, or made-up ones."""
+        """Return the patterns of frozen heads: the folder's, or synthetic ones."""
         if self.folder:
             return [self.folder.frozen[head] for head in heads]
         return synthetic_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed), self.device)
@@ -363,61 +348,33 @@ class ModelPlan:
 
 # Which heads, and their patterns
 
-MEASURED_SHARES = tuple(count / 12 for count in (8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0))
+MEASURED_SHARES = np.array((8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0)) / 12
 """Share of each layer's heads that variance selection takes at 25% in a trained 124M model with rotary positions."""
 SMALLEST_SHARE = 0.01
-"""A layer of which none, or all, was taken counts as this: its log odds are finite then."""
+"""A layer with no head or all heads taken counts as this: its log odds are finite then."""
 
 
-def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: str) -> list[int]:
+def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: Literal["early", "even"]) -> list[int]:
     """Return how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
 
-    "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its odds scaled to the rate.
+    "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its log odds shifted to the rate.
     """
     total = round(rate * num_layers * num_heads)
-    if placement == "even":
-        shares = [rate] * num_layers
-    elif placement == "early":
-        shares = _scaled([_measured(layer, num_layers) for layer in range(num_layers)], total / num_heads)
-    else:
-        raise InputError(f"placement must be 'early' or 'even'; got {placement!r}")
+    shares = np.full(num_layers, rate)
+    if placement == "early" and 0 < total < num_layers * num_heads:
+        depth = (np.arange(num_layers) + 0.5) / num_layers * len(MEASURED_SHARES) - 0.5
+        measured = np.interp(depth, np.arange(len(MEASURED_SHARES)), MEASURED_SHARES)
+        odds = logit(measured.clip(SMALLEST_SHARE, 1 - SMALLEST_SHARE))
+        shares = expit(odds + brentq(lambda shift: expit(odds + shift).sum() - total / num_heads, -50, 50))
     # Round to whole numbers, largest remainders first; a count so close below one is that number but for rounding.
-    counts = [share * num_heads for share in shares]
-    whole = [min(int(count + 1e-6), num_heads) for count in counts]
-    order = sorted(range(num_layers), key=lambda layer: counts[layer] - whole[layer], reverse=True)
-    while sum(whole) < total:
+    counts = shares * num_heads
+    whole = np.minimum((counts + 1e-6).astype(int), num_heads)
+    order = np.argsort(whole - counts, kind="stable")
+    while whole.sum() < total:
         for layer in order:
-            if sum(whole) < total and whole[layer] < num_heads:
+            if whole.sum() < total and whole[layer] < num_heads:
                 whole[layer] += 1
-    return whole
-
-
-def _measured(layer: int, num_layers: int) -> float:
-    """Interpolate the measured shares at the middle of a layer."""
-    at = (layer + 0.5) / num_layers * len(MEASURED_SHARES) - 0.5
-    at = min(max(at, 0.0), len(MEASURED_SHARES) - 1.0)
-    low = min(int(at), len(MEASURED_SHARES) - 2)
-    share = MEASURED_SHARES[low] + (at - low) * (MEASURED_SHARES[low + 1] - MEASURED_SHARES[low])
-    return min(max(share, SMALLEST_SHARE), 1 - SMALLEST_SHARE)
-
-
-def _scaled(shares: list[float], total: float) -> list[float]:
-    """Shift all log odds by one number so that the shares add up to `total` layers."""
-    low, high = -30.0, 30.0  # 1e-13 from none and from all
-    logits = [math.log(share / (1 - share)) for share in shares]
-    for _ in range(100):  # float64 ends the halving before
-        shift = (low + high) / 2
-        moved = [1 / (1 + math.exp(-(logit + shift))) for logit in logits]
-        low, high = (shift, high) if sum(moved) < total else (low, shift)
-    return moved
-
-
-def choose_heads(per_layer: Sequence[int], num_heads: int, generator: torch.Generator) -> HeadSet:
-    """Draw that many heads of each layer; InputError where a layer has fewer."""
-    if max(per_layer) > num_heads:
-        raise InputError(f"per_layer asks for {max(per_layer)} heads of a layer, the model has {num_heads}")
-    drawn = [torch.randperm(num_heads, generator=generator)[:count].tolist() for count in per_layer]
-    return HeadSet((layer, head) for layer, heads in enumerate(drawn) for head in heads)
+    return whole.tolist()
 
 
 def synthetic_patterns(
@@ -445,14 +402,10 @@ def random_tokens(
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-# Baselines that are no way to train or serve
+# Flex attention as a baseline, and the free bound
 
 BLOCK = 128
 """Positions of a block of the mask, flex attention's default."""
-
-
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
 
 
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
@@ -470,31 +423,21 @@ def causal_blocks(length: int, device: torch.device) -> BlockMask:
     )
 
 
-class FlexAttention(nn.Module):
-    """Flex attention in place of a model's live attention; it runs as a kernel only where it is compiled."""
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+class FlexAttention(LiveAttention):
+    """Flex attention in place of an ordinary layer's; it runs as a kernel only where it is compiled."""
 
     def __init__(self, blocks: BlockMask):
         super().__init__()
-        self.kernel, self.blocks = FLEX, blocks
+        self.blocks = blocks
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        start: Tensor | None,
-        frozen: FrozenHeads | None,
-        projection: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Attend causally over the length of `blocks`, with the arguments and results of `LiveAttention`."""
-        if start is not None:
-            raise UnsupportedError("the flex baseline takes no padding")
-        if frozen is not None and projection is not None:
-            (live,) = self.forward(query, key, value[:, : query.shape[1]], None, None)
-            return project_parts((live, frozen_attention(value, frozen)), projection.to(value.dtype))
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        """Attend causally over the length of `blocks`."""
         grouped = query.shape[1] != key.shape[1]
-        output = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
-        assert isinstance(output, Tensor)
+        output: Any = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         return (output,)
 
 
@@ -502,7 +445,6 @@ class FreeBackend(Backend):
     """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
 
     decodes = True
-    infers = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return None: it runs everywhere."""
@@ -512,29 +454,13 @@ class FreeBackend(Backend):
         """Return how it runs."""
         return "values pass through unmixed (a bound for measurements, not a model)"
 
-    def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
-    ) -> Tables:
+    def prepare(self, patterns: Sequence[Pattern], *_: Any) -> Tables:
         """Return no tables."""
         return {}
 
     def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
         """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
         return value[:, :, value.shape[-2] - rows :]
-
-    def can_infer(self, device: torch.device, dtype: torch.dtype, tables: Tables) -> bool:
-        """Return whether a layer is called: compiled, the compiler leaves out the copies that a call needs."""
-        return not torch.compiler.is_compiling()
-
-    def infer(self, call: Call, tables: Tables) -> Tensor:
-        """Return all heads of a layer, or what the call's projection makes of them, with the copies of `toeplitz`."""
-        query, key = (one.to(call.value.dtype) for one in (call.query, call.key))
-        slots, how = (call.live_slots, call.frozen_slots), (call.scale, call.kernel, call.projection)
-        return two_launches(query, key, call.value, *slots, lambda x, out: out.copy_(x), *how)
 
     def forward_rows(
         self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
@@ -548,15 +474,11 @@ class FreeBackend(Backend):
 @contextmanager
 def free_backend() -> Iterator[None]:
     """Register `FreeBackend` as the backend "free" while something is measured; "auto" never takes it."""
-    before = BACKENDS.get(FREE)
     BACKENDS[FREE] = FreeBackend()
     try:
         yield
     finally:
-        if before is None:
-            del BACKENDS[FREE]
-        else:
-            BACKENDS[FREE] = before
+        del BACKENDS[FREE]
 
 
 # The work that a call cannot do without
@@ -572,36 +494,32 @@ def attention_work(
     kv_heads: int | None = None,
     backward: bool,
     element: int = 2,
-    free: bool = False,
 ) -> Work:
     """Return the work of one layer's mixing, each tensor read or written once.
 
     A live head does two causal products forward and five backward (scores are computed again), a frozen head one and
-    one: 2/7 of it. `kv_heads` is how many key heads live heads use; `free` leaves out the frozen heads.
+    one: 2/7 of it. `kv_heads` is how many key heads live heads use.
     """
     product = batch * length * (length + 1) * dim
     tensor = batch * length * dim * element
     keys = live if kv_heads is None else kv_heads
-    mixed = 0 if free else frozen
-    flops = product * (live * (7 if backward else 2) + mixed * (2 if backward else 1))
+    flops = product * (live * (7 if backward else 2) + frozen * (2 if backward else 1))
     # Forward: q, k, v in, output out. Backward: all four and the output's gradient in, three gradients out.
-    moved = live * (6 if backward else 2) + keys * (6 if backward else 2) + mixed * (4 if backward else 2)
+    moved = (live + keys) * (6 if backward else 2) + frozen * (4 if backward else 2)
     return Work(float(flops), float(tensor * moved))
 
 
 def mixing_work(plan: ModelPlan, arm: Arm, *, batch: int, length: int, backward: bool) -> Work:
-    """Return the work of mixing in all layers of an arm."""
-    shape = plan.shape
+    """Return the work of mixing in all layers of an arm; free heads do none."""
     layers = [
         attention_work(
             batch=batch,
             length=length,
-            dim=shape.head_dim,
+            dim=plan.shape.head_dim,
             live=layout.num_live,
-            frozen=layout.num_frozen,
-            kv_heads=shape.num_kv_heads if layout.grouped else None,
+            frozen=0 if arm.backend == FREE else layout.num_frozen,
+            kv_heads=plan.shape.num_kv_heads if layout.grouped else None,
             backward=backward,
-            free=arm.backend == FREE,
         )
         for layout in plan.layouts(arm)
     ]

@@ -2,17 +2,17 @@
 
 A baseline and an arm take turns (AB BA AB BA). The speedup is the median of the ratios within pairs, the baseline's
 time over the arm's: above 1 the arm is faster. Clocks that drift slowly cancel within a pair. A control, a second
-ordinary model, must come out at 1 within a tolerance, or all that its baseline was compared with is refused.
+ordinary model, must come out at 1 within a tolerance; otherwise everything compared with its baseline is refused.
 
 A record is one JSON object with the header of every result (`saf.records.result`) and
 
-    finished, seconds   whether the benchmark came to its end, and how long it took
+    finished, seconds   whether the benchmark reached its end, and how long it took
     rows                one a comparison: `point`, `variant` (what was timed), `role`, `baseline`, `arm`, the fields of
                         `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
                         `pair_ms`; `control_ratio`, `refused`; TFLOP/s and roofline bounds of both; `heads`, and of
                         models `model` and `per_layer`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
-    kernels             the kernels that one pass of each arm ran, and whether the one that it names is among them
+    kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
     left_out            `what` was not measured, and `why`
 """
 
@@ -43,24 +43,24 @@ from saf.records.result import result_header
 
 Role = Literal["control", "kernel", "keeping", "apart", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
-"""In the place of a backend: heads whose mixing costs nothing, heads that are gone; as a kernel: flex attention."""
+"""In place of a backend: heads whose mixing costs nothing, heads that are gone. As a kernel: flex attention."""
 CALL, GRAPH = "call", "graph"
 SETTLE_MS = 400.0
 """Untimed calls before a timed block of a model on CUDA, ms: clocks follow the load over more than 100 ms."""
 REST_MS = 200.0
 """Idle time before a timed block of an operator on CUDA, ms: clocks are at their highest again after about 150."""
-FEWEST = 2
-"""Pairs below which a comparison is not recorded."""
+MIN_PAIRS = 2
 SAVE_EVERY = 5.0
-"""Seconds between writes of the record while pairs are being taken."""
+"""Seconds between writes of the record while pairs are taken."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
 """Programs of one function that the compiler may keep: one an arm, and some to spare."""
-MOST_KERNELS = 250
-"""Kernels of a pass that are recorded, the longest; a compiled update runs some 200."""
+MAX_KERNELS = 250
+"""Kernels of a pass that are recorded, the longest ones; a compiled update runs some 200."""
 
 Key = TypeVar("Key")
 Pair = tuple[float, float]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return a label: "ordinary cudnn", "25% toeplitz cudnn"."""
+        """A label: "ordinary cudnn", "25% toeplitz cudnn"."""
         if self.backend is None:
             suffix = " keeping" * self.keeping + " apart" * self.apart
             return f"{'control' if self.control else 'ordinary'}{suffix} {self.kernel}"
@@ -88,7 +88,7 @@ class Arm:
 
     @property
     def live_kernel(self) -> str:
-        """Return the kernel to pin where heads are frozen: "auto" for a backend that computes live heads itself."""
+        """The kernel to pin where heads are frozen: "auto" for a backend that computes live heads itself."""
         backend = BACKENDS.get(str(self.backend))
         return "auto" if backend is not None and backend.mixes_live else self.kernel
 
@@ -104,12 +104,12 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return a label: "T=4096 B=8 x4"."""
+        """A label: "T=4096 B=8 x4"."""
         words = [f"T={self.length}", f"B={self.batch_size}", f"x{self.accumulation}" if self.accumulation else ""]
         return " ".join(filter(None, [*words, self.precision]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is set, for JSON."""
+        """Return the fields that are set."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -136,19 +136,18 @@ def plan(
     `others`, are compared with the first kernel's.
     """
     kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
-    comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
     rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
-    comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
     roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
-    if free:
-        roles.append((FREE, "free"))
-    if pruned:
-        roles.append((PRUNED, "pruned"))
-    return comparisons + [
-        Comparison(Arm(kernel), Arm(kernel, backend, rate), role)
-        for kernel in kernels
-        for rate in rates
-        for backend, role in roles
+    roles += [(FREE, "free")] * free + [(PRUNED, "pruned")] * pruned
+    return [
+        *(Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels),
+        *(Comparison(first, Arm(kernel), "kernel") for kernel in rest),
+        *(
+            Comparison(Arm(kernel), Arm(kernel, backend, rate), role)
+            for kernel in kernels
+            for rate in rates
+            for backend, role in roles
+        ),
     ]
 
 
@@ -196,14 +195,17 @@ def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 
     """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
     for _ in range(settle):
         call()
-    times = []
+    return statistics.median(row_block(call, repeats=1, device=device) for _ in range(repeats))
+
+
+def row_block(call: Call, *, repeats: int, device: torch.device) -> float:
+    """Return the mean milliseconds of `repeats` calls in a row, synchronised before the first and after the last."""
+    wait_for(device)
+    began = time.perf_counter()
     for _ in range(repeats):
-        wait_for(device)
-        began = time.perf_counter()
         call()
-        wait_for(device)
-        times.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(times)
+    wait_for(device)
+    return 1e3 * (time.perf_counter() - began) / repeats
 
 
 def event_block(call: Call, *, repeats: int, device: torch.device, rest_ms: float = 0.0) -> float:
@@ -233,7 +235,7 @@ def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
 def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
     """Return the ways that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
 
-    Without CUDA that is calls; raises UnsupportedError for "on".
+    Without CUDA only calls are timed, and "on" raises UnsupportedError.
     """
     if device.type == "cuda":
         return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[graphs]
@@ -245,29 +247,14 @@ def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
 # Pairs
 
 
-def measure_pair(baseline: Callable[[], float], arm: Callable[[], float], number: int) -> Pair:
-    """Time one block of each, the baseline first in even pairs and last in odd ones."""
-    if number % 2 == 0:
-        first = baseline()
-        return first, arm()
-    second = arm()
-    return baseline(), second
-
-
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Return the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
     ratios = sorted(baseline / arm for baseline, arm in pairs)
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    baseline_ms, arm_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
     return {
-        "baseline_ms": statistics.median(baseline for baseline, _ in pairs),
-        "arm_ms": statistics.median(arm for _, arm in pairs),
-        "ratio": statistics.median(ratios),
-        "q25": quartiles[0],
-        "q75": quartiles[2],
-        "min": ratios[0],
-        "max": ratios[-1],
-        "pairs": len(pairs),
-        "pair_ms": [list(pair) for pair in pairs],
+        **{"baseline_ms": baseline_ms, "arm_ms": arm_ms, "ratio": statistics.median(ratios), "q25": q25, "q75": q75},
+        **{"min": ratios[0], "max": ratios[-1], "pairs": len(pairs), "pair_ms": [list(pair) for pair in pairs]},
     }
 
 
@@ -286,7 +273,7 @@ def alternate(
 ) -> dict[Key, list[Pair]]:
     """Time pairs of every comparison in rounds, each round one pair of all; return those with enough pairs.
 
-    An error, or the end of the time allowed, ends the rounds; what was measured before stands.
+    An error, or the end of the time allowed, ends the rounds; earlier pairs stand.
     """
     times: dict[Key, list[Pair]] = {key: [] for key in blocks}
     longest = 0.0
@@ -297,17 +284,19 @@ def alternate(
         began = time.perf_counter()
         try:
             with agreed():
-                for key, (baseline, arm) in blocks.items():
-                    times[key].append(measure_pair(baseline, arm, number))
+                for key, block in blocks.items():
+                    order = (0, 1) if number % 2 == 0 else (1, 0)
+                    by_side = {side: block[side]() for side in order}
+                    times[key].append((by_side[0], by_side[1]))
         except Exception as error:
             session.leave_out(name, f"pairs from {number + 1}: {in_short(error)}")
             break
         longest = max(longest, time.perf_counter() - began)
         after_round(times)
-    fewest = min(FEWEST, pairs)
-    if single := sum(0 < len(each) < fewest for each in times.values()):
-        session.leave_out(name, f"{single} comparisons of one pair; {FEWEST} are the fewest recorded")
-    return {key: each for key, each in times.items() if len(each) >= max(1, fewest)}
+    fewest = max(1, min(MIN_PAIRS, pairs))
+    if few := sum(0 < len(each) < fewest for each in times.values()):
+        session.leave_out(name, f"{few} comparisons of one pair; {MIN_PAIRS} are the fewest recorded")
+    return {key: each for key, each in times.items() if len(each) >= fewest}
 
 
 # The record
@@ -321,8 +310,8 @@ def say_on_stderr(line: str) -> None:
 class Session:
     """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
 
-    Use it as a context: its file is written after every row and whole at any moment; `finished` is false after an
-    exception. Of several processes the first writes.
+    Use it as a context. Its file is written after every row and whole at any moment; `finished` is false after an
+    exception. In a group of processes the first one writes.
     """
 
     def __init__(
@@ -336,40 +325,42 @@ class Session:
         say: Callable[[str], None] = say_on_stderr,
         **header: Any,
     ):
-        """Write nothing yet; raises InputError where `out` exists. `header` has hashes of checkpoints and data."""
+        """Write nothing yet; raise InputError where `out` exists. `header` has hashes of checkpoints and data."""
         if out is not None and out.exists():
             raise InputError(f"{out} exists already; remove it, or write to another file")
         self.execution, self.peak = execution, peak_of(execution.device_name)
-        self.rows: list[dict[str, Any]] = []
-        self.lists: dict[str, list[dict[str, Any]]] = {"memory": [], "kernels": [], "left_out": []}
+        self.rows: list[Row] = []
+        self.lists: dict[str, list[Row]] = {"memory": [], "kernels": [], "left_out": []}
         self._out, self._say = (out, say) if is_first() else (None, lambda _: None)
         self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
         self.folder = self._folder.name
         """For compiled code that lives as long as the benchmark."""
         self._limit, self._began, self._saved = seconds, time.perf_counter(), -math.inf
-        self._header: dict[str, Any] = result_header(kind, settings, **header) | {"finished": False}
+        self._header: Row = result_header(kind, settings, **header) | {"finished": False}
         self._header["provenance"] |= _environment(execution, self.peak)
 
     def __enter__(self) -> "Session":
-        if clocks := _clocks(self.execution.device):
-            self._header["provenance"]["clocks"] = {"before": clocks}
+        self._record_clocks("before")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if clocks := _clocks(self.execution.device):
-            self._header["provenance"].setdefault("clocks", {})["after"] = clocks
+        self._record_clocks("after")
         self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
         self._folder.cleanup()
         self.save()
 
+    def _record_clocks(self, when: str) -> None:
+        if clocks := _clocks(self.execution.device):
+            self._header["provenance"].setdefault("clocks", {})[when] = clocks
+
     @property
     def spent(self) -> float:
-        """Return the seconds since the beginning."""
+        """Seconds since the beginning."""
         return time.perf_counter() - self._began
 
     @property
     def left(self) -> float | None:
-        """Return the seconds left; None without a limit."""
+        """Seconds left; None without a limit."""
         return None if self._limit is None else self._limit - self.spent
 
     def fits(self, seconds: float) -> bool:
@@ -380,13 +371,13 @@ class Session:
         """Add entries to the header."""
         self._header |= header
 
-    def add(self, rows: Sequence[dict[str, Any]], *, instead_of: int = 0) -> None:
-        """Add rows in place of the last `instead_of` ones, and write them."""
-        self.rows[len(self.rows) - instead_of :] = rows
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows and write them."""
+        self.rows += rows
         self.save()
 
     def leave_out(self, what: str, why: str) -> None:
-        """Record and say what is not measured."""
+        """Record and print what is not measured."""
         why = why.strip().split("\n")[0][:300] or "no reason given"
         self.lists["left_out"].append({"what": what, "why": why})
         self.say(f"left out: {what}: {why}")
@@ -407,8 +398,8 @@ class Session:
         self._say(f"[{self.spent:6.1f} s] {line}")
 
     @property
-    def record(self) -> dict[str, Any]:
-        """Return the record as plain JSON values."""
+    def record(self) -> Row:
+        """The record as plain JSON values."""
         return to_json({"seconds": round(self.spent, 1), **self._header, "rows": self.rows, **self.lists})
 
     def save(self, *, every: float = 0.0) -> None:
@@ -423,19 +414,19 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
 
 
-def _environment(execution: Execution, peak: Peak | None) -> dict[str, Any]:
+def _environment(execution: Execution, peak: Peak | None) -> Row:
     """Return what a benchmark adds to its provenance: device, driver, peak rates, memory, processes."""
-    found: dict[str, Any] = {"device": execution.device_name, "driver": None, "processes": group_place()[1]}
-    found["peak"] = peak and {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source}
+    result: Row = {"device": execution.device_name, "driver": None, "processes": group_place()[1]}
+    result["peak"] = peak and {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
-        found["driver"] = asked("driver_version", seconds=20).split("\n")[0].strip() or None
-        found |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
-    return found
+        result["driver"] = asked("driver_version", seconds=20).split("\n")[0].strip() or None
+        result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+    return result
 
 
 def _clocks(device: torch.device) -> dict[str, float]:
-    """Return a CUDA device's present clocks, MHz, and power limit, W; what the driver does not tell is left out."""
+    """Return a CUDA device's present clocks, MHz, and power limit, W, as far as the driver reports them."""
     if device.type != "cuda":
         return {}
     names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
@@ -482,20 +473,21 @@ def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profi
     }
     first = len(session.rows)
 
-    def keep(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
+    def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
         session.rows[first:] = _rows(session, case, times, tolerance)
         session.save(every=SAVE_EVERY)
 
-    keep(alternate(session, case.name, blocks, pairs, after_round=keep))
+    update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
     session.save()
     for row in session.rows[first:]:
-        session.say(f"{case.name} {row_line(row)}")
+        times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
+        spread = f"{row['ratio']:.3f}× ({row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs)"
+        session.say(f"{case.name} {row['variant']}: {times}, {spread}" + ", refused" * row["refused"])
+    # After all timing: a profiler that was used once may slow launches down.
     for arm, subject in subjects.items() if profile else ():
-        # After all timing: a profiler that was used once may slow launches down.
         if not arm.control:
-            session.attempt(
-                f"{case.name}: kernels of {arm.name}", lambda a=arm, s=subject: _profile(session, case, a, s)
-            )
+            what = f"{case.name}: kernels of {arm.name}"
+            session.attempt(what, lambda arm=arm, subject=subject: _record_kernels(session, case, arm, subject))
 
 
 def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
@@ -512,14 +504,15 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
         began = time.perf_counter()
         if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
             ready[arm] = subject
-        longest = max(longest, time.perf_counter() - began)
-        session.say(f"{case.name} warmed up: {arm.name}, {time.perf_counter() - began:.1f} s")
+        took = time.perf_counter() - began
+        longest = max(longest, took)
+        session.say(f"{case.name} warmed up: {arm.name}, {took:.1f} s")
     return ready
 
 
 def _rows(
     session: Session, case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolerance: float
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Return the row of each comparison and variant."""
     sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
@@ -542,13 +535,6 @@ def _rows(
     return rows
 
 
-def row_line(row: Mapping[str, Any]) -> str:
-    """Return one row as a line for people."""
-    times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
-    spread = f"{row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs"
-    return f"{row['variant']}: {times}, {row['ratio']:.3f}× ({spread})" + ", refused" * row["refused"]
-
-
 # Kernels
 
 ATTENTION = (
@@ -566,18 +552,18 @@ MARKS = {
 """Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in the names of others."""
 
 
-def kernels_of(call: Call, device: torch.device, *, most: int | None = MOST_KERNELS) -> list[dict[str, Any]]:
+def kernels_of(call: Call, device: torch.device, *, most: int | None = MAX_KERNELS) -> list[dict[str, Any]]:
     """Return name, calls and milliseconds of the `most` longest kernels of one call (operators on a CPU)."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         call()
         wait_for(device)
-    found = []
+    kernels = []
     for event in profiler.key_averages():
         if not cuda or str(event.device_type).endswith("CUDA"):
             microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
-            found.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
-    return sorted(found, key=lambda kernel: -kernel["ms"])[:most]
+            kernels.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:most]
 
 
 def attention_kernels(kernels: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -589,14 +575,14 @@ def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch
     """Return whether the pinned kernel is among those that ran; None where nothing was recorded or pinned."""
     if device.type != "cuda" or not kernels or kernel not in MARKS:
         return None
-    names = [found["name"].lower() for found in kernels]
+    names = [entry["name"].lower() for entry in kernels]
     if kernel == "flash":
         names = [name for name in names if not any(mark in name for mark in (*MARKS["cudnn"], *MARKS["fa4"]))]
     return any(mark in name for name in names for mark in MARKS[kernel])
 
 
-def _profile(session: Session, case: Case, arm: Arm, subject: Subject) -> None:
-    """Record which kernels an arm ran, and say where its attention kernel is not among them."""
+def _record_kernels(session: Session, case: Case, arm: Arm, subject: Subject) -> None:
+    """Record which kernels an arm ran, and warn where its attention kernel is not among them."""
     kernels = subject.kernels()
     seen = kernel_seen(arm.live_kernel, kernels, session.execution.device)
     entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels), "kernels": kernels}
@@ -616,7 +602,6 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
     """
 
     def forget() -> None:
-        """Empty the compiler's cache, where it is in use, and that of the device's memory."""
         if compiles:
             torch._dynamo.reset()
         if torch.cuda.is_available():

@@ -87,7 +87,6 @@ UNUSUAL = {
     "group": (Update(device="cpu", parallel="ddp"), "ddp, 1 process"),
     "fresh": (Update(device="cpu", fresh=True), "processes of their own"),
     "even": (Update(device="cpu", placement="even"), "as many heads in every layer frozen"),
-    "given": (Update(device="cpu", per_layer=(1, 2)), "1 2 heads of the layers frozen"),
 }
 """Settings by the names of files, and the words that part their measurements from those of the usual ones."""
 
