@@ -1,6 +1,7 @@
-"""Analyses of heads, selections and patterns, a file each: settings, `measure`, `tables` and `figure`.
+"""Analyses of heads, selections and patterns, a file each: `python -m experiments.analyses NAME --help`.
 
-`python -m experiments.analyses NAME --help` lists the settings of one.
+Each module has `Settings` (a dataclass), `measure(settings) -> record`, `tables(record) -> list[str | DataFrame]` and
+`figure(record) -> matplotlib Figure`; the last two take a record as JSON has it.
 """
 
 import io
@@ -25,24 +26,11 @@ from experiments.analyses import (
 )
 from saf.records.files import to_json
 
+_MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, fits, zero_shot)
 ANALYSES: dict[str, Any] = {
-    "one-head": one_head,
-    "joint-cost": joint_cost,
-    "partial-spearman": partial_spearman,
-    "profiles": profiles,
-    "stability": stability,
-    "recovery": recovery,
-    "storage": storage,
-    "geometry": geometry,
-    "fits": fits,
-    "zero-shot": zero_shot,
-    "distributions": distributions,
+    module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions)
 }
-"""Modules by the name that the command line and the records have for them.
-
-Each has `Settings` (a dataclass), `measure(settings) -> record`, `tables(record) -> list[str | DataFrame]` and
-`figure(record) -> matplotlib Figure`; the last two take a record as JSON has it.
-"""
+"""Modules by the name that the command line and the records have for them."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "saf",  # the same picture has the same ids
@@ -55,9 +43,10 @@ _STYLE: dict[Any, Any] = {
 
 def svg(record: Mapping[str, Any]) -> str:
     """Return the figure of a record as SVG."""
-    text = io.StringIO()
+    file = io.StringIO()
     with mpl.rc_context(_STYLE):
-        drawn = ANALYSES[record["kind"]].figure(to_json(record))
-        drawn.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        figure = ANALYSES[record["kind"]].figure(to_json(record))
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     # Without a file's declarations, so that a page can hold it; a hundredth of a point is fine enough.
-    return re.sub(r"(\.\d\d)\d+", r"\1", text.getvalue()[text.getvalue().index("<svg") :])
+    text = file.getvalue()
+    return re.sub(r"(\.\d\d)\d+", r"\1", text[text.index("<svg") :])

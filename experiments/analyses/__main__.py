@@ -18,6 +18,16 @@ from saf.records.files import to_json, write_atomically
 from saf.records.result import read_result
 
 
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """Draw the figure of a record that an analysis wrote."""
+
+    record: tyro.conf.Positional[Path]
+    """JSON file that --out named."""
+    figure: tyro.conf.Positional[Path]
+    """SVG file to write."""
+
+
 def draw(record: Mapping[str, Any], path: Path) -> None:
     """Write the figure of a record as an SVG file."""
     if record["kind"] not in ANALYSES:
@@ -32,8 +42,8 @@ def run(name: str, settings: Output, words: Sequence[str]) -> None:
     if settings.figure is not None and settings.figure.suffix != ".svg":
         raise InputError(f"--figure must end in .svg, got {settings.figure.name}")
     record = ANALYSES[name].measure(settings)
-    named = (Path(word).name if Path(word).is_absolute() else word for word in words)
-    record["provenance"]["command"] = shlex.join(["python", "-m", "experiments.analyses", *named])
+    short = (Path(word).name if Path(word).is_absolute() else word for word in words)
+    record["provenance"]["command"] = shlex.join(["python", "-m", "experiments.analyses", *short])
     save(record, settings)
     if settings.figure is not None:
         draw(record, settings.figure)
@@ -41,24 +51,11 @@ def run(name: str, settings: Output, words: Sequence[str]) -> None:
     print(json.dumps(plain, indent=2) if settings.json else shown(ANALYSES[name].tables(plain)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Draw the figure of a record that an analysis wrote."""
-
-    record: tyro.conf.Positional[Path]
-    """JSON file that --out named."""
-    figure: tyro.conf.Positional[Path]
-    """SVG file to write."""
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run the analysis that the words name; return 0, or 2 for input that cannot be used."""
     words = sys.argv[1:] if words is None else words
-    settings = tyro.extras.subcommand_cli_from_dict(
-        {"draw": Draw} | {name: each.Settings for name, each in ANALYSES.items()},
-        prog="python -m experiments.analyses",
-        args=words,
-    )
+    commands = {"draw": Draw} | {name: each.Settings for name, each in ANALYSES.items()}
+    settings = tyro.extras.subcommand_cli_from_dict(commands, prog="python -m experiments.analyses", args=words)
     try:
         if isinstance(settings, Draw):
             draw(read_result(settings.record), settings.figure)

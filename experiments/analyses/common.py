@@ -15,18 +15,19 @@ import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for, unwrap
+from saf.adapters import Site, adapter_for, unwrap
 from saf.calibration.capture import evaluation_mode
+from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
 from saf.opening import ModelFolder, find_model, open_data
 from saf.patterns import Pattern
-from saf.records.events import heads_of_record
-from saf.records.files import read_json_value, write_json
+from saf.records.files import write_json
 from saf.records.quantities import MISSING
-from saf.records.result import result_header
+from saf.records.result import read_result, result_header
+from saf.selection import budget
 from saf.surgery import install_, uninstall_
 
 Record = Mapping[str, Any]
@@ -54,13 +55,13 @@ class ModelSettings(Output):
     model: tyro.conf.Positional[Path]
     """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
     data: Path | None = None
-    """Prepared data folder; the one that the model was trained on if not given."""
+    """Prepared data folder; by default the one that the model was trained on."""
     sequences: int = 32
     """Number of calibration sequences."""
     calibration_seed: int | None = None
-    """Seed for drawing calibration sequences; the run's if not given."""
+    """Seed for drawing calibration sequences; by default the run's."""
     length: int | None = None
-    """Tokens of a sequence or window; the run's if not given."""
+    """Tokens of a sequence or window; by default the run's."""
     batch_size: int = 8
     """Sequences in a forward pass."""
     device: Device = "auto"
@@ -100,6 +101,17 @@ class Opened:
         """Return the first windows `[count, length + 1]` of the controller partition."""
         return sequential_windows(self.data.tokens("controller"), self.length, count)
 
+    def live(self) -> Tensor:
+        """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+        return blank(adapter_for(self.model).sites())
+
+    def check_rates(self, rates: Sequence[float]) -> None:
+        """Raise InputError unless every rate selects a head."""
+        check_rates(rates)
+        total = self.live().numel()
+        if empty := [rate for rate in rates if not budget(rate, total)]:
+            raise InputError(f"each rate must select at least one of {total} heads, got {empty}")
+
     def record(self, kind: str, values: Record) -> dict[str, Any]:
         """Return the header of a record, the model, and `values`."""
         head = header(
@@ -112,14 +124,31 @@ class Opened:
         return {**head, "model": str(self.source.folder), "length": self.length, **values}
 
 
+def blank(sites: Sequence[Site]) -> Tensor:
+    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        if site.stays_ordinary is None:
+            values[layer, list(site.layout.live)] = 0.0
+    return values
+
+
 def header(kind: str, settings: Output, **origin: Any) -> dict[str, Any]:
-    """Return the header of a record; `origin` is passed on to `saf.records.result.result_header`."""
+    """Return the header of a record; `origin` has the arguments of `saf.records.result.result_header`."""
     output = Output.__dataclass_fields__
     return result_header(kind, {name: value for name, value in vars(settings).items() if name not in output}, **origin)
 
 
+def read_record(path: Path, kind: str) -> dict[str, Any]:
+    """Read the record of an analysis; raise InputError for another kind."""
+    record = read_result(path)
+    if record["kind"] != kind:
+        raise InputError(f"{path} must be a record of the analysis {kind}, got {record['kind']!r}")
+    return record
+
+
 def save(record: Record, settings: Output) -> None:
-    """Write a record, or what is measured of it so far, where the settings name a file."""
+    """Write a record, or a part of it that is measured already, where the settings name a file."""
     if settings.out is not None:
         write_json(settings.out, record)
 
@@ -129,27 +158,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def read_heads(words: Sequence[str]) -> HeadSet:
-    """Return the heads that words name: `LAYER:HEAD`, JSON pairs in a file, an events.jsonl, or the folder of a run."""
-    pairs: list[Head] = []
-    for word in words:
-        layer, _, head = word.partition(":")
-        path = Path(word)
-        if layer.isdecimal() and head.isdecimal():
-            pairs.append((int(layer), int(head)))
-        elif path.suffix == ".jsonl" or path.is_dir():
-            pairs += [(layer, head) for layer, head in heads_of_record(path)]
-        elif path.is_file():
-            try:
-                found = read_json_value(path)
-                pairs += [
-                    (int(layer), int(head)) for layer, head in (found if isinstance(found, list) else found["heads"])
-                ]
-            except (KeyError, TypeError, ValueError) as error:
-                raise InputError(f"{path} lists no heads; expected [[layer, head], ...], alone or as heads") from error
-        else:
-            raise InputError(f"heads must be LAYER:HEAD or an existing file or folder, got {word!r}")
-    return HeadSet(pairs)
+def head_set(words: Sequence[str]) -> HeadSet:
+    """Return the heads that words name: `LAYER:HEAD`, or a file or run that lists them."""
+    return HeadSet(read_heads(words))
 
 
 def check_rates(rates: Sequence[float]) -> None:
@@ -188,16 +199,15 @@ class CostMeter:
 @contextmanager
 def frozen_heads(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
     """Freeze heads within the block."""
-    if not len(heads):
-        yield
-        return
-    install_(model, heads, patterns, backend=backend)
+    if len(heads):
+        install_(model, heads, patterns, backend=backend)
     # Autocast keeps low-precision copies of weights, which surgery changes in place.
     torch.clear_autocast_cache()
     try:
         yield
     finally:
-        uninstall_(model, heads)
+        if len(heads):
+            uninstall_(model, heads)
         torch.clear_autocast_cache()
 
 
@@ -259,12 +269,12 @@ def _frame(values: Sequence[Tensor]) -> pd.DataFrame:
 
 def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12, 9)) -> tuple[Figure, Any]:
     """Return a figure and its axes as `Figure.subplots` has them; `size` is in inches."""
-    # Of many axes the constrained layout takes as long as all the drawing.
-    drawn = Figure(figsize=size, layout="constrained" if rows * columns == 1 else None)
-    axes = drawn.subplots(rows, columns)
+    # With many axes the constrained layout takes as long as all the drawing.
+    figure = Figure(figsize=size, layout="constrained" if rows * columns == 1 else None)
+    axes = figure.subplots(rows, columns)
     if rows * columns > 1:
-        drawn.subplots_adjust(left=0.06, right=0.97, bottom=0.08, top=0.94, wspace=0.25, hspace=0.4)
-    return drawn, axes
+        figure.subplots_adjust(left=0.06, right=0.97, bottom=0.08, top=0.94, wspace=0.25, hspace=0.4)
+    return figure, axes
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:

@@ -18,9 +18,7 @@ from scipy.spatial.distance import cdist
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.analyses.common import ModelSettings, Opened, Part, Record, read_heads, say, subplots, table
-from experiments.analyses.profiles import blank
-from saf.adapters import adapter_for
+from experiments.analyses.common import ModelSettings, Opened, Part, Record, head_set, say, subplots, table
 from saf.calibration import calibrate
 from saf.errors import InputError, UnsupportedError
 from saf.estimates.dirichlet import (
@@ -36,7 +34,7 @@ from saf.heads import Head, HeadSet
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.scores import score
-from saf.selection import budget, select
+from saf.selection import select
 from saf.statistics import AttentionStatistics
 
 QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
@@ -124,10 +122,8 @@ def query_positions(length: int) -> tuple[int, ...]:
 def _heads(settings: Settings, opened: Opened, ids: list[Tensor]) -> HeadSet:
     """Return the heads that the settings name, or those of lowest variance."""
     if settings.heads:
-        return read_heads(settings.heads)
-    total = blank(adapter_for(opened.model).sites()).numel()
-    if not budget(settings.rate, total):
-        raise InputError(f"--rate must select at least one of {total} heads, got {settings.rate}")
+        return head_set(settings.heads)
+    opened.check_rates([settings.rate])
     return select(score(calibrate(opened.model, ids), "variance"), settings.rate)
 
 

@@ -22,7 +22,7 @@ class Settings(ModelSettings):
     """Fit every head on one half of the calibration sequences, free and structured; KL to either half."""
 
     sequences: int = 64
-    """Number of calibration sequences; the halves are calibrated apart."""
+    """Number of calibration sequences; each half is calibrated by itself."""
     structured_after: int = CONSTANT_AFTER
     """First key from which the structured fit has a constant alpha."""
     fitter: str = "proportional"
@@ -39,24 +39,21 @@ def measure(settings: Settings) -> dict[str, Any]:
     ids = opened.calibration()
     with opened.autocast:
         variance = score(calibrate(opened.model, ids), "variance")
-        found = fit_heldout(opened.model, ids, fits=variants, fitter=settings.fitter)
-    fits = {name: asdict(each) for name, each in found.items()}
+        heldout = fit_heldout(opened.model, ids, fits=variants, fitter=settings.fitter)
+    fits = {name: asdict(each) for name, each in heldout.items()}
+    # Heads by ascending variance between consecutive rates, by name, and all of them.
+    order = ranking(variance)
+    ends = [(rate, budget(rate, variance.numel())) for rate in (0.0, *sorted(settings.rates))]
+    bands = {f"{low:.0%} to {high:.0%}": order[first:last] for (low, first), (high, last) in pairwise(ends)}
+    bands["all"] = order
     values = {
         "sequences": [settings.sequences // 2, settings.sequences - settings.sequences // 2],
         "alpha_constant_after": settings.structured_after,
         "variance": variance,
         "fits": fits,
-        "groups": {name: compare(fits, heads) for name, heads in bands(variance, settings.rates).items() if len(heads)},
+        "groups": {name: compare(fits, HeadSet(heads)) for name, heads in bands.items() if heads},
     }
     return opened.record("fits", values)
-
-
-def bands(variance: Tensor, rates: tuple[float, ...]) -> dict[str, HeadSet]:
-    """Return heads by ascending variance `[L, H]` between consecutive rates, by name, and `all` of them."""
-    order = ranking(variance)
-    ends = [(rate, budget(rate, variance.numel())) for rate in (0.0, *sorted(rates))]
-    found = {f"{low:.0%} to {high:.0%}": HeadSet(order[first:last]) for (low, first), (high, last) in pairwise(ends)}
-    return found | {"all": HeadSet(order)}
 
 
 def compare(fits: dict[str, dict[str, Tensor]], heads: HeadSet) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Distances between fixed patterns, and their correlation with the patterns' costs (paper, Eq. 14)."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,11 @@ from experiments.analyses.common import (
     ModelSettings,
     Part,
     Record,
-    check_rates,
     spearman,
     stratified_spearman,
     subplots,
     table,
 )
-from experiments.analyses.profiles import blank
-from saf.adapters import adapter_for
 from saf.calibration import calibrate, heads_at_a_time
 from saf.errors import InputError
 from saf.estimates import PATTERNS, collect_for, dense_pattern
@@ -30,7 +27,7 @@ from saf.records import paper
 from saf.records.files import read_json
 from saf.records.quantities import MISSING, correlation, percent
 from saf.scores import score
-from saf.selection import budget, select
+from saf.selection import select
 from saf.statistics import FLOOR
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
@@ -52,25 +49,22 @@ class Settings(ModelSettings):
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record: `distances` are `{distance: {rate: {pattern: mean over heads}}}`."""
-    check_rates(settings.rates)
     opened = settings.open()
+    opened.check_rates(settings.rates)
     costs = None if settings.costs is None else read_json(settings.costs)
     for rate in settings.rates:
         if costs is not None and len(PATTERNS.keys() & costs.get(str(rate), {})) < 2:
             raise InputError(f"{settings.costs} must have costs of two patterns at rate {rate}; a rank needs two")
-    total = blank(adapter_for(opened.model).sites()).numel()
-    if empty := [rate for rate in settings.rates if not budget(rate, total)]:
-        raise InputError(f"each of --rates must select at least one of {total} heads, got {empty}")
     ids = opened.calibration()
     with opened.autocast:
         scores = score(calibrate(opened.model, ids), settings.score)
         nested = {rate: select(scores, rate) for rate in settings.rates}
         largest = max(nested.values(), key=len)
-        found = distances_from_mean(opened.model, ids, largest, PATTERNS, seed=settings.seed)
+        by_pattern = distances_from_mean(opened.model, ids, largest, list(PATTERNS), seed=settings.seed)
     at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
     distances = {
         distance: {
-            rate: {name: each[distance][index].mean().item() for name, each in found.items()}
+            rate: {name: each[distance][index].mean().item() for name, each in by_pattern.items()}
             for rate, index in at.items()
         }
         for distance in DISTANCES
@@ -82,23 +76,22 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def distances_from_mean(
-    model: nn.Module, ids: list[Tensor], heads: HeadSet, patterns: Iterable[str], *, seed: int = 0
+    model: nn.Module, ids: list[Tensor], heads: HeadSet, names: Sequence[str], *, seed: int = 0
 ) -> dict[str, dict[str, Tensor]]:
     """Return `pattern_distances` of each named pattern, dense and before any fit, from the measured mean pattern.
 
     `{pattern: {distance: [F]}}` in the heads' order; as many heads at a time as memory allows.
     """
-    names = list(patterns)
     collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
     size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
     rows: dict[str, list[dict[str, Tensor]]] = {name: [] for name in names}
     for first in range(0, len(heads), size):
         some = HeadSet(list(heads)[first : first + size])
-        found = calibrate(model, ids, collect=collect, heads=some)
+        statistics = calibrate(model, ids, collect=collect, heads=some)
         for head in some:
             for name in names:
-                pattern = dense_pattern(found, [head], name, seed=seed)
-                rows[name].append(pattern_distances(found.take("mean", [head]), pattern))
+                pattern = dense_pattern(statistics, [head], name, seed=seed)
+                rows[name].append(pattern_distances(statistics.take("mean", [head]), pattern))
     return {
         name: {distance: torch.cat([each[distance] for each in parts]) for distance in DISTANCES}
         for name, parts in rows.items()
@@ -115,8 +108,8 @@ def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern)
     length = pattern.length
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     rows = []
-    for p, one in zip(reference.to("cpu", torch.float64), range(len(reference)), strict=True):
-        q = pattern[one].dense().to("cpu", torch.float64)
+    for number, p in enumerate(reference.to("cpu", torch.float64)):
+        q = pattern[number].dense().to("cpu", torch.float64)
         floored = q.clamp(min=FLOOR) * causal
         log_q = (floored / floored.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny).log()
         squared = (p - q).square().sum() / length**2
@@ -145,11 +138,11 @@ def tables(record: Record) -> list[Part]:
     ]
     columns = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
     conditions = f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."
-    if not (found := record.get("correlations")):
+    if not (correlations := record.get("correlations")):
         return [conditions, table("", columns, rows, notes)]
     ranks: list[list[str]] = []
     heads: list[str] = []
-    for name, (within, pooled) in found.items():
+    for name, (within, pooled) in correlations.items():
         beside, values = paper.GEOMETRY_CORRELATIONS.get(name, {}), {**within, "stratified": pooled}
         heads = [rate if rate == "stratified" else percent(rate) for rate in values]
         cells = [f"{correlation(value)} ({beside.get(rate, MISSING)})" for rate, value in values.items()]

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, read_heads, subplots, table
+from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
 from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
@@ -32,17 +32,17 @@ class Settings(ModelSettings):
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record; `difference` is the second set's perplexity relative to the first's.
 
-    Heads count whatever their fit KL: the sets are taken as given.
+    Heads count whatever their fit KL is: the sets are frozen as they are.
     """
     opened = settings.open()
-    first, second = read_heads(settings.first), read_heads(settings.second)
+    first, second = head_set(settings.first), head_set(settings.second)
     check_heads(adapter_for(opened.model), first | second)
     ids, config = opened.calibration(), FreezeConfig()
     with opened.autocast:
         statistics = calibrate(opened.model, ids)
-        fitted = make_patterns(opened.model, ids, statistics, first | second, config, Stopwatch())
+        fits = make_patterns(opened.model, ids, statistics, first | second, config, Stopwatch())
         meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
-        patterns = {head: each.pattern for head, each in fitted.items()}
+        patterns = {head: each.pattern for head, each in fits.items()}
         one, other = (meter.log_probs(heads, patterns) for heads in (first, second))
     values = {
         "heads": [first.to_list(), second.to_list()],

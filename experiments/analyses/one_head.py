@@ -1,12 +1,13 @@
 """The cost of freezing each head alone, under a free and a structured fit, and the scores that predict it (A.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from experiments.analyses.common import (
@@ -27,6 +28,7 @@ from experiments.analyses.common import (
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.evaluate.paired import block_length, bootstrap_means, window_losses
 from saf.fit import CONSTANT_AFTER, fit_variants
+from saf.freezing.choice import Made
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
 from saf.heads import Head, HeadSet
@@ -56,6 +58,36 @@ class Settings(ModelSettings):
     """Shares of all heads whose mean cost is shown."""
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Paired loss changes of heads frozen alone under one fit; NaN for heads that were frozen before."""
+
+    by_window: Tensor
+    """`[L, H, W]` float64, nats per token."""
+    fit_kl: Tensor
+    """`[L, H]` nats per row."""
+    eligible: HeadSet
+    """Heads whose fit KL is within the limit."""
+
+    @property
+    def change(self) -> Tensor:
+        """The means over windows, `[L, H]`."""
+        return self.by_window.mean(-1)
+
+    def of(self, heads: Sequence[Head]) -> Tensor:
+        """Return the losses of some heads, `[F, W]`."""
+        return torch.stack([self.by_window[head] for head in heads])
+
+    def entries(self) -> dict[str, Any]:
+        """Return the costs under their names in the record."""
+        return {
+            "nll_change": self.change,
+            "nll_change_by_window": self.by_window,
+            "fit_kl": self.fit_kl,
+            "eligible": self.eligible.to_list(),
+        }
+
+
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record."""
     check_rates(settings.rates)
@@ -67,17 +99,19 @@ def measure(settings: Settings) -> dict[str, Any]:
         statistics = calibrate(opened.model, ids, collect=("mean_rows",) if settings.heldout_sequences else ())
         scores = available_scores(opened, ids, statistics, settings.heldout_sequences)
         meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
+        live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
         costs = {}
         for fit, options in variants.items():
             config = FreezeConfig(max_fit_kl=settings.max_fit_kl, fitter_options=options)
-            costs[fit] = one_head_costs(opened.model, ids, statistics, meter, config, fit)
-    free = costs["free"]
-    values = {"windows": settings.windows, "baseline": float(window_losses(meter.baseline).mean()), **_entries(free)}
-    if "structured" in costs:
-        values["structured"] = {"alpha_constant_after": settings.structured_after, **_entries(costs["structured"])}
+            fits = make_patterns(opened.model, ids, statistics, live, config, Stopwatch())
+            costs[fit] = one_head_costs(meter, fits, config, tuple(statistics.variance.shape))
+    free, structured = costs["free"], costs.get("structured")
+    baseline = float(window_losses(meter.baseline).mean())
+    values: dict[str, Any] = {"windows": settings.windows, "baseline": baseline, **free.entries()}
     values |= {"scores": scores, "quality": score_quality(free, scores, settings.rates)}
-    if "structured" in costs:
-        values["fit_difference"] = fit_differences(costs, scores["variance"], settings.rates)
+    if structured is not None:
+        values["structured"] = {"alpha_constant_after": settings.structured_after, **structured.entries()}
+        values["fit_difference"] = fit_differences(free, structured, scores["variance"], settings.rates)
     return opened.record("one-head", values)
 
 
@@ -93,106 +127,62 @@ def available_scores(
         inputs["outputs"] = head_outputs(opened.model, batches, statistics)
     if gradient := recorded_gradient(opened.model, opened.source.state):
         inputs["gradient"] = gradient.scores()
-    reads = {name: needed_by(name) for name in SCORES if name != "random"}
     return {
-        name: score(statistics, name, **{key: inputs[key] for key in needed})
-        for name, needed in reads.items()
-        if inputs.keys() >= set(needed)
+        name: score(statistics, name, **{key: inputs[key] for key in needed_by(name)})
+        for name in SCORES
+        if name != "random" and inputs.keys() >= set(needed_by(name))
     }
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Paired loss changes of heads frozen alone under one fit; NaN for heads that were frozen before."""
-
-    by_window: Tensor
-    """`[L, H, W]` float64, nats per token."""
-    fit_kl: Tensor
-    """`[L, H]` nats per row."""
-    eligible: HeadSet
-    """Heads whose fit KL is within the limit."""
-
-    @property
-    def change(self) -> Tensor:
-        """Return the means over windows, `[L, H]`."""
-        return self.by_window.mean(-1)
-
-
-def one_head_costs(
-    model: nn.Module,
-    ids: list[Tensor],
-    statistics: AttentionStatistics,
-    meter: CostMeter,
-    config: FreezeConfig,
-    fit: str,
-) -> Costs:
-    """Freeze each live head alone by its fitted mean pattern and measure the meter's windows."""
-    heads = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-    fitted = make_patterns(model, ids, statistics, heads, config, Stopwatch())
+def one_head_costs(meter: CostMeter, fits: dict[Head, Made], config: FreezeConfig, shape: tuple[int, ...]) -> Costs:
+    """Freeze each head alone by its fitted pattern and measure the meter's windows."""
     baseline = window_losses(meter.baseline)
-    by_window = torch.full((*statistics.variance.shape, len(baseline)), torch.nan, dtype=torch.float64)
-    fit_kl = torch.full(statistics.variance.shape, torch.nan, dtype=torch.float64)
-    for head in tqdm(heads, f"{fit} fit, heads", mininterval=5):
-        fit_kl[head] = fitted[head].fit_kl
-        by_window[head] = (
-            window_losses(meter.log_probs(HeadSet([head]), {head: fitted[head].pattern}, backend=config.backend))
-            - baseline
-        )
-    return Costs(by_window, fit_kl, HeadSet(head for head in heads if fit_kl[head] <= config.max_fit_kl))
+    by_window = torch.full((*shape, len(baseline)), torch.nan, dtype=torch.float64)
+    fit_kl = torch.full(shape, torch.nan, dtype=torch.float64)
+    for head, fit in tqdm(fits.items(), "heads", mininterval=5):
+        log_probs = meter.log_probs(HeadSet([head]), {head: fit.pattern}, backend=config.backend)
+        fit_kl[head], by_window[head] = fit.fit_kl, window_losses(log_probs) - baseline
+    return Costs(by_window, fit_kl, HeadSet(head for head in fits if fit_kl[head] <= config.max_fit_kl))
 
 
 def score_quality(costs: Costs, scores: dict[str, Tensor], rates: tuple[float, ...]) -> dict[str, dict[str, Any]]:
     """Return by score its rank correlation with the cost, and the mean cost (%) of its lowest heads by rate.
 
-    Only eligible heads count; a rate that asks for more of them than there are takes all.
+    Only eligible heads count; a rate of more heads than there are takes all.
     """
     change = costs.change.masked_fill(~mask_of(costs.eligible, costs.change.shape), torch.nan)
-    found = {}
+    percents = 100 * torch.expm1(change)
+    quality = {}
     for name, values in scores.items():
         order = ranking(values, only=costs.eligible)
         lowest = {rate: order[: budget(rate, values.numel())] for rate in rates}
-        means = {rate: float(100 * _of(torch.expm1(change), heads).mean()) for rate, heads in lowest.items()}
-        found[name] = {"spearman": spearman(values, change), "mean_cost": means}
-    return found
+        means = {rate: float(np.mean([percents[head] for head in heads] or [np.nan])) for rate, heads in lowest.items()}
+        quality[name] = {"spearman": spearman(values, change), "mean_cost": means}
+    return quality
 
 
-def fit_differences(costs: dict[str, Costs], variance: Tensor, rates: tuple[float, ...]) -> dict[str, dict[str, Any]]:
+def fit_differences(
+    free: Costs, structured: Costs, variance: Tensor, rates: tuple[float, ...]
+) -> dict[str, dict[str, Any]]:
     """Compare both fits over all heads that both accept, and over each rate's lowest by variance (Eq. S.27).
 
     Intervals are over windows: each draw takes the same windows for both fits and all heads.
     """
-    order = ranking(variance, only=costs["free"].eligible)
+    order = ranking(variance, only=free.eligible)
     groups = {"all": order} | {f"{rate:g}": order[: budget(rate, variance.numel())] for rate in rates}
-    found = {}
+    differences = {}
     for name, heads in groups.items():
-        both = [head for head in sorted(heads) if head in costs["structured"].eligible]
-        if both:
-            first, second = (_of(costs[fit].by_window, both) for fit in ("free", "structured"))
+        if both := [head for head in sorted(heads) if head in structured.eligible]:
+            first, second = free.of(both), structured.of(both)
             by_window = (second - first).mean(0)
             draws = bootstrap_means(by_window, block=block_length(by_window))
-            means = {
-                "first": float(first.mean()),
-                "second": float(second.mean()),
-                "difference": float(by_window.mean()),
+            means = {"first": first, "second": second, "difference": by_window}
+            differences[name] = {
+                "heads": len(both),
+                **{key: float(values.mean()) for key, values in means.items()},
+                "ci95": draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist(),
             }
-            ci95 = draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-            found[name] = {"heads": len(both), **means, "ci95": ci95}
-    return found
-
-
-def _of(values: Tensor, heads: list[Head]) -> Tensor:
-    """Return the values `[F, ...]` of some heads."""
-    return torch.stack([values[head] for head in heads]) if heads else values.new_full((1,), torch.nan)
-
-
-def _entries(costs: Costs) -> dict[str, Any]:
-    """Return the costs under the names that the record has for them."""
-    return {
-        "nll_change": costs.change,
-        "nll_change_by_window": costs.by_window,
-        "fit_kl": costs.fit_kl,
-        "eligible": costs.eligible.to_list(),
-    }
+    return differences
 
 
 def tables(record: Record) -> list[Part]:

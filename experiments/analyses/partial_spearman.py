@@ -8,24 +8,12 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from experiments.analyses.common import (
-    Output,
-    Part,
-    Record,
-    header,
-    mask_of,
-    matrix,
-    partial_spearman,
-    spearman,
-    subplots,
-    table,
-    without_empty,
-)
+from experiments.analyses import common
+from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records import paper
 from saf.records.quantities import correlation, highest_first
-from saf.records.result import read_result
 
 NAMES = {
     "spearman": "Spearman",
@@ -47,34 +35,28 @@ class Settings(Output):
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record: correlations over the heads whose fit was accepted."""
-    costs = _read(settings.one_head, "one-head")
+    costs = common.read_record(settings.one_head, "one-head")
     change = matrix(costs["nll_change"])
     allowed = mask_of(HeadSet.from_list(costs["eligible"]), change.shape)
     change = change.masked_fill(~allowed, torch.nan)
     files, entropy = {"one_head": settings.one_head}, None
     if settings.profiles is not None:
-        profiles = _read(settings.profiles, "profiles")
+        profiles = common.read_record(settings.profiles, "profiles")
         entropy, files["profiles"] = matrix(profiles["profiles"]["entropy"]), settings.profiles
         one, other = (record["provenance"]["checkpoints"].get("model") for record in (costs, profiles))
         if (one and other and one != other) or entropy.shape != change.shape:
             raise InputError(f"the two files must be about one model, got checkpoints {one} and {other}")
-    found = {}
+    correlations: dict[str, dict[str, float]] = {}
     for name, rows in costs["scores"].items():
         values = matrix(rows)
-        found[name] = {"spearman": spearman(values, change), "layer": partial_spearman(values, change)}
+        each = {"spearman": spearman(values, change), "layer": common.partial_spearman(values, change)}
         if entropy is not None:
-            found[name]["layer_entropy"] = partial_spearman(values, change, covariates=[entropy])
-            found[name]["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
+            each["layer_entropy"] = common.partial_spearman(values, change, covariates=[entropy])
+            each["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
+        correlations[name] = each
     origin = {name: costs["provenance"][name] for name in ("checkpoints", "data")}
     head = header("partial-spearman", settings, **origin, files=files)
-    return {**head, "heads": int(allowed.sum()), "correlations": found}
-
-
-def _read(path: Path, kind: str) -> dict[str, Any]:
-    record = read_result(path)
-    if record["kind"] != kind:
-        raise InputError(f"{path} must be a record of the analysis {kind}, got {record['kind']!r}")
-    return record
+    return {**head, "heads": int(allowed.sum()), "correlations": correlations}
 
 
 def tables(record: Record) -> list[Part]:
@@ -87,19 +69,19 @@ def tables(record: Record) -> list[Part]:
             for key in NAMES
         ]
         rows.append([name.replace("_", " "), *cells])
-    found = table("", ["score", *NAMES.values()], rows, paper.notes(paper.SELECTION_TEXT))
+    table = common.table("", ["score", *NAMES.values()], rows, paper.notes(paper.SELECTION_TEXT))
     conditions = f"Scores and the cost of single heads, layer and entropy held: {record['heads']} heads."
-    return [conditions, without_empty(found)]
+    return [conditions, common.without_empty(table)]
 
 
 def figure(record: Record) -> Figure:
     """Return the correlations of each score with the cost: plain, beyond layer, beyond layer and entropy."""
-    found = sorted(record["correlations"].items(), key=lambda item: highest_first(item[1]["spearman"]), reverse=True)
-    drawn, axis = subplots(size=(8, 1 + 0.4 * len(found)))
+    scores = sorted(record["correlations"].items(), key=lambda item: highest_first(item[1]["spearman"]), reverse=True)
+    drawn, axis = subplots(size=(8, 1 + 0.4 * len(scores)))
     for key in ("spearman", "layer", "layer_entropy"):
-        values = [each[key] if each.get(key) is not None else float("nan") for _, each in found]
-        axis.plot(values, range(len(found)), "o", label=NAMES[key])
-    axis.set_yticks(range(len(found)), [name.replace("_", " ") for name, _ in found])
+        values = [each[key] if each.get(key) is not None else float("nan") for _, each in scores]
+        axis.plot(values, range(len(scores)), "o", label=NAMES[key])
+    axis.set_yticks(range(len(scores)), [name.replace("_", " ") for name, _ in scores])
     axis.set(title=f"Scores and the cost of {record['heads']} single heads", xlabel="rank correlation")
     axis.axvline(0, color="grey", lw=0.8)
     axis.legend()

@@ -15,9 +15,10 @@ from experiments.analyses.common import (
     ModelSettings,
     Part,
     Record,
+    blank,
+    head_set,
     mask_of,
     matrix,
-    read_heads,
     subplots,
     table,
     without_empty,
@@ -53,14 +54,14 @@ class Settings(ModelSettings):
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record."""
-    opened, selected = settings.open(), read_heads(settings.selected)
+    opened, selected = settings.open(), head_set(settings.selected)
     if selected:
-        layer_matched(blank(adapter_for(opened.model).sites()), selected)  # raises now, not after the measurement
+        layer_matched(opened.live(), selected)  # raises now, not after the measurement
     with opened.autocast:
         windows = opened.windows(settings.windows)[:, :-1]
-        found = attention_profiles(opened.model, windows.split(settings.batch_size))
-    matched = {name: layer_matched(values, selected) for name, values in found.items()} if selected else {}
-    values = {"windows": len(windows), "profiles": found, "selected": selected.to_list(), "matched": matched}
+        profiles = attention_profiles(opened.model, windows.split(settings.batch_size))
+    matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
+    values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
     return opened.record("profiles", values)
 
 
@@ -71,21 +72,21 @@ def attention_profiles(
 
     `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
     `largest` the largest weight, `first_token` the first key's. `batches` are token ids `[B, T]`; positions are 64,
-    evenly over the latter half of T, if not given.
+    evenly over the latter half of T, by default.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
     rows = list(latter_half(batches[0].shape[1]) if positions is None else positions)
     total = blank(sites).repeat(len(PROFILES), 1, 1)
 
-    def sink(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
-        found = torch.stack([_profile(q, k, site, rows, local) for q, k in zip(query, key, strict=True)])
-        total[:, layer, list(site.layout.live)] += found.sum(0).cpu()
+    def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
+        each = torch.stack([_profile(q, k, site, rows, local) for q, k in zip(query, key, strict=True)])
+        total[:, layer, list(site.layout.live)] += each.sum(0).cpu()
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
             if site.stays_ordinary is None:
-                stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: sink(layer, site, q, k)))
+                stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: add(layer, site, q, k)))
         for batch in tqdm(batches, "batches", mininterval=5):
             adapter.run(batch.to(adapter.device))
     return dict(zip(PROFILES, total / (sum(map(len, batches)) * len(rows)), strict=True))
@@ -105,15 +106,6 @@ def _profile(query: Tensor, key: Tensor, site: Site, rows: Sequence[int], local:
     return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0]]).sum(-1)
 
 
-def blank(sites: Sequence[Site]) -> Tensor:
-    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
-    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-    for layer, site in enumerate(sites):
-        if site.stays_ordinary is None:
-            values[layer, list(site.layout.live)] = 0.0
-    return values
-
-
 def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
     """Return the means of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
 
@@ -121,17 +113,17 @@ def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
     both, NaN values too. Raises InputError if no layer has both, or for heads that do not exist.
     """
     layers, width = values.shape
-    if strange := [list(head) for head in selected if head[0] >= layers or head[1] >= width]:
-        raise InputError(f"the model has {layers} layers of {width} heads; got {strange}")
+    if unknown := [list(head) for head in selected if head[0] >= layers or head[1] >= width]:
+        raise InputError(f"the model has {layers} layers of {width} heads; got {unknown}")
     inside, known = mask_of(selected, values.shape).numpy(), np.isfinite(values.cpu().numpy())
-    found, weights = [], []
+    means, weights = [], []
     for row, chosen, other in zip(values.double().cpu().numpy(), inside & known, ~inside & known, strict=True):
         if chosen.any() and other.any():
-            found.append((row[chosen].mean(), row[other].mean()))
+            means.append((row[chosen].mean(), row[other].mean()))
             weights.append(chosen.sum())
-    if not found:
+    if not means:
         raise InputError("no layer has both selected and unselected heads: there is nothing to compare")
-    one, other = np.average(found, axis=0, weights=weights)
+    one, other = np.average(means, axis=0, weights=weights)
     return float(one), float(other)
 
 
@@ -151,7 +143,7 @@ def tables(record: Record) -> list[Part]:
 
 
 def figure(record: Record) -> Figure:
-    """Return each profile of every head by layer, selected ones apart, with the matched means as lines."""
+    """Return each profile of every head by layer, selected ones beside the others, with the matched means as lines."""
     drawn, axes = subplots(2, 2, size=(10, 6))
     for axis, (name, words) in zip(axes.flat, PROFILES.items(), strict=True):
         values = matrix(record["profiles"][name]).numpy()

@@ -17,8 +17,8 @@ from saf.records.files import read_lines
 from saf.records.quantities import percent, signed
 
 METRICS = "metrics.jsonl"
-POINTS = 500
-"""Most points of a curve that a record holds."""
+MAX_POINTS = 500
+"""Points of a curve in a record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _curve(settings: Settings, ordinary: pd.DataFrame, path: Path) -> dict[str, Any]:
-    """Return one run's smoothed gap after its first intervention that was kept, and the cost at once.
+    """Return one run's smoothed gap after its first intervention in force, and the cost at once.
 
     There is no gap after an intervention at the ordinary run's last update.
     """
     events = [event for event in read_events(path) if event.undone_by is None and event.kind != "undo"]
     if not events:
-        raise InputError(f"{path} has no intervention that was kept; name a run with frozen or pruned heads")
+        raise InputError(f"{path} has no intervention in force; name a run with frozen or pruned heads")
     event, last = events[0], int(ordinary.index.to_numpy().max())
     begin = event.update or 0
     gap = pd.Series(dtype=float)
@@ -68,7 +68,7 @@ def _curve(settings: Settings, ordinary: pd.DataFrame, path: Path) -> dict[str, 
         # An even window has one value more before than after.
         gap = (both["loss"] - both["loss_ordinary"]).rolling(settings.window, center=True, min_periods=1).mean()
     before, later = event.values.get("loss_before"), event.values.get("loss_after")
-    kept = gap.iloc[:: max(1, -(-len(gap) // POINTS))]
+    points = gap.iloc[:: max(1, -(-len(gap) // MAX_POINTS))]
     return {
         "run": path,
         "update": begin,
@@ -77,8 +77,8 @@ def _curve(settings: Settings, ordinary: pd.DataFrame, path: Path) -> dict[str, 
         "at_once": None if before is None or later is None else 100.0 * expm1(later - before),
         "gap_after": gap.get(begin + settings.after),
         "gap_at_end": None if gap.empty else float(gap.iloc[-1]),
-        "updates": kept.index.tolist(),
-        "gap": kept.tolist(),
+        "updates": points.index.tolist(),
+        "gap": points.tolist(),
     }
 
 
@@ -88,8 +88,8 @@ def _metrics(path: Path) -> pd.DataFrame:
     if not lines:
         raise InputError(f"{path / METRICS} has no updates; expected the folder of a run")
     columns = {name: [line[name] for line in lines] for name in ("loss", "tokens")}
-    found = pd.DataFrame(columns, index=[int(line["update"]) for line in lines])
-    return found.groupby(level=0).last()
+    frame = pd.DataFrame(columns, index=[int(line["update"]) for line in lines])
+    return frame.groupby(level=0).last()
 
 
 def tables(record: Record) -> list[Part]:

@@ -31,12 +31,13 @@ class Settings(Output):
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record; `expected` is the mean overlap of random sets with as many heads in each layer."""
     paths = {"first": settings.first, "second": settings.second}
-    selections = [chosen(read_events(path)) for path in paths.values()]
-    for path, each in zip(paths.values(), selections, strict=True):
-        if each is None:
+    selections = []
+    for path in paths.values():
+        if (selection := chosen(read_events(path))) is None:
             raise InputError(f"{path} has no event with heads and scores; expected a run's events.jsonl, or its folder")
-    one, other = (HeadSet.from_list(each["heads"]) for each in selections if each)
-    scores = [matrix(each["scores"]) for each in selections if each]
+        selections.append(selection)
+    one, other = (HeadSet.from_list(each["heads"]) for each in selections)
+    scores = [matrix(each["scores"]) for each in selections]
     width = scores[0].shape[1]
     # Layers are independent; within one the overlap of random sets is hypergeometric.
     a, b = (np.array([len(heads.in_layer(layer)) for layer in range(len(scores[0]))]) for heads in (one, other))
@@ -53,9 +54,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     )
     return {
         **head,
-        "of": [settings.first, settings.second],
-        "first": len(one),
-        "second": len(other),
+        **{"of": [settings.first, settings.second], "first": len(one), "second": len(other)},
         "overlap": len(one & other),
         "expected": float((a * b).sum() / width),
         "standard_deviation": float(np.sqrt(variance)),

@@ -38,21 +38,20 @@ def measure(settings: Settings) -> dict[str, Any]:
     heads = adapter_for(model).frozen_heads()
     if not len(heads):
         raise InputError(f"{settings.model} has no frozen heads; name a checkpoint after its freezing")
-    found = storage_report(model)
+    report = storage_report(model)
     return {
         **header("storage", settings, checkpoints={"model": source.hash}),
         "heads": len(heads),
         "layers": len({layer for layer, _ in heads}),
-        "bytes": asdict(found),
-        "ratio": found.ratio,
-        "reduction": found.dense_by_layer / found.allocated if found.allocated else None,
+        "bytes": asdict(report),
+        "ratio": report.ratio,
+        "reduction": report.dense_by_layer / report.allocated if report.allocated else None,
     }
 
 
 def tables(record: Record) -> list[Part]:
     """Return the size of each form."""
-    sizes = record["bytes"]
-    rows = [[words, f"{sizes[name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()]
+    rows = [[words, f"{record['bytes'][name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()]
     conditions = f"Storage of the patterns of {record['heads']} frozen heads in {record['layers']} layers, float32."
     notes = [*paper.notes(paper.IMPLEMENTATION), "The paper's compact buffers are those of its execution."]
     return [conditions, table("", ["form", "ours", "paper"], rows, notes)]

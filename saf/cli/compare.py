@@ -1,4 +1,4 @@
-"""`saf compare`: an ordinary and a frozen run of the same text."""
+"""`saf compare`: an ordinary and a frozen run of the same text, or two evaluations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from saf.adapters.transformers.folder import folder_hash, tell_cost_
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.compare import compare_evaluations, compare_runs
+from saf.evaluate.compare import compare_evaluations, compare_runs, was_busy
 from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import JUDGED, Comparison, arm_names, arms_table
@@ -19,74 +19,73 @@ from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_table
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.paths import Kind, expect, kind_of
-from saf.records.quantities import signed
+from saf.records.quantities import change_percent, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Part, Table
+
+Record = dict[str, Any]
 
 
 @dataclass(kw_only=True)
 class Command:
-    """Tell what freezing cost in perplexity, with its interval, and what it saved in time and memory.
+    """Show what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Of two finetuned runs it tells what they answer differently, paired by question, of two runs of recall paired by
-    example. Refuses runs that differ in more than the freezing. Of models that no run trained, such as those of
-    transformers, and of zero-shot tasks it takes what `saf evaluate --out` wrote of each, and refuses models of another
-    shape or origin.
+    Runs of a task are compared by their answers, question by question. Runs that differ in more than the freezing are
+    refused. Models that no run trained, such as those of transformers, and zero-shot tasks are compared by the folders
+    that `saf evaluate --out` wrote.
     """
 
-    ordinary: Annotated[Path, tyro.conf.Positional]
-    """Folder of the finished run without frozen heads, or of an evaluation."""
-    frozen: Annotated[Path, tyro.conf.Positional]
-    """Folder of the finished run with frozen heads, or of an evaluation."""
+    ordinary: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ORDINARY")]
+    """Folder of the finished run without frozen heads, or of its evaluation."""
+    frozen: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROZEN")]
+    """Folder of the finished run with frozen heads, or of its evaluation."""
     out: Path | None = None
-    """Folder for compare.json; the frozen run's if not given, none for evaluations."""
+    """Write compare.json into this folder; by default the frozen run's, and none for evaluations."""
     allow_differences: bool = False
-    """Compare all the same, listing what differs; held-out windows, questions and queries must still be the same, of
-    evaluations also the precision."""
+    """Compare all the same, listing what differs. Held-out windows, questions and queries must still be the same, and
+    the precision of evaluations."""
     card: Path | None = None
-    """Folder of the frozen model of transformers, whose model card (README.md) is told the change of perplexity."""
+    """Write the change of perplexity into the model card (README.md) of this folder, the frozen model's."""
     resamples: int = RESAMPLES
-    """Bootstrap draws of windows."""
+    """Number of bootstrap draws of windows."""
     seed: int = 0
-    """Seed of the draws."""
+    """Random seed for the draws."""
     json: bool = False
     """Print JSON instead of a table."""
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Record:
         """Compare, write compare.json, show and return it."""
-        kinds = {path: kind_of(path) for path in (self.ordinary, self.frozen)}
-        if set(kinds.values()) == {Kind.EVALUATION}:
-            return self._evaluations()
-        if {Kind.EVALUATION, Kind.TRANSFORMERS} & set(kinds.values()):
-            # A model of transformers is compared by its evaluations, and an evaluation with nothing else.
-            for path in kinds:
+        kinds = {kind_of(path) for path in (self.ordinary, self.frozen)}
+        if kinds & {Kind.EVALUATION, Kind.TRANSFORMERS}:
+            for path in (self.ordinary, self.frozen):
                 expect(path, Kind.EVALUATION)
+            return self._evaluations()
         if self.card is not None:
-            raise InputError("--card is of evaluations of models of transformers; runs have no model card")
+            raise InputError("--card is for evaluations of models of transformers; runs have no model card")
         runs = ordinary, frozen = RecordedRun.open(self.ordinary), RecordedRun.open(self.frozen)
-        given = {"out": self.out or self.frozen, "allow_differences": self.allow_differences}
-        for judged in JUDGED.values():
-            if any(map(judged.has, runs)):
-                record = judged.compare(ordinary, frozen, **given)
-                show(record, *judged.tables(record), as_json=self.json)
+        options: Record = {"out": self.out or self.frozen, "allow_differences": self.allow_differences}
+        for task in JUDGED.values():
+            if any(map(task.has, runs)):
+                record = task.compare(ordinary, frozen, **options)
+                show(record, *task.tables(record), as_json=self.json)
                 return record
-        record = compare_runs(ordinary, frozen, **given, resamples=self.resamples, seed=self.seed)
+        record = compare_runs(ordinary, frozen, **options, resamples=self.resamples, seed=self.seed)
         names = arm_names(runs)
         table = arms_table(runs, names, [Comparison(names[1], ordinary, frozen, record)], brief=True)
-        show(record, table, as_json=self.json)
+        show(record, _verdict(record), table, as_json=self.json)
         return record
 
-    def _evaluations(self) -> dict[str, Any]:
-        """Compare what both evaluations have; raise InputError for nothing to compare."""
-        record: dict[str, Any] = {}
+    def _evaluations(self) -> Record:
+        """Compare the perplexities and zero-shot tasks that both evaluations have."""
+        record: Record = {}
         parts: list[Part] = []
         pair = self.ordinary, self.frozen
         if both_have(pair, perplexity.WRITTEN[0]):
             draws = {"resamples": self.resamples, "seed": self.seed}
             record = compare_evaluations(*pair, allow_differences=self.allow_differences, **draws)
-            parts.append(self._perplexities(record))
+            parts += [_verdict(record), self._perplexities(record)]
         if self.card is not None:
-            self._tell_card(self.card, record)
+            self._write_card(self.card, record)
         if both_have(pair, zero_shot.WRITTEN[0]):
             changes = compare_zero_shot(*pair, allow_differences=self.allow_differences)
             record = {**record, "zero_shot": changes} if record else changes
@@ -98,37 +97,49 @@ class Command:
         show(record, *parts, as_json=self.json)
         return record
 
-    def _tell_card(self, folder: Path, record: Mapping[str, Any]) -> None:
-        """Tell a folder's model card what freezing cost; raise InputError where that was not measured of this model."""
+    def _perplexities(self, record: Mapping[str, Any]) -> Table:
+        before, after = (heads_in_words(each) if any(each.values()) else "ordinary" for each in record["heads_by_kind"])
+        rows = {
+            "perplexity before": f"{record['ppl_ordinary']:.4f} ({before})",
+            "perplexity after": f"{record['ppl_frozen']:.4f} ({after})",
+            "change": _change(record),
+            "windows": f"{record['windows']:,}",
+        }
+        return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
+
+    def _write_card(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """Write what freezing cost into a folder's model card; InputError where the record is not of this model."""
         if not record:
-            raise InputError("--card tells a change of perplexity; give evaluations that have one, made with --data")
-        if kind_of(folder) is not Kind.TRANSFORMERS or (
-            folder_hash(folder) != record["provenance"]["checkpoints"].get("frozen")
-        ):
+            raise InputError("--card needs a change of perplexity; give evaluations made with --data")
+        measured = record["provenance"]["checkpoints"].get("frozen")
+        if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != measured:
             raise InputError(
-                f"{self.frozen} is not an evaluation of {folder} as it is; give --card the folder of the frozen model, "
-                f"and evaluate it again (`saf evaluate {folder}`)"
+                f"{self.frozen} is not an evaluation of {folder} as it is; evaluate it again (`saf evaluate {folder}`)"
             )
-        low, high = record["ci95"]
         before = record["heads_by_kind"][0]
         beside = f" with {heads_in_words(before)}" if any(before.values()) else ""
         tell_cost_(
             folder,
             f"perplexity {record['ppl_ordinary']:.4f} before{beside}, {record['ppl_frozen']:.4f} after, a change of "
-            f"{signed(record['delta_ppl_percent'], 3)} (95% interval {signed(low, 3, '')} to {signed(high, 3, '')}), "
-            f"on {record['windows']:,} windows of {record['length']:,} tokens, in {record['precision']}",
+            f"{_change(record)}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
+            f"{record['precision']}",
         )
 
-    def _perplexities(self, record: Mapping[str, Any]) -> Table:
-        """Return the table of two perplexities."""
-        low, high = record["ci95"]
-        counts = record["heads_by_kind"]
-        first, second = (heads_in_words(count) if any(count.values()) else "ordinary" for count in counts)
-        rows = {
-            "perplexity before": f"{record['ppl_ordinary']:.4f} ({first})",
-            "perplexity after": f"{record['ppl_frozen']:.4f} ({second})",
-            "change": f"{signed(record['delta_ppl_percent'], 3)} (95% interval {signed(low, 3, '')} to "
-            f"{signed(high, 3, '')})",
-            "windows": f"{record['windows']:,}",
-        }
-        return Table.facts(f"{self.frozen} against {self.ordinary}", rows, notes=pair_words(record))
+
+def _change(record: Mapping[str, Any]) -> str:
+    low, high = record["ci95"]
+    change = signed(record["delta_ppl_percent"], 3)
+    return f"{change} (95% interval {signed(low, 3, '')} to {signed(high, 3, '')})"
+
+
+def _verdict(record: Mapping[str, Any]) -> str:
+    """Return what freezing cost and saved, in one line each."""
+    lines = [f"Cost: perplexity {_change(record)}."]
+    saved = []
+    if ratio := record.get("update_time_ratio"):
+        saved.append(
+            "update times unclear: the machine was busy" if was_busy(record) else f"updates {ratio:.3f}× as fast"
+        )
+    memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
+    saved += [f"peak memory {signed(memory)}"] * (memory is not None)
+    return "\n".join([*lines, *([f"Saved: {', '.join(saved)}."] if saved else [])])

@@ -1,4 +1,4 @@
-"""`saf data prepare` and `saf data info`: make a data folder, look into one."""
+"""`saf data prepare` and `saf data info`: make a data folder, show one."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -11,6 +11,9 @@ from saf.models import PRESETS
 from saf.records.table import Part, Table
 from saf.train import TrainConfig
 
+MAX_ROWS = 20
+"""Rows of the table of skipped files: a terminal shows as many beside the table of partitions."""
+
 
 @dataclass(kw_only=True)
 class Prepare:
@@ -22,85 +25,44 @@ class Prepare:
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
     """How text becomes tokens."""
     out: str
-    """Folder to make; it appears only once it is complete."""
+    """Write this folder; it appears only once it is complete."""
     overwrite: bool = False
     """Replace a finished data folder."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Prepare the folder, print what it holds and return its index."""
+        """Prepare the folder, print its contents and return its index."""
         data = prepare(self.sources, self.out, overwrite=self.overwrite, **vars(self.settings))
-        return _shown(self.out, data.index, as_json=self.json)
+        return _show(self.out, data.index, as_json=self.json)
 
 
 @dataclass(kw_only=True)
 class Info:
-    """Show what a data folder holds, checking its files."""
+    """Show the contents of a data folder, checking its files."""
 
     folder: Annotated[str, tyro.conf.Positional]
     """A folder made by `saf data prepare`."""
-
     verify: bool = False
-    """Also check every file's SHA-256."""
-
+    """Check every file's SHA-256 too."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Open the folder, print what it holds and return its index."""
-        return _shown(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
+        """Open the folder, print its contents and return its index."""
+        return _show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
-SHOWN = 20
-"""Rows of the table of what was left out: what a terminal shows beside the table of partitions."""
 Command = Prepare | Info
 
 
-def _shown(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    """Show a data folder's index and return it."""
-    tokenizer, left_out = index["tokenizer"], index["duplicates"]
-    rows = {
-        "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
-        "calibration": _calibration(index),
-        "left out": f"{left_out['repeated']:,} repeated, {left_out['also_held_out']:,} also held out, "
-        f"{left_out['nearly_held_out']:,} nearly (but for white space and case), {left_out['empty']:,} empty documents",
-        "fingerprint": index["fingerprint"],
-    }
-    lines = [f"{name:<13}{value}" for name, value in rows.items()]
-    result = {"folder": folder, **index}
-    tables = (*_left_out_table(index["left_out"]), _partition_table(folder, index))
-    show(result, *tables, *lines, as_json=as_json)
-    return result
-
-
-def _left_out_table(unread: list[dict[str, str]]) -> list[Part]:
-    """Return a table of what was not read of the sources, its beginning where it is long; nothing when all was."""
-    if not unread:
-        return []
-    rows = [[row["file"], row["reason"]] for row in unread[:SHOWN]]
-    title = f"Left out or cut: {len(unread):,}"
-    if len(unread) > SHOWN:
-        title += f", the first {SHOWN}; all in index.json"
-    return [Table.of(title, ["file or folder", "why"], rows)]
-
-
-def _calibration(index: dict[str, Any]) -> str:
-    """Say how many windows freezing could be calibrated on at the contexts of the presets, and how many it asks for."""
-    asked = TrainConfig.calibration_sequences
-    source = "train" if index["calibration_from"] == "train" else "calibration"
-    tokens = index["partitions"][source]["tokens"]
-    first, *longer = sorted({shape.max_length for shape in PRESETS.values()})
-    held = [f"{tokens // first:,} windows of {first:,} tokens", *(f"{tokens // n:,} of {n:,}" for n in longer)]
-    told = f"{', '.join(held)}, in the {source} partition; freezing asks for {asked} of the model's context"
-    if tokens // longer[-1] >= asked:
-        return told
-    more = "more text" if source == "train" else "more text, a larger --heldout-fraction or --calibration-from train"
-    return f"{told}: where these are too few, prepare {more}, or train with fewer --calibration-sequences"
-
-
-def _partition_table(folder: str, index: dict[str, Any]) -> Table:
-    """Return a table with a row for each partition."""
+def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    tokenizer, duplicates, skipped = index["tokenizer"], index["duplicates"], index["left_out"]
+    parts: list[Part] = []
+    if skipped:
+        more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
+        rows = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
+        parts.append(Table.of(f"Left out or cut: {len(skipped):,}{more}", ["file or folder", "why"], rows))
     rows = []
     for name in PARTITIONS:
         info = index["partitions"][name]
@@ -108,4 +70,29 @@ def _partition_table(folder: str, index: dict[str, Any]) -> Table:
         density = f"{info['bytes'] / info['tokens']:.2f}" if info["tokens"] else ""
         rows.append([name, info["documents"], info["tokens"], f"{info['bytes'] / 1e6:.2f}", density, entropy])
     head = ["partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"]
-    return Table.of(folder, head, rows)
+    facts = {
+        "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
+        "calibration": _calibration(index),
+        "left out": f"{duplicates['repeated']:,} repeated, {duplicates['also_held_out']:,} also held out, "
+        f"{duplicates['nearly_held_out']:,} nearly (but for white space and case), {duplicates['empty']:,} empty "
+        "documents",
+        "fingerprint": index["fingerprint"],
+    }
+    result = {"folder": folder, **index}
+    lines = [f"{name:<13}{value}" for name, value in facts.items()]
+    show(result, *parts, Table.of(folder, head, rows), *lines, as_json=as_json)
+    return result
+
+
+def _calibration(index: dict[str, Any]) -> str:
+    """Return how many calibration windows there are at the contexts of the presets, and how many freezing needs."""
+    needed = TrainConfig.calibration_sequences
+    source = "train" if index["calibration_from"] == "train" else "calibration"
+    tokens = index["partitions"][source]["tokens"]
+    first, *longer = sorted({shape.max_length for shape in PRESETS.values()})
+    windows = [f"{tokens // first:,} windows of {first:,} tokens", *(f"{tokens // n:,} of {n:,}" for n in longer)]
+    words = f"{', '.join(windows)}, in the {source} partition; freezing takes {needed} of the model's context"
+    if tokens // longer[-1] >= needed:
+        return words
+    more = "more text" if source == "train" else "more text, a larger --heldout-fraction or --calibration-from train"
+    return f"{words}: if these are too few, prepare {more}, or train with fewer --calibration-sequences"

@@ -1,4 +1,4 @@
-"""`saf doctor`: what is installed, what this machine has, and which path would run here."""
+"""`saf doctor`: installed packages, this machine, and the backend that frozen heads would run on."""
 
 import platform
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Command:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        """Look around, show and return what was found."""
+        """Look around, show and return the result."""
         result = {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -48,13 +48,13 @@ class Command:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Return what `saf.ops.explain` says for each device and dtype worth asking about."""
-    asked = [("cpu", torch.float32)]
+    """Return the lines of `saf.ops.explain` for the usual devices and dtypes."""
+    usual = [("cpu", torch.float32)]
     if torch.cuda.is_available():
-        asked += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
+        usual += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
     return [
         {"device": device, "dtype": str(dtype).removeprefix("torch."), "lines": list(explain(device, dtype))}
-        for device, dtype in asked
+        for device, dtype in usual
     ]
 
 
@@ -67,33 +67,30 @@ def live_kernels() -> dict[str, str | None]:
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:
-    """Return the tables and lines that the terminal shows of what was found on this machine."""
+    """Return the tables and lines for the terminal."""
     packages = {"python": result["python"], **{n: v or "missing" for n, v in result["packages"].items()}}
     optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
-    wanted = sorted({extra for name, (_, extra) in OPTIONAL.items() if result["optional"][name] is None})
-    hint = [f"for what is missing: pip install 'saf[{','.join(wanted)}]'"] if wanted else []
+    missing = sorted({extra for name, (_, extra) in OPTIONAL.items() if result["optional"][name] is None})
     compiled = {
         name: value or ("not found" if name == "c++" else "available") for name, value in result["compilers"].items()
     }
-    tables: list[Any] = [
+    kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
+    families = [[Cell(text=name), particular] for name, particular in result["families"].items()]
+    parts: list[Any] = [
         Table.facts("installed", packages),
         Table.of("optional", ["package", "version", "for"], optional),
-        *hint,
+        *([f"for what is missing: pip install 'saf[{','.join(missing)}]'"] if missing else []),
     ]
-    tables += [Table.facts(device["device"], _device_rows(device)) for device in result["devices"]]
-    tables.append(Table.facts("compilers", compiled))
-    kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
-    tables.append(Table.facts("attention kernels of live heads", kernels))
-    families = [[Cell(text=name), particular] for name, particular in result["families"].items()]
-    tables.append(Table.of("models of transformers that freeze", ["family", "what is particular"], families))
-    for asked in result["backends"]:
-        tables.append(f"\nfrozen heads on {asked['device']}, {asked['dtype']}:")
-        tables += [f"  {line}" for line in asked["lines"]]
-    return tables
-
-
-def _device_rows(device: dict[str, Any]) -> dict[str, Any]:
-    rows = {key: value for key, value in device.items() if key not in ("device", "memory_bytes")}
-    if "memory_bytes" in device:
-        rows["memory"] = f"{device['memory_bytes'] / 2**30:.1f} GiB"
-    return rows
+    for device in result["devices"]:
+        rows = {key: value for key, value in device.items() if key not in ("device", "memory_bytes")}
+        memory = {"memory": f"{device['memory_bytes'] / 2**30:.1f} GiB"} if "memory_bytes" in device else {}
+        parts.append(Table.facts(device["device"], rows | memory))
+    parts += [
+        Table.facts("compilers", compiled),
+        Table.facts("attention kernels of live heads", kernels),
+        Table.of("models of transformers that freeze", ["family", "what is particular"], families),
+    ]
+    for entry in result["backends"]:
+        parts.append(f"\nfrozen heads on {entry['device']}, {entry['dtype']}:")
+        parts += [f"  {line}" for line in entry["lines"]]
+    return parts

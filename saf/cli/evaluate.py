@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -20,6 +19,12 @@ from saf.machine.processes import agreed, done_once, is_first, joined
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
 
+FIRST = (
+    *("model", "data", "tasks", "task_data", "questions", "out", "partition", "bos", "length", "batch_size", "limit"),
+    *("device", "precision", "json"),
+)
+"""The flags that `--help` shows."""
+
 
 @dataclass(kw_only=True)
 class Command:
@@ -27,87 +32,95 @@ class Command:
 
     Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A model of transformers answers
     them without data, too.
-    Several processes share the batches out when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
+    Several processes share the batches when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
     """
 
     model: Annotated[Path, tyro.conf.Positional]
     """A checkpoint (step-N), a run (its newest checkpoint), a folder written by saf.save, or a model of transformers:
     its folder, or its name on the hub."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; the one it was trained on if not given. For a model of transformers its
-    tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    """Folder made by `saf data prepare`; by default the one that the model was trained on. For a model of transformers
+    its tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
     tasks: tuple[TaskName, ...] = ()
-    """Zero-shot tasks to answer beside."""
+    """Zero-shot tasks to answer."""
     task_data: Path | None = None
-    """Folder of the tasks' public files, such as hellaswag/hellaswag_val.jsonl; those of the hub if not given."""
+    """Folder of the tasks' public files, such as hellaswag/hellaswag_val.jsonl; by default those of the hub."""
     questions: int | None = None
-    """Only so many questions of each task."""
+    """Number of questions of each task; by default all."""
     too_long: TooLong = "refuse"
-    """What to do with questions longer than the model takes: refuse them, or cut their beginning, as lm-eval does."""
+    """Treatment of questions longer than the model takes: refuse them, or cut their beginning, as lm-eval does."""
     out: Path | None = None
-    """Write evaluation.json and log_probs.safetensors, and of tasks zero_shot.json and zero_shot.jsonl, into this
+    """Write evaluation.json and log_probs.safetensors, and for tasks zero_shot.json and zero_shot.jsonl, into this
     folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
-    """Which text."""
+    """Partition of the text to read."""
     bos: bool = False
-    """Begin each window of text with the token that begins a text (BOS) of the model's tokenizer; a model that was
-    trained to find one, as Gemma and Llama, is itself again with it. Tasks have it as the tokenizer adds it."""
+    """Begin each window of text with the beginning-of-text token (BOS) of the model's tokenizer, as Gemma and Llama
+    were trained. Tasks have it as the tokenizer adds it."""
     length: int | None = None
-    """Tokens of context in a window of text, and at most in a question (the model's longest)."""
+    """Tokens of context in a window of text, and at most in a question; by default the model's longest."""
     batch_size: int = 8
     """Windows in a forward pass, or sequences of one length."""
     limit: int | None = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute."""
+    """Device to compute on; auto is CUDA if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto is bf16 autocast on CUDA and fp32 on CPU; weights in 16 bits run in their own dtype, and fp32 opens them in
-    float32."""
+    """Precision to compute in: auto is bf16 autocast on CUDA and fp32 on CPU. Weights in 16 bits run in their own
+    dtype, and fp32 opens them in float32."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def __post_init__(self):
         """Raise InputError for a flag that would have no effect."""
-        for name, given in (("task-data", self.task_data), ("questions", self.questions)):
-            if given is not None and not self.tasks:
+        unused = {
+            "task-data": self.task_data,
+            "questions": self.questions,
+            "too-long": self.too_long != "refuse" or None,
+        }
+        for name, value in unused.items():
+            if value is not None and not self.tasks:
                 raise InputError(f"--{name} has no effect without --tasks; name some")
-        if self.too_long != "refuse" and not self.tasks:
-            raise InputError("--too-long has no effect without --tasks; name some")
         if len(set(self.tasks)) < len(self.tasks):
-            raise InputError(f"each task is named once; got {', '.join(self.tasks)}")
+            raise InputError(f"each task must be named once; got {', '.join(self.tasks)}")
 
     def run(self) -> dict[str, Any]:
-        """Evaluate, show and return the records; raise InputError for an `out` of something else."""
+        """Evaluate in the group of processes that is there, show and return the records."""
         with joined(self.device):
-            return self._run()
-
-    def _run(self) -> dict[str, Any]:
-        """Do what `run` does, in the group of processes that is there."""
-        with agreed():  # all have looked before the first one writes
-            if self.out is not None:
-                _check_own(self.out)
-        harness = lm_eval_tasks() if self.tasks else None
-        opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=harness is None)
-        of_text = {"bos": False, "partition": "report", "limit": None}
-        idle = [name for name, unset in of_text.items() if opened.data is None and getattr(self, name) != unset]
-        if idle:
-            raise InputError(f"--{idle[0]} is of text, and has no effect on tasks; give --data, or leave it out")
-        record: dict[str, Any] = {}
-        parts: list[Part] = []
-        # Tasks first: what is missing or too long is known before minutes of perplexity.
-        answered = None if harness is None else self._zero_shot(opened, harness)
-        if opened.data is not None:
-            record = self._perplexity(opened)
-            parts.append(self._facts(opened, record))
-        if answered is not None:
-            record["zero_shot"] = answered
-            parts += zero_shot_tables(answered)
-        if is_first():
-            show({"model": opened.folder, **record}, *parts, as_json=self.json)
+            with agreed():  # all have looked before the first one writes
+                self._check_out()
+            harness = lm_eval_tasks() if self.tasks else None
+            opened = open_model(
+                self.model, self.data, self.device, precision=self.precision, needs_data=harness is None
+            )
+            for name, default in (("bos", False), ("partition", "report"), ("limit", None)):
+                if opened.data is None and getattr(self, name) != default:
+                    raise InputError(f"--{name} has no effect on tasks; give --data, or leave it out")
+            record: dict[str, Any] = {}
+            parts: list[Part] = []
+            # Tasks first: missing or too long questions are known before minutes of perplexity.
+            answers = None if harness is None else self._zero_shot(opened, harness)
+            if opened.data is not None:
+                record = self._perplexity(opened)
+                parts.append(self._table(opened, record))
+            if answers is not None:
+                record["zero_shot"] = answers
+                parts += zero_shot_tables(answers)
+            if is_first():
+                show({"model": opened.folder, **record}, *parts, as_json=self.json)
         return record
 
+    def _check_out(self) -> None:
+        """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run keeps its own there."""
+        if self.out is None or not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise InputError(f"{self.out} is a file; --out takes a folder")
+        others = sorted({path.name for path in self.out.iterdir()} - {*perplexity.WRITTEN, *zero_shot.WRITTEN})
+        if others:
+            raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
+
     def _perplexity(self, opened: OpenedModel) -> dict[str, Any]:
-        """Return the record of the model's perplexity on its data."""
         assert opened.data is not None
         if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
@@ -124,14 +137,15 @@ class Command:
             checkpoints=opened.checkpoints,
         )
 
-    def _facts(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
-        """Return the table of the model's perplexity."""
+    def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
         data = opened.data
         assert data is not None
+        begins = [1, *(int(end) + 1 for end, _ in record["by_position"])]
+        losses = [f"{x:.3f} (tokens {b:,}-{end:,})" for b, (end, x) in zip(begins, record["by_position"], strict=False)]
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
-            **_by_place(record["by_position"]),
+            "loss by place": ", ".join(losses) if len(losses) > 1 else None,
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
@@ -140,42 +154,20 @@ class Command:
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel, harness: ModuleType) -> dict[str, Any]:
-        """Return the record of the model's answers."""
-        settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
-        used = precision_in_use(opened.model, self.precision)
+    def _zero_shot(self, opened: OpenedModel, harness: Any) -> dict[str, Any]:
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        answers = harness.ask(
-            opened, self, longest=self.length, progress=countdowns("requests", say if is_first() else lambda text: None)
-        )
-        device = pick_device(self.device)
+        progress = countdowns("requests", say if is_first() else lambda text: None)
+        answers = harness.ask(opened, self, longest=self.length, progress=progress)
         return done_once(
             lambda: zero_shot_record(
                 answers,
-                settings,
+                {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},
                 longest=self.length or opened.longest,
-                precision=used,
+                precision=precision_in_use(opened.model, self.precision),
                 of=facts_of(opened.model),
                 out=self.out,
-                device=device_name(device),
+                device=device_name(pick_device(self.device)),
                 checkpoints=opened.checkpoints,
             )
         )
-
-
-def _check_own(folder: Path) -> None:
-    """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run keeps its own there."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; --out takes a folder")
-    own = {*perplexity.WRITTEN, *zero_shot.WRITTEN}
-    others = sorted({path.name for path in folder.iterdir()} - own) if folder.exists() else []
-    if others:
-        raise InputError(f"{folder} holds {others[0]}, which `saf evaluate` did not write; give --out a new folder")
-
-
-def _by_place(found: list[list[float]]) -> dict[str, str]:
-    """Return the row of losses by place in the window; none where one range is all."""
-    begins = [1, *(int(end) + 1 for end, _ in found)]
-    told = [f"{loss:.3f} (tokens {begin:,}-{end:,})" for begin, (end, loss) in zip(begins, found, strict=False)]
-    return {"loss by place": ", ".join(told)} if len(told) > 1 else {}

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.parsing import parse
-from saf.cli.training import FIRST, TrainFlags, changes_of, show_result
+from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.tasks.examples import is_json_lines
-from saf.train import TrainConfig, open_checkpoint, pretrain
-from saf.train.checkpoint import find_checkpoint, names
+from saf.train import TrainConfig, pretrain
+from saf.train.checkpoint import names
 from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
 from saf.train.run_config import recorded_config
 
-_OF_EXAMPLES = tuple(each.name for each in fields(FinetuneSettings))
+_FIELDS = tuple(each.name for each in fields(TrainConfig))
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Finetune(TrainFlags):
     Tasks are sst2, boolq and quality with --data and --test, a user's own FILE.jsonl of training examples with --test,
     and mqar, associative recall, which needs no files and has --updates. The ordinary model chooses the number of
     epochs, from 1 to 5, on a share of the training file; other arms are finetuned --like it. Settings left out take
-    the paper's value for the task, else the parent's: --help-all beside --parent, --task and --out shows which. Exit
+    the paper's value for the task, else the parent's: --help-all beside --parent, --task and --out shows them. Exit
     code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
@@ -37,10 +37,10 @@ class Finetune(TrainFlags):
     epochs: int | None = None
     """Passes over the training examples, instead of a choice by the ordinary model."""
     like: Path | None = None
-    """Finetuned run of the ordinary arm whose files, settings and updates are taken over."""
+    """Finetuned run of the ordinary arm, whose files, settings and updates this run takes."""
 
     def run(self) -> dict[str, Any]:
-        """Train for the updates of the run that this one is like, of its epochs, or as many as are given."""
+        """Train for the updates of the run that this one is like, of its epochs, or as many as are named."""
         if self.like is None:
             return show_result(lambda: finetune(self.config, epochs=self.epochs, resume=self.resume), self)
         if self.epochs is not None:
@@ -50,24 +50,29 @@ class Finetune(TrainFlags):
 
 
 def parse_words(words: Sequence[str]) -> Finetune:
-    """Return the command; what the words leave out is the paper's, the task's or the parent's.
+    """Return the command; settings left out are the paper's, the task's or the parent's.
 
     Raises:
         CheckpointError: The parent is no whole checkpoint.
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
-    words = _task_named(words)
+    words = _task_of_file(words)
     first = (*FIRST, "task", "examples.test", "examples.tokenizer", "epochs", "like")
-    start, _ = tyro.cli(_Start, args=list(words), add_help=False, return_unknown_args=True)
-    if {"-h", "--help", "--help-all"} & set(words) and not start.begins:
+    start = Start.of(words)
+    begins = start.out is not None and (start.parent is not None or start.resume)
+    if {"-h", "--help", "--help-all"} & set(words) and not begins:
         return parse(Finetune, words, prog="saf finetune", first=first)
-    base = start.base()
-    before = TrainConfig(**{each.name: base[each.name] for each in fields(TrainConfig) if each.name in base})
-    examples = FinetuneSettings(**{name: base[name] for name in _OF_EXAMPLES if name in base})
+    if not begins:
+        raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
+    base = _base(start)
+    before = TrainConfig(**{name: base[name] for name in _FIELDS if name in base})
+    examples = FinetuneSettings(
+        **{each.name: base[each.name] for each in fields(FinetuneSettings) if each.name in base}
+    )
     default = replace(Finetune.of(before), examples=examples)
     flags = parse(Finetune, words, prog="saf finetune", default=default, first=first)
     changes = changes_of(flags, default) | {"parent": base["parent"]}
-    values = {**{each.name: getattr(before, each.name) for each in fields(TrainConfig)}, **changes}
+    values = {**{name: getattr(before, name) for name in _FIELDS}, **changes}
     if before.task == MQARTask.name:
         if flags.examples != examples:
             raise InputError("--test and what belongs to files of examples have no effect on mqar; leave them out")
@@ -75,16 +80,15 @@ def parse_words(words: Sequence[str]) -> Finetune:
     else:
         if "updates" in changes:
             raise InputError("updates follow from the examples and the epochs; give epochs")
-        if missing := [
-            name for name in ("test", "data") if not (getattr(flags.examples, name, "") or values.get(name))
-        ]:
+        missing = [name for name in ("test", "data") if not (getattr(flags.examples, name, "") or values.get(name))]
+        if missing:
             raise InputError(f"finetuning on {before.task!r} needs files of examples; name --{' and --'.join(missing)}")
         values["finetuning"] = flags.examples
     flags.config = TrainConfig(**values)
     return flags
 
 
-def _task_named(words: Sequence[str]) -> list[str]:
+def _task_of_file(words: Sequence[str]) -> list[str]:
     """Return the words with `--task FILE.jsonl` written as the task jsonl and its file of training examples."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
@@ -93,57 +97,26 @@ def _task_named(words: Sequence[str]) -> list[str]:
     return words
 
 
-@dataclass(kw_only=True)
-class _Start:
-    """Hold the flags that say where the other settings' defaults come from."""
-
-    out: Path | None = None
-    parent: Path | None = None
-    task: str | None = None
-    like: Path | None = None
-    resume: bool = False
-
-    @property
-    def begins(self) -> bool:
-        """Whether the words say what to begin with, and where."""
-        return self.out is not None and (self.parent is not None or self.resume)
-
-    def base(self) -> dict[str, Any]:
-        """Return the settings that words change, those of finetuning among them by their own names."""
-        if self.out is None or not self.begins:
-            raise InputError(
-                "finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out"
-            )
-        if (recorded := self._recorded(self.out)) is not None:
+def _base(start: Start) -> dict[str, Any]:
+    """Return the settings that words change, those of finetuning among them by their own names."""
+    assert start.out is not None
+    if start.resume:  # the run may still be choosing its epochs
+        recorded = recorded_config(start.out) if start.resumed else choosing(start.out)
+        if recorded is not None:
+            if start.parent is not None and not (recorded.parent and names(start.parent, recorded.parent)):
+                raise InputError(f"the run in {start.out} began at {recorded.parent}; got parent {start.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
-        if self.parent is None:
-            raise InputError(f"{self.out} holds no run to resume; check --out, or start a new run with --parent")
-        checkpoint = open_checkpoint(find_checkpoint(self.parent) or self.parent)
-        if self.like is not None:
-            base = settings_like(self.like, parent=checkpoint, out=self.out)
-            if self.task not in (None, base["task"]):
-                raise InputError(
-                    f"{self.like} was finetuned on {base['task']}; leave --task {self.task} out beside --like"
-                )
-        elif self.task is None:
-            raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
-        else:
-            base = finetune_defaults(checkpoint, task=self.task, out=self.out)
-        return {**base, "parent": str(checkpoint.path)}
-
-    def _recorded(self, out: Path) -> TrainConfig | None:
-        """Return the settings of the run to resume, which may still be choosing its epochs; None where none began.
-
-        Raises InputError for a parent that is named and is not that run's.
-        """
-        if not self.resume:
-            return None
-        recorded = recorded_config(out) if (out / "config.json").exists() else choosing(out)
-        if recorded is None or self.parent is None:
-            return recorded
-        if not (recorded.parent and names(self.parent, recorded.parent)):
+    if start.parent is None:
+        raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --parent")
+    checkpoint = start.checkpoint()
+    if start.like is not None:
+        base = settings_like(start.like, parent=checkpoint, out=start.out)
+        if start.task not in (None, base["task"]):
             raise InputError(
-                f"the run in {out} began at {recorded.parent}; got parent {self.parent}. Leave it out, or start "
-                "another run"
+                f"{start.like} was finetuned on {base['task']}; leave --task {start.task} out beside --like"
             )
-        return recorded
+    elif start.task is None:
+        raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
+    else:
+        base = finetune_defaults(checkpoint, task=start.task, out=start.out)
+    return {**base, "parent": str(checkpoint.path)}

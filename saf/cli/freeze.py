@@ -13,12 +13,18 @@ from saf.freezing.config import FreezeConfig
 from saf.integrations.models import transformers_folders
 from saf.records.paths import means_transformers
 
+FIRST = (
+    *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "device", "json", "config.rate"),
+    *("config.score", "config.pattern", "config.storage", "config.max_fit_kl", "config.operation", "config.heads"),
+)
+"""The flags that `--help` shows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(CheckpointFreezing):
     """Calibrate, choose, fit and install frozen heads in a checkpoint, or prune them; write the result as a new one.
 
-    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there. Of a model of
+    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there. For a model of
     transformers OUT is a folder that from_pretrained opens.
     """
 

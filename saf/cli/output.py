@@ -1,4 +1,4 @@
-"""How commands show results and progress: tables for people, or JSON alone for machines; progress on stderr."""
+"""Output of commands: tables for people or JSON alone for machines, and progress on standard error."""
 
 import json
 import sys
@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from saf.records.files import to_json
-from saf.records.provenance import clock_words
 from saf.records.table import Part
 from saf.records.text import plain
 from saf.train.observer import duration
 
 EVERY = 10.0
-"""Seconds between plain lines."""
+"""Seconds between plain lines of progress."""
 
 
 def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
@@ -33,41 +32,31 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of progress at once, leaving standard output to results."""
+    """Print a line of progress at once; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
-def machine(provenance: Mapping[str, Any]) -> str:
-    """Return the line of a benchmark's record that says where it was made."""
-    versions = provenance["versions"]
-    named = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
-    driver = [f"driver {provenance['driver']}"] if provenance["driver"] else []
-    clocks = clock_words(provenance)
-    return ", ".join([provenance["device"], *named, *driver, *([clocks] if clocks else [])])
-
-
 def countdowns(what: str, say: Callable[[str], None]) -> Callable[[str, int, int], None]:
-    """Return what tells how far several measurements are, one after the other.
+    """Return a reporter of the progress of several measurements, one after the other.
 
-    It is called with the name of one, how many things of it are done, and how many there are; first with none.
+    It is called with a measurement's name, how many of its items are done, and how many there are; first with none.
     """
     began: dict[str, float] = {}
-    told: dict[str, float] = {}
+    last: dict[str, float] = {}
 
-    def tell(name: str, done: int, total: int) -> None:
-        """Begin to count, or tell how far one is."""
+    def report(name: str, done: int, total: int) -> None:
         now = time.monotonic()
         if not done:
             began[name] = now
-        elif done == total or now - told.get(name, 0.0) >= EVERY / 2:
-            told[name], each = now, (now - began[name]) / done
+        elif done == total or now - last.get(name, 0.0) >= EVERY / 2:
+            last[name], each = now, (now - began[name]) / done
             say(f"{done} of {total} {what} of {name}, {each:.2f} s each, {duration(each * (total - done))} left")
 
-    return tell
+    return report
 
 
 class LayerProgress(AbstractContextManager):
-    """Show layers measured and time left on standard error; call it as `calibrate`'s `progress`."""
+    """Show measured layers and time left on standard error; call it as `calibrate`'s `progress`."""
 
     def __init__(self):
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -76,8 +65,8 @@ class LayerProgress(AbstractContextManager):
             *columns, TextColumn("{task.fields[text]}"), console=self._console, disable=not self._console.is_terminal
         )
         self._task: TaskID | None = None
-        self._found = 0
-        self._began = self._told = time.monotonic()
+        self._resumed = 0
+        self._began = self._last = time.monotonic()
 
     def __exit__(self, *reason: object) -> None:
         self._bar.stop()
@@ -87,17 +76,17 @@ class LayerProgress(AbstractContextManager):
         self._console.print(plain(text), markup=False)
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` layers are there; the first call tells how many were before anything ran."""
+        """Show that `done` of `total` layers are there; the first call gives those of an earlier, stopped run."""
         now = time.monotonic()
         if self._task is None:
-            self._found, self._began = done, now
+            self._resumed, self._began = done, now
             self._task = self._bar.add_task("layers", total=total, text="")
             self._bar.start()
-        measured = done - self._found
+        measured = done - self._resumed
         left = f"{duration((now - self._began) / measured * (total - done))} left" if measured else ""
         self._bar.update(self._task, completed=done, text=left)
-        if self._bar.disable and (done == total or now - self._told >= EVERY or (done and not measured)):
-            self._told = now
+        if self._bar.disable and (done == total or now - self._last >= EVERY or (done and not measured)):
+            self._last = now
             self.say(", ".join(filter(None, [f"calibrated {done}/{total} layers", left or "found"])))
         if done == total:
             self._bar.stop()

@@ -1,8 +1,9 @@
-"""How words become a command: tyro on its dataclass, with rules for the types that tyro cannot read by itself."""
+"""Parsing of the command line: tyro on a verb's dataclass, help in two tiers, and the types that tyro cannot read."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, field, fields, make_dataclass
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
@@ -17,35 +18,24 @@ from saf.records.files import read_json_value
 from saf.scores import Score
 
 Command = TypeVar("Command")
-
 RULES = ConstructorRegistry()
-_CONFIG = (tyro.conf.CascadeSubcommandArgs,)
 
 
-def parse(
-    command: type[Command],
-    words: Sequence[str],
-    *,
-    prog: str,
-    default: Command | None = None,
-    first: Sequence[str] = (),
-) -> Command:
-    """Return the command that `words` ask for; what they leave out is as in `default`.
+def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None, first: Sequence[str] = ()) -> Any:
+    """Return the command of `words`, with the values of `default` for settings left out.
 
-    With `first`, `--help` shows the settings of these names alone, and `--help-all` every one. Ends the process after
-    the help, with exit code 0, and for words that cannot be used, with 2.
+    With `first`, `--help` shows these settings alone, and `--help-all` every one. Ends the process after the help, with
+    exit code 0, and for bad arguments, with 2.
     """
-    words = list(words)
+    options: dict[str, Any] = {"prog": prog, "registry": RULES, "config": (tyro.conf.CascadeSubcommandArgs,)}
     if first and {"-h", "--help"} & set(words):
-        return tyro.cli(_shortened(command, first), args=["--help"], prog=prog, registry=RULES, config=_CONFIG)
+        return tyro.cli(_shortened(command, first), args=["--help"], **options)
     words = ["--help" if word == "--help-all" else word for word in words]
-    if default is None:
-        return tyro.cli(command, args=words, prog=prog, registry=RULES, config=_CONFIG)
-    return tyro.cli(command, args=words, prog=prog, default=default, registry=RULES, config=_CONFIG)
+    return tyro.cli(command, args=words, **options, **({} if default is None else {"default": default}))
 
 
 def _shortened(kind: Any, names: Sequence[str]) -> Any:
-    """Return a dataclass whose help shows the fields of these names, `group.name` those of a group."""
+    """Return a dataclass whose help shows the fields of these names, `group.name` for those of a group."""
     hints, members = get_type_hints(kind, include_extras=True), []
     for each in fields(kind):
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{each.name}.")]
@@ -54,47 +44,39 @@ def _shortened(kind: Any, names: Sequence[str]) -> Any:
             short = _shortened(group, inner)
             members.append((each.name, Annotated[(short, *marks, None)], field(default_factory=short)))
         elif each.name not in names:
-            hidden = Annotated[hints[each.name], tyro.conf.Suppress]
             default = each.default_factory() if each.default_factory is not MISSING else each.default
+            hidden = Annotated[hints[each.name], tyro.conf.Suppress]
             members.append((each.name, hidden, field(default_factory=lambda value=default: value)))
-    namespace = {"__doc__": f"{kind.__doc__}\n\nMore settings: --help-all."}
+    namespace = {"__doc__": f"{cleandoc(kind.__doc__)}\n\nMore settings: --help-all."}
     frozen = kind.__dataclass_params__.frozen
     return make_dataclass(kind.__name__, members, bases=(kind,), namespace=namespace, kw_only=True, frozen=frozen)
 
 
 def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
-    """Return `(layer, head)` pairs from words: LAYER:HEAD, or a file or folder that names heads.
+    """Return `(layer, head)` pairs of words: LAYER:HEAD, or a file or folder that lists heads.
 
     That is JSON of pairs, alone or as "heads", the events.jsonl of a run or checkpoint, or its folder.
     """
     heads: list[Head] = []
     for word in words:
-        layer, colon, head = word.partition(":")
-        if colon and layer.isdecimal() and head.isdecimal():
+        layer, _, head = word.partition(":")
+        path = Path(word)
+        if layer.isdecimal() and head.isdecimal():
             heads.append((int(layer), int(head)))
+        elif path.suffix == ".jsonl" or path.is_dir():
+            heads += [(layer, head) for layer, head in heads_of_record(path)]
+        elif path.is_file():
+            content = read_json_value(path)
+            try:
+                pairs = content if isinstance(content, list) else content["heads"]
+                heads += [(int(layer), int(head)) for layer, head in pairs]
+            except (KeyError, TypeError, ValueError) as error:
+                raise InputError(f"{path} must list heads, as [[layer, head], ...], alone or as heads") from error
         else:
-            heads += _heads_of_file(word)
+            raise InputError(
+                f"heads must be LAYER:HEAD, such as 0:3, or a file or folder that lists them; got {word!r}"
+            )
     return tuple(heads)
-
-
-def _heads_of_file(name: str) -> list[Head]:
-    """Return the heads that a file lists: those in force in a run's events, or pairs in a JSON file."""
-    path = Path(name)
-    if path.suffix == ".jsonl" or path.is_dir():
-        return [(layer, head) for layer, head in heads_of_record(path)]
-    if not path.is_file():
-        raise InputError(
-            "expected heads as LAYER:HEAD, such as 0:3, or a file that lists them, such as events.jsonl, or its "
-            f"folder; there is no file or folder {name!r}"
-        )
-    try:
-        found = read_json_value(path)
-        pairs = found if isinstance(found, list) else found["heads"]
-        return [(int(layer), int(head)) for layer, head in pairs]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{path} does not list heads: expected [[layer, head], ...], or an object that has them as heads"
-        ) from error
 
 
 @RULES.primitive_rule
@@ -116,19 +98,23 @@ def _options(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Read a dictionary of any values as pairs of a name and JSON, or text where it is none."""
     if info.type != dict[str, Any]:
         return None
+
+    def read(words: Sequence[str]) -> dict[str, Any]:
+        if len(words) % 2:
+            raise ValueError(f"expected pairs of NAME VALUE, got {' '.join(words)}")
+        return {name: _value(word) for name, word in zip(words[::2], words[1::2], strict=True)}
+
     return PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME VALUE",
-        instance_from_str=_read_options,
+        instance_from_str=read,
         is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda values: [word for name, one in values.items() for word in (name, _as_word(one))],
+        str_from_instance=lambda values: [
+            word
+            for name, value in values.items()
+            for word in (name, value if isinstance(value, str) else json.dumps(value))
+        ],
     )
-
-
-def _read_options(words: Sequence[str]) -> dict[str, Any]:
-    if len(words) % 2:
-        raise ValueError(f"expected pairs of NAME VALUE, got {' '.join(words)}")
-    return {name: _value(word) for name, word in zip(words[::2], words[1::2], strict=True)}
 
 
 def _value(word: str) -> Any:
@@ -138,13 +124,9 @@ def _value(word: str) -> Any:
         return word
 
 
-def _as_word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 @RULES.primitive_rule
-def _words_only(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Read what Python may also give as a function (a score) or a generator (a seed) as a name or a number."""
+def _names_and_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Read a score, which Python also takes as a function, as a name, and a seed, also a generator, as a number."""
     kind = {str | Score: str, Seed: int}.get(info.type)
     if kind is None:
         return None

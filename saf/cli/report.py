@@ -19,31 +19,30 @@ class Command:
     """Write one self-contained HTML page: about runs, or about a Hugging Face model with frozen heads."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, of which the first ordinary one is the baseline; or a Hugging Face folder, and behind it the folders
+    """Run folders, the first ordinary one of which is the baseline; or a Hugging Face folder, followed by the folders
     that `saf evaluate --out` wrote of the model before and after."""
     out: Path | None = None
-    """An .html file, or a folder for report.html; the last run's folder if not given."""
+    """Write an .html file, or report.html into a folder; by default the last run's."""
     picture: Path | None = None
-    """Also write the head map and the curves of runs as one .svg file."""
+    """Write the head map and the curves of runs as one .svg file too."""
     json: bool = False
     """Print JSON instead of lines."""
 
     def run(self) -> dict[str, Any]:
-        """Write the page and return where it is; raise InputError for what is no run, model or page."""
+        """Write the page and return its path; raise InputError for what is no run, model or page."""
         if not self.runs:
-            raise InputError("nothing to report on; name run folders, or a folder of a Hugging Face model")
+            raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
         first, *others = self.runs
-        if expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
-            if self.picture:
-                raise InputError("--picture is of runs; leave it out for a model")
-            for path in others:
-                expect(path, Kind.EVALUATION)
+        of_model = expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS
+        if of_model and self.picture:
+            raise InputError("--picture is for runs; leave it out for a model")
+        for path in others:
+            expect(path, Kind.EVALUATION if of_model else Kind.RUN)
+        if of_model:
             page = write_model_report(first, others, self.out or first)
         else:
-            for path in others:
-                expect(path, Kind.RUN)
             page = write_report(self.runs, self.out or self.runs[-1])
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]

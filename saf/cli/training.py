@@ -1,8 +1,9 @@
-"""What `saf pretrain` and `saf finetune` share: their flags, how a run ends or stops, and the table of its result."""
+"""The flags of `saf pretrain` and `saf finetune`, how a run ends or stops, and the table of its result."""
 
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 import tyro
@@ -17,11 +18,12 @@ from saf.records.quantities import seconds, signed
 from saf.records.table import Table
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
-from saf.train import EXIT_STOPPED, TrainConfig
+from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint
+from saf.train.checkpoint import Checkpoint, find_checkpoint
 from saf.train.clock import LOST
 
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
-"""The default of the command line: no flag says how many heads are frozen."""
+"""The default of the command line: no flag sets a number of heads."""
 FIRST = (
     *("data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr"),
     *("seed", "device", "freeze.rate", "freeze.score", "freeze.operation", "schedule", "json"),
@@ -31,14 +33,13 @@ FIRST = (
 
 @dataclass(kw_only=True)
 class TrainFlags(TrainConfig):
-    """Hold the settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
+    """The settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
 
     freeze: FreezeConfig = field(default_factory=lambda: NOTHING_FROZEN)
     """How heads are frozen; nothing is without a rate, a count or heads."""
     schedule: Schedule = field(default_factory=OneTime)
     """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come."""
     finetuning: Annotated[FinetuneSettings | None, tyro.conf.Suppress] = None
-    """What finetuning on questions with choices adds."""
     resume: bool = False
     """Go on from the newest checkpoint in --out, with the run's own settings."""
     json: bool = False
@@ -58,46 +59,67 @@ class TrainFlags(TrainConfig):
 
     def settings(self) -> TrainConfig:
         """Return the settings of a new run; raise InputError for those that cannot be used, or have no effect."""
-        values = {each.name: getattr(self, each.name) for each in fields(TrainConfig)}
-        default = TrainFlags(data="", out="")
-        check_effects(self, {name for name in values if values[name] != getattr(default, name)})
-        return TrainConfig(**{**values, "freeze": frozen(self.freeze)})
+        changes = changes_of(self, TrainFlags(data="", out=""))
+        return TrainConfig(**{**changes, "data": self.data, "out": self.out})
+
+
+@dataclass(kw_only=True)
+class Start:
+    """The flags that decide where the defaults of all others come from."""
+
+    out: Path | None = None
+    data: Path | None = None
+    parent: Path | None = None
+    task: str | None = None
+    like: Path | None = None
+    resume: bool = False
+
+    @classmethod
+    def of(cls, words: Collection[str]) -> "Start":
+        """Read these flags alone."""
+        start, _ = tyro.cli(cls, args=list(words), add_help=False, return_unknown_args=True)
+        return start
+
+    @property
+    def resumed(self) -> bool:
+        """Whether there is a run to resume."""
+        return self.resume and self.out is not None and (self.out / "config.json").exists()
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the parent's checkpoint."""
+        assert self.parent is not None
+        return open_checkpoint(find_checkpoint(self.parent) or self.parent)
 
 
 def frozen(freeze: FreezeConfig) -> FreezeConfig | None:
-    """Return the settings of freezing that flags give; None where none says how many heads.
+    """Return the settings of freezing; None where no flag sets a number of heads.
 
-    Raises InputError for flags of freezing without a number of heads, or with several.
+    Raises InputError for several numbers of heads, or flags of freezing without one.
     """
     budgets = [name for name in BUDGETS if getattr(freeze, name) not in (None, 0.0)]
     if len(budgets) > 1:
         raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
-    given = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
-    if given and not budgets:
-        raise InputError(f"--freeze.{given[0].replace('_', '-')} needs --freeze.rate beside it")
+    flags = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
+    if flags and not budgets:
+        raise InputError(f"--freeze.{flags[0].replace('_', '-')} needs --freeze.rate beside it")
     return freeze if budgets else None
 
 
 def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
-    """Return the settings, by name, in which flags differ from those that a parent or a run to resume has."""
+    """Return the settings in which flags differ from their defaults; InputError for one without effect."""
     names = [each.name for each in fields(TrainConfig)]
     changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
-    check_effects(flags, changes.keys())
+    if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
+        raise InputError(
+            "--schedule has no effect without a number of heads: add --freeze.rate, or leave it out "
+            "(--save-at saves checkpoints for arms to go on from)"
+        )
+    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
+    if flags.task != TextTask.name and of_text:
+        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
     if "freeze" in changes:
         changes["freeze"] = frozen(flags.freeze)
     return changes
-
-
-def check_effects(flags: TrainFlags, given: Collection[str]) -> None:
-    """Raise InputError for a flag that would have no effect (docs/schedules.md); `given` names those that words set."""
-    if "schedule" in given and flags.freeze == NOTHING_FROZEN:
-        raise InputError(
-            "--schedule says when heads are frozen, and nothing says how many: add --freeze.rate (or --freeze.count, "
-            "--freeze.heads), or leave it out; --save-at saves a checkpoint for arms to go on from"
-        )
-    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in given]
-    if flags.task != TextTask.name and of_text:
-        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
 
 
 def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
@@ -107,21 +129,44 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
     """
     with joined(flags.config.device):
         result = train()
-        if is_first() and "stopped_at" in result:
-            print(
-                f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}. "
-                "Go on with the same command and --resume",
-                file=sys.stderr,
-            )
+        stopped = "stopped_at" in result
+        if is_first() and stopped:
+            where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
+            print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
         elif is_first():
             show(result, result_table(result), *recall_tables(result), as_json=flags.json)
-    if "stopped_at" in result:
+    if stopped:
         raise SystemExit(EXIT_STOPPED)
     return result
 
 
+def result_table(result: dict[str, Any]) -> Table:
+    """Return the table of a run's result; a row without a value is not shown."""
+    timing, recall, graphs = result["update_seconds"], result.get("recall"), result["graphs"]
+    perplexity, entropy, taken = (result.get(name) for name in ("report_perplexity", "unigram_entropy", "taken"))
+    peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
+    rows = {
+        "accuracy": _accuracy(result) if result.get("accuracy") is not None else None,
+        "taken, by choice": taken and ", ".join(f"{choice}: {count:,}" for choice, count in taken.items()),
+        "perplexity, report": perplexity and f"{perplexity:.4f}",
+        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
+        "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
+        "not to be compared": recall and not_learnt(recall),
+        "unigram entropy": entropy and f"{entropy:.4f} nats",
+        "loss, training": train_loss and f"{train_loss:.4f} nats per token",
+        "update, median": timing
+        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "without a graph": graphs
+        and f"{graphs['uncaptured']:,} of {graphs['micro_batches']:,} micro-batches, of shapes beyond those captured",
+        "peak memory": peak and f"{peak / 2**30:.2f} GiB",
+        "whole run": _whole_run(result["time"]),
+        **_event_rows(result),
+        "checkpoint": result["checkpoint"],
+    }
+    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
+
+
 def _accuracy(result: dict[str, Any]) -> str:
-    """Return a finetuned run's accuracy in words, with its standard error over questions."""
     words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
     return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
 
@@ -133,59 +178,31 @@ def _whole_run(time: dict[str, Any]) -> str:
     return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}{lost}"
 
 
-def _head_rows(result: dict[str, Any], event: dict[str, Any]) -> dict[str, str]:
-    """Return the row of the heads that a run's own events froze or pruned, beside those of its parent."""
-    frozen, pruned = (result["provenance"][name] for name in ("heads", "pruned"))
+def _event_rows(result: dict[str, Any]) -> dict[str, str | None]:
+    """Return the rows of the heads that a run's own events froze or pruned, and what the events cost."""
+    event = result["intervention"]
+    if not event:
+        return {}
+    pruned, several = result["provenance"]["pruned"], event["events"] > 1
     own = head_counts(event["heads"], pruned=pruned)
-    in_all = head_counts([*frozen, *pruned], pruned=pruned)
-    kinds = [kind for kind, count in own.items() if count]
-    more, whole = beside_earlier(own, in_all)
     when = f"after update {event['update']:,}"
-    if event["events"] > 1:
-        when = f"by {event['events']} events, the first {when}"
     if result["arm"] == "ordinary":
-        by = f"the event {when}" if event["events"] == 1 else when.removeprefix("by ")
-        return {"heads frozen or pruned": f"none by {by}"}
-    count = str(len(event["heads"])) if len(kinds) < 2 else heads_in_words(own)
-    told = " ".join(filter(None, [count, more, when]))
-    return {f"heads {' and '.join(kinds) or result['arm']}": ", ".join(filter(None, [told, whole]))}
-
-
-def _controller_loss(event: dict[str, Any]) -> str:
-    """Return the losses around a run's events in words, and of several what they changed at once, added up."""
+        by = f"{event['events']} events, the first {when}" if several else f"the event {when}"
+        rows: dict[str, str | None] = {"heads frozen or pruned": f"none by {by}"}
+    else:
+        kinds = [kind for kind, count in own.items() if count]
+        more, total = beside_earlier(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
+        count = str(len(event["heads"])) if len(kinds) < 2 else heads_in_words(own)
+        when = f"by {event['events']} events, the first {when}" if several else when
+        words = " ".join(filter(None, [count, more, when]))
+        rows = {f"heads {' and '.join(kinds) or result['arm']}": ", ".join(filter(None, [words, total]))}
+    if trained := result["trainable_pattern_parameters"]:
+        rows["pattern parameters"] = f"{trained:,} trained"
+    rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
     before, after, rise = (event.get(name) for name in ("loss_before", "loss_after", "loss_rise"))
-    if event["events"] == 1:
-        return f"{before:.4f} before, {after:.4f} after"
-    at_once = "" if rise is None else f"; {signed(rise, 4, '')} by the events themselves"
-    return f"{before:.4f} before the first, {after:.4f} after the last{at_once}"
-
-
-def result_table(result: dict[str, Any]) -> Table:
-    """Return the table of a run's result; a row without a value is not shown."""
-    timing, event = result["update_seconds"], result["intervention"] or {}
-    rows = {
-        "accuracy": (result.get("accuracy") is not None and _accuracy(result)) or None,
-        "taken, by choice": result.get("taken") and ", ".join(f"{k}: {n:,}" for k, n in result["taken"].items()),
-        "perplexity, report": (perplexity := result.get("report_perplexity")) and f"{perplexity:.4f}",
-        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if 'recall' in result else 'token'}",
-        "development queries answered": (recall := result.get("recall"))
-        and f"{100 * recall['development']['accuracy']:.2f}%",
-        "not to be compared": recall and not_learnt(recall),
-        "unigram entropy": (entropy := result.get("unigram_entropy")) and f"{entropy:.4f} nats",
-        "loss, training": result["train_loss"] and f"{result['train_loss']:.4f} nats per token",
-        "update, median": timing
-        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
-        "without a graph": (graphs := result["graphs"])
-        and f"{graphs['uncaptured']:,} of {graphs['micro_batches']:,} micro-batches, of shapes beyond those kept",
-        "peak memory": result["peak_memory_bytes"] and f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
-        "whole run": _whole_run(result["time"]),
-    }
-    if event:
-        rows |= _head_rows(result, event)
-        if result["trainable_pattern_parameters"]:
-            rows["pattern parameters"] = f"{result['trainable_pattern_parameters']:,} trained"
-        rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
-    if event.get("loss_before") is not None:
-        rows["controller loss"] = _controller_loss(event)
-    rows["checkpoint"] = result["checkpoint"]
-    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
+    if before is not None and several:
+        at_once = "" if rise is None else f"; {signed(rise, 4, '')} by the events themselves"
+        rows["controller loss"] = f"{before:.4f} before the first, {after:.4f} after the last{at_once}"
+    elif before is not None:
+        rows["controller loss"] = f"{before:.4f} before, {after:.4f} after"
+    return rows

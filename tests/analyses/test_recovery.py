@@ -66,7 +66,7 @@ def test_centred_means_are_of_the_values_that_there_are(make_run, window):
 
 def test_what_cannot_be_compared_is_named(make_run, tmp_path):
     ordinary = make_run("ordinary", lambda at: 1.0)
-    with pytest.raises(InputError, match="no intervention that was kept"):
+    with pytest.raises(InputError, match="no intervention in force"):
         measure(Settings(ordinary=ordinary, runs=(ordinary,)))
     other = make_run("other", lambda at: 1.0, begin=10, tokens=9)
     with pytest.raises(InputError, match="differ in tokens"):

@@ -203,7 +203,7 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
         ((frozen, tmp_path / "after", tmp_path / "before"), "give them the other way round"),
         ((tmp_path / "bare", tmp_path / "before", tmp_path / "after"), "is not an evaluation of"),
         ((frozen, base / "data"), "expected an evaluation"),
-        ((frozen, "--picture", tmp_path / "heads.svg"), "--picture is of runs"),
+        ((frozen, "--picture", tmp_path / "heads.svg"), "--picture is for runs"),
     ):
         code, _, said = saf("report", *words)
         assert code == 2

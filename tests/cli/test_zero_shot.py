@@ -60,7 +60,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     for flag in (("--bos",), ("--partition", "train"), ("--limit", 1)):
         code, _, told = saf("evaluate", tmp_path / "model", *words, *flag)
         assert code == 2
-        assert f"{flag[0]} is of text, and has no effect on tasks" in told
+        assert f"{flag[0]} has no effect on tasks" in told
     first = saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "a")
     assert "perplexity" not in first
     assert first["zero_shot"]["tasks"]["sst2"]["questions"] == 4
@@ -105,7 +105,7 @@ def test_flags_without_an_effect_are_refused(arms, files, saf, tmp_path):
         assert "has no effect without --tasks" in told
     code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "sst2", "--limit", 1)
     assert code == 2
-    assert "each task is named once" in told
+    assert "must be named once" in " ".join(told.split())
     code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "--task-data", tmp_path, "--limit", 1)
     assert code == 2
     assert "holds no dev.tsv" in told
