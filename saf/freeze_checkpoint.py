@@ -11,7 +11,7 @@ from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.estimates import collect_for
-from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new, check_some
 from saf.freezing.choice import check_heads, scores_collect
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
@@ -104,8 +104,7 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     length = check_length(settings, trained, "that the model was trained on", most=most)
     _check_separate(data, found, settings.config)
     seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
-    told = {"setting": "--sequences", "shorter": SHORTER}
-    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed, **told)
+    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed)
     size, asked = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length)
     return list(windows.split(size)), heldout_batches(data, length=length, count=asked, batch_size=size)
 

@@ -70,10 +70,6 @@ class CheckpointFreezing:
         return max(1, min(GUARD_SEQUENCES, available))
 
 
-SHORTER = "--length and --allow-shorter"
-"""What shorter calibration sequences are asked for with."""
-
-
 def check_some(report: FreezeReport) -> None:
     """Raise SelectionError where an event froze or pruned no head: there is nothing to write."""
     if not len(report.heads):

@@ -94,7 +94,7 @@ class Opened:
     def calibration(self) -> list[Tensor]:
         """Return the calibration sequences in batches `[B, length]`."""
         count = self.settings.sequences
-        windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed, setting="--sequences")
+        windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed)
         return list(windows.split(self.settings.batch_size))
 
     def windows(self, count: int) -> Tensor:

@@ -203,8 +203,6 @@ def _frozen(opened: OpenedModel, settings: Settings, record: Record, ordinary: T
         length=longest,
         count=settings.sequences,
         seed=settings.calibration_seed,
-        setting="--sequences",
-        shorter="--length",
     )
     ids = list(windows.split(settings.batch_size))
     with autocast(pick_device(settings.device), settings.precision):

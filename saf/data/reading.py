@@ -1,4 +1,4 @@
-"""Readers of text: every file format, folders, datasets and Python's own text, as documents or records.
+"""Readers of text: files of every format, folders, datasets and Python's own library, as documents or records.
 
 An error names the file, and the line where there are lines. JSON Lines and tables are streamed, one record at a time.
 """
@@ -15,8 +15,7 @@ import sysconfig
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,11 @@ from typing import Any
 from saf.errors import DataError, SafError
 from saf.records.paths import kind_of
 
-Advance = Callable[[int], Any]
-"""Called with the number of bytes read from disk since the last call."""
 Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line numbers."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-TABLES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
-"""Suffixes of files with many documents; any other file is one document if it is text."""
-_PROMISES_TEXT = {".txt", *TABLES} - {".json"}
+# Files that must be readable. Any other file of a folder may turn out not to be text, and is then left out.
+_TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
 _COMPRESSION = {".gz": "gzip", ".zst": "zstandard", ".xz": "xz"}
 _EXPECTED = "a file of text, JSON Lines, .csv or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
 _BOM = "\ufeff".encode()
@@ -42,29 +38,17 @@ _NOT_PROSE = {"test", "tests", "site-packages", "dist-packages", "encodings", "p
 
 
 class MissingField(DataError):
-    """A record has no text under the name that was asked for."""
-
-
-class NotText(DataError):
-    """A file is not text: it is not UTF-8, or has NUL bytes."""
+    """A record has no field of the name that holds the text."""
 
 
 def bare_suffix(path: Path) -> str:
-    """Return a file's suffix in lower case, without that of its compression."""
+    """A file's suffix in lower case, without that of its compression."""
     return (path.with_suffix("") if path.suffix.lower() in _COMPRESSION else path).suffix.lower()
 
 
-class _CountedFile(io.FileIO):
-    """A file that reports how many bytes were read from disk."""
-
-    def __init__(self, path: Path, advance: Advance):
-        super().__init__(path, "rb")
-        self._advance = advance
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = super().readinto(buffer) or 0
-        self._advance(count)
-        return count
+def is_blank(text: str) -> bool:
+    """Whether a text is empty or white space alone."""
+    return not text or text.isspace()
 
 
 def _package(name: str, reader: Path | str) -> Any:
@@ -75,15 +59,15 @@ def _package(name: str, reader: Path | str) -> Any:
 
 
 @contextmanager
-def _open(path: Path, advance: Advance, where: Callable[[], str] = str) -> Iterator[Any]:
-    """Open a file for reading bytes, decompressed; raise DataError for one that is damaged or cut off."""
+def _open(path: Path, position: Callable[[], str] = str) -> Iterator[Any]:
+    """Open a file for reading bytes, decompressed; an error of a damaged one says `position`, how far reading came."""
     suffix = path.suffix.lower()
     try:
-        with io.BufferedReader(_CountedFile(path, advance), 2**17) as file:
+        with open(path, "rb", buffering=2**17) as file:
             if suffix == ".gz":
                 yield gzip.GzipFile(fileobj=file)
             elif suffix == ".xz":
-                yield lzma.LZMAFile(file)  # noqa: SIM115 (what it reads is closed)
+                yield lzma.LZMAFile(file)  # noqa: SIM115 (the file that it reads is closed)
             elif suffix == ".zst":
                 arrow = _package("pyarrow", path)
                 # Unlike the readers of the zstandard package, Arrow's notices a file that is cut off.
@@ -94,30 +78,26 @@ def _open(path: Path, advance: Advance, where: Callable[[], str] = str) -> Itera
         if suffix not in _COMPRESSION or isinstance(error, PermissionError | FileNotFoundError):
             raise DataError(f"{path}: cannot be read ({error})") from error
         kind = _COMPRESSION[suffix]
-        raise DataError(f"{path}: truncated or damaged {kind} file{where()} ({error}); copy it again") from error
+        raise DataError(f"{path}: truncated or damaged {kind} file{position()} ({error}); copy it again") from error
 
 
-def read_text(path: Path, advance: Advance = int, *, limit: int | None = None) -> str:
-    """Return a UTF-8 text file as one string, without a byte order mark; of a long one some `limit` bytes.
-
-    Raises:
-        NotText: It is something else; the message names the byte.
-    """
-    with _open(path, advance) as file:
+def read_text(path: Path, *, limit: int | None = None) -> str:
+    """Read a UTF-8 text file as one string, without a byte order mark; of a long one some `limit` bytes."""
+    with _open(path) as file:
         data = file.read(-1 if limit is None else limit + 8).removeprefix(_BOM)
     if (at := data.find(b"\0")) >= 0:
-        raise NotText(f"{path}: not text: a NUL byte at {at:,}; UTF-16 is to be converted to UTF-8")
+        raise DataError(f"{path}: not text: a NUL byte at {at:,}; convert UTF-16 to UTF-8")
     try:
         return codecs.getincrementaldecoder("utf-8")().decode(data, final=limit is None or len(data) < limit)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise NotText(f"{path}: not UTF-8 at byte {error.start:,} (line {line}); convert it to UTF-8") from error
+        raise DataError(f"{path}: not UTF-8 at byte {error.start:,} (line {line}); convert it to UTF-8") from error
 
 
-def read_lines(path: Path, advance: Advance = int) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 file with their numbers, line ends included, without a byte order mark."""
     number = 0
-    with _open(path, advance, lambda: f" after line {number}") as file:
+    with _open(path, lambda: f" after line {number}") as file:
         for line in file:
             number += 1
             try:
@@ -126,56 +106,53 @@ def read_lines(path: Path, advance: Advance = int) -> Iterator[tuple[int, str]]:
                 raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
 
 
-def read_json_lines(path: Path, advance: Advance = int) -> Records:
+def read_json_lines(path: Path) -> Records:
     """Yield the objects of a JSON Lines file; blank lines are passed over."""
-    for number, line in read_lines(path, advance):
+    for number, line in read_lines(path):
         if line.strip():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                shown = line.strip() if len(line) <= 160 else f"{line[:160]}..."
+                start = line.strip() if len(line) <= 160 else f"{line[:160]}..."
                 raise DataError(
-                    f"{path}, line {number}: not JSON ({error}); expected one JSON object a line, got {shown}"
+                    f"{path}, line {number}: not JSON ({error}); expected one JSON object a line, got {start}"
                 ) from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
             yield number, record
 
 
-def read_json(path: Path, name: str, advance: Advance = int) -> Records | None:
-    """Return the records of a .json file by its content: JSON Lines, an object or a list of objects; None for others.
+def read_json(path: Path, field: str) -> Records | None:
+    """Read the records of a .json file by its content: JSON Lines, an object or a list of objects; None for others.
 
-    It is JSON Lines where its first two lines are objects, or its only line is one with the text field.
+    It is JSON Lines where its first two lines are objects, or its only line is one with `field`.
     """
 
     def value(text: str) -> Any:
-        try:
+        with suppress(ValueError, RecursionError):
             return json.loads(text)
-        except (ValueError, RecursionError):
-            return None
 
     lines = (line for _, line in read_lines(path) if line.strip())
     first, second = value(next(lines, "")), value(next(lines, ""))
-    if isinstance(first, dict) and (isinstance(second, dict) or name in first):
-        return read_json_lines(path, advance)
-    whole = value(read_text(path, advance))
-    records = [whole] if isinstance(whole, dict) and name in whole else whole
+    if isinstance(first, dict) and (isinstance(second, dict) or field in first):
+        return read_json_lines(path)
+    whole = value(read_text(path))
+    records = [whole] if isinstance(whole, dict) and field in whole else whole
     if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
         return enumerate(records, 1)
     return None
 
 
-def read_table(path: Path, advance: Advance = int) -> Records:
+def read_table(path: Path) -> Records:
     """Yield the rows of a .csv, or of an unquoted .tsv; the first line names the columns.
 
-    Raises:
-        DataError: A row has more or fewer fields than there are names, or a name stands there twice.
+    Raises DataError for a row with more or fewer fields than there are names, and for a repeated name.
     """
-    number, before = 1, csv.field_size_limit(2**31 - 1)
+    number, field_limit = 1, csv.field_size_limit(2**31 - 1)
 
     def lines() -> Iterator[str]:
         nonlocal number
-        for number, line in read_lines(path, advance):  # noqa: B007 (errors name it)
+        for number, line in read_lines(path):  # noqa: B007 (errors name it)
             yield line
 
     split = (line.rstrip("\r\n").split("\t") for line in lines() if line.strip())
@@ -194,205 +171,188 @@ def read_table(path: Path, advance: Advance = int) -> Records:
     except csv.Error as error:
         raise DataError(f"{path}, line {number}: not a table ({error})") from error
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(field_limit)
 
 
-def _read_parquet(path: Path, advance: Advance, name: str) -> Records:
-    """Yield the text column of a Parquet file, or all without it, a few rows at a time."""
+def _read_parquet(path: Path, field: str) -> Records:
+    """Yield one column of a Parquet file, or all where it has none of that name, a few rows at a time."""
     arrow, parquet = _package("pyarrow", path), _package("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(path) as file:
             columns, rows = file.schema_arrow.names, 0
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[name] if name in columns else columns):
-                advance(path.stat().st_size * batch.num_rows // file.metadata.num_rows)
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field] if field in columns else columns):
                 yield from enumerate(batch.to_pylist(), rows + 1)
                 rows += batch.num_rows
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error
 
 
-def _text_of(record: dict[str, Any], place: str, name: str) -> str:
-    """Return a record's text; raise DataError for none."""
-    if name not in record:
+def _text_of(record: dict[str, Any], place: str, field: str) -> str:
+    if field not in record:
         fields = ", ".join(sorted(map(str, record))) or "none"
-        raise MissingField(f"{place}: no field {name!r}; fields found: {fields}; name one with text_field")
-    if not isinstance(text := record[name], str):
-        raise DataError(f"{place}: {name} must be a string, got {type(text).__name__}")
+        raise MissingField(f"{place}: no field {field!r}; fields found: {fields}; name one with text_field")
+    if not isinstance(text := record[field], str):
+        raise DataError(f"{place}: {field} must be a string, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON's escapes can spell half of a surrogate pair
-        raise DataError(f"{place}: {name} must be Unicode, got half a surrogate pair at {error.start}") from error
+        raise DataError(f"{place}: {field} must be Unicode, got half a surrogate pair at {error.start}") from error
     return text
 
 
-def _read_file(path: Path, advance: Advance, name: str, limit: int | None = None) -> Iterator[str]:
-    """Yield the documents of one file: of each record the field `name`; other text whole, or its first bytes."""
-    suffix = bare_suffix(path)
+def _file_documents(path: Path, field: str, limit: int | None) -> Iterator[str]:
+    """Yield the documents of one file: of each record its `field`; other text whole, or its first bytes."""
+    suffix, records = bare_suffix(path), None
     if suffix in JSON_LINES:
-        records = read_json_lines(path, advance)
+        records = read_json_lines(path)
     elif suffix == ".json":
-        records = read_json(path, name, advance)
+        records = read_json(path, field)
     elif suffix in (".csv", ".tsv"):
-        records = read_table(path, advance)
-    else:
-        records = _read_parquet(path, advance, name) if suffix == ".parquet" else None
+        records = read_table(path)
+    elif suffix == ".parquet":
+        records = _read_parquet(path, field)
     if records is None:
-        yield read_text(path, advance, limit=limit)
+        yield read_text(path, limit=limit)
     else:
         unit = "row" if suffix == ".parquet" else "line"
-        yield from (_text_of(record, f"{path}, {unit} {number}", name) for number, record in records)
+        yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
 
 
-def is_blank(text: str) -> bool:
-    """Return whether a text is nothing but white space."""
-    return not text or text.isspace()
-
-
-@dataclass(frozen=True)
 class Source:
-    """The documents that one name means."""
+    """The documents that one name means.
 
-    name: str
-    read: Callable[[Advance], Iterator[str]]
-    size: int | None = None
-    """Bytes on disk, where they are known."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Files that were not read, or not whole, with the reason; complete once all documents were read."""
-    max_bytes: int | None = None
-    """Where a longer document is cut."""
+    A name is `python`, a file, a folder of files, a folder saved by `datasets`, or OWNER/NAME[:CONFIG[:SPLIT]] of a
+    dataset on the hub. Raises DataError when there is nothing of that name.
+    """
 
-    def documents(self, advance: Advance = int) -> Iterator[str]:
-        """Yield the documents; raise DataError when not one has text in it."""
-        found = False
-        for text in self.read(advance):
-            found = found or not is_blank(text)
+    def __init__(self, name: str, *, text_field: str = "text", max_bytes: int | None = None):
+        self.name, self.text_field, self.max_bytes = name, text_field, max_bytes
+        self.left_out: dict[str, str] = {}
+        """Files that were not read, or not whole, with the reason; complete once all documents were read."""
+        self._files: list[Path] = []
+        path = Path(name)
+        if name == "python":
+            self._kind = "python"
+        elif name and _is_saved_dataset(path):
+            self._kind = "saved dataset"
+        elif name and (path.exists() or path.is_symlink()):
+            self._kind = "files"
+            self._files = [path] if path.is_file() else list(self._walk(path)) if path.is_dir() else []
+        elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
+            self._kind = "hub dataset"
+        else:
+            name = name or "a source"
+            raise DataError(f"{name}: no such file or folder; expected `python`, {_EXPECTED}, or OWNER/NAME")
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the files on disk; None for other sources."""
+        return sum(file.stat().st_size for file in self._files) if self._files else None
+
+    def documents(self, advance: Callable[[int], Any] = int) -> Iterator[str]:
+        """Yield the documents; raise DataError when not one of them has text.
+
+        `advance` is called with numbers of bytes that add up to `size`.
+        """
+        if self._kind == "files":
+            documents = self._folder_documents(advance)
+        else:
+            documents = _python_documents() if self._kind == "python" else self._dataset_documents()
+        any_text = False
+        for text in documents:
+            any_text = any_text or not is_blank(text)
             if self.max_bytes is not None and len(data := text.encode()) > self.max_bytes:
                 self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (max_bytes)"
                 text = data[: self.max_bytes].decode(errors="ignore")
             yield text
-        if not found:
-            raise DataError(f"{self.name}: no text in it; every document is empty or there is none")
+        if not any_text:
+            reasons = "".join(f"; {file}: {reason}" for file, reason in list(self.left_out.items())[:3])
+            raise DataError(f"{self.name}: no text in it; expected {_EXPECTED}{reasons}")
 
+    def _walk(self, folder: Path) -> Iterator[Path]:
+        """Yield the files below a folder in sorted order, without what is not looked into."""
+        try:
+            paths = sorted(folder.iterdir())
+        except OSError as error:
+            self.left_out[str(folder)] = f"a folder that cannot be opened: {error.strerror}"
+            return
+        for path in paths:
+            if reason := _skip_reason(path):
+                self.left_out[str(path)] = reason
+            elif path.is_dir():
+                yield from self._walk(path)
+            else:
+                yield path
 
-def resolve(name: str, *, text_field: str = "text", max_bytes: int | None = None) -> Source:
-    """Return the source of a name: `python`, a file, a folder, a saved dataset, or `owner/name[:config[:split]]`.
+    def _folder_documents(self, advance: Callable[[int], Any]) -> Iterator[str]:
+        """Yield the documents of one file after the other; a folder's file that is no text is left out."""
+        for file in self._files:
+            remaining, begun = file.stat().st_size, False
+            try:
+                for text in _file_documents(file, self.text_field, self.max_bytes):
+                    begun = True
+                    yield text
+                    read = min(remaining, len(text))  # a compressed file has more text than bytes
+                    remaining -= read
+                    advance(read)
+            except DataError as error:
+                must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingField)
+                if begun or must_be_text or file == Path(self.name):
+                    raise
+                self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
+            advance(remaining)
 
-    Args:
-        name: the name.
-        text_field: the field of records that is the text.
-        max_bytes: where a longer document is cut; of a file of text no more is read.
-
-    Raises:
-        DataError: There is nothing of that name, or it is not text.
-    """
-    path = Path(name)
-    if name == "python":
-        return Source(name, lambda _: _python_documents(), max_bytes=max_bytes)
-    if name and _is_saved_dataset(path):
-        return Source(name, lambda _: _dataset_documents(name, _load_saved, text_field), max_bytes=max_bytes)
-    if name and (path.exists() or path.is_symlink()):
-        left_out: dict[str, str] = {}
-        files = [path] if path.is_file() else list(_walk(path, text_field, left_out)) if path.is_dir() else []
-        if not files:
-            shown = "; ".join(f"{file}: {reason}" for file, reason in list(left_out.items())[:3])
-            raise DataError(f"{path}: no text in it; expected {_EXPECTED}" + (f"; left out: {shown}" if shown else ""))
-
-        def read(advance: Advance) -> Iterator[str]:
-            """Yield the documents of one file after the other."""
-            for file in files:
-                try:
-                    yield from _read_file(file, advance, text_field, max_bytes)
-                except NotText as error:
-                    # A folder's file may begin as text and turn out not to be.
-                    if file == path or bare_suffix(file) in _PROMISES_TEXT:
-                        raise
-                    left_out[str(file)] = _reason(error, file)
-
-        return Source(name, read, sum(file.stat().st_size for file in files), left_out, max_bytes)
-    if _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _PROMISES_TEXT:
-        return Source(name, lambda _: _dataset_documents(name, _load_from_hub, text_field), max_bytes=max_bytes)
-    raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, or OWNER/NAME")
-
-
-def _walk(folder: Path, text_field: str, left_out: dict[str, str]) -> Iterator[Path]:
-    """Yield the files below a folder that hold text, in sorted order; note every other one in `left_out`."""
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError as error:
-        left_out[str(folder)] = f"a folder that cannot be opened: {error.strerror}"
-        return
-    for path in paths:
-        if reason := _why_left_out(path, text_field):
-            left_out[str(path)] = reason
-        elif path.is_dir():
-            yield from _walk(path, text_field, left_out)
-        else:
-            yield path
-
-
-def _why_left_out(path: Path, text_field: str) -> str | None:
-    """Return why a file or folder inside a source is not read, or None; the beginning of files is looked at."""
-    suffix = bare_suffix(path)
-    try:
-        if path.name.startswith("."):
-            return "hidden"
-        if path.is_dir():
-            kind = "saved dataset" if _is_saved_dataset(path) else kind_of(path)
-            return "a link to a folder" if path.is_symlink() else f"a {kind}, no text" if kind else None
-        if not path.is_file():
-            return "not a file that can be read to its end"
-        if suffix in TABLES:
-            next(_read_file(path, int, text_field), None)
-        elif suffix not in _PROMISES_TEXT:
-            read_text(path, limit=2**16)
-    except (SafError, OSError) as error:
-        if path.is_dir():
-            return None
-        if suffix in _PROMISES_TEXT and not isinstance(error, MissingField):
+    def _dataset_documents(self) -> Iterator[str]:
+        """Yield the text of each row of a dataset, downloaded as it is read."""
+        package, row = _package("datasets", self.name), 0
+        load = _load_saved if self._kind == "saved dataset" else _load_from_hub
+        try:
+            for row, record in enumerate(load(package, self.name), 1):
+                yield _text_of(dict(record), f"{self.name}, row {row}", self.text_field)
+        except DataError:
             raise
-        return _reason(error, path)
+        except Exception as error:
+            raise DataError(
+                f"{self.name}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check "
+                "the path, or the name (owner/name:config:split) and the network"
+            ) from error
+
+
+def _skip_reason(path: Path) -> str | None:
+    """Why a file or folder inside a source is not looked into; None where it is."""
+    if path.name.startswith("."):
+        return "hidden"
+    if not path.is_dir():
+        return None if path.is_file() else "not a file that can be read to its end"
+    if path.is_symlink():
+        return "a link to a folder"
+    if _is_saved_dataset(path):
+        return "a saved dataset, no text"
+    with suppress(SafError, OSError):
+        if kind := kind_of(path):
+            return f"a {kind}, no text"
     return None
 
 
-def _reason(error: Exception, path: Path) -> str:
-    return str(error).removeprefix(str(path)).lstrip(":, ")
-
-
 def _is_saved_dataset(folder: Path) -> bool:
-    """Return whether a folder is what `save_to_disk` of `datasets` writes, with or without splits."""
+    """Whether `save_to_disk` of `datasets` wrote a folder, with or without splits."""
     single = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     return single or (folder / "dataset_dict.json").is_file()
 
 
 def _load_saved(datasets: Any, name: str) -> Any:
-    """Return what `save_to_disk` of `datasets` wrote; of one with several splits a split is to be named."""
-    found = datasets.load_from_disk(name)
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if len(found) != 1:
-        named = ", ".join(f"{name}/{split}" for split in found)
-        raise DataError(f"{name}: a saved dataset of several splits; give one of them: {named}")
-    return next(iter(found.values()))
+    dataset = datasets.load_from_disk(name)
+    if not isinstance(dataset, datasets.DatasetDict):
+        return dataset
+    if len(dataset) != 1:
+        splits = ", ".join(f"{name}/{split}" for split in dataset)
+        raise DataError(f"{name}: a saved dataset of several splits; give one of them: {splits}")
+    return next(iter(dataset.values()))
 
 
 def _load_from_hub(datasets: Any, name: str) -> Any:
     dataset, config, split = (*name.split(":"), "", "")[:3]
     return datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
-
-
-def _dataset_documents(name: str, load: Callable[[Any, str], Any], text_field: str) -> Iterator[str]:
-    """Yield the text of each row of a dataset of the `datasets` package, downloaded as it is read."""
-    package, row = _package("datasets", name), 0
-    try:
-        for row, record in enumerate(load(package, name), 1):
-            yield _text_of(dict(record), f"{name}, row {row}", text_field)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"{name}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check the path, "
-            "or the name (owner/name:config:split) and the network"
-        ) from error
 
 
 def _python_documents() -> Iterator[str]:
@@ -401,7 +361,7 @@ def _python_documents() -> Iterator[str]:
     yield from (topics[name] for name in sorted(topics))
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (path for path in paths if not _NOT_PROSE & set(path.parts))
-    for path in sorted(kept, key=lambda path: blake2b(path.as_posix().encode()).digest()):
+    prose = (path for path in paths if not _NOT_PROSE & set(path.parts))
+    for path in sorted(prose, key=lambda path: blake2b(path.as_posix().encode()).digest()):
         with tokenize.open(root / path) as file:
             yield file.read()

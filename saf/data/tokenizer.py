@@ -1,23 +1,22 @@
-"""The tokenizer of a data folder: one in the `tokenizers` file format, given, or byte-level BPE trained on the text."""
+"""The tokenizer of a data folder: one in the `tokenizers` file format, or byte-level BPE trained on the text."""
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from saf.errors import DataError, InputError, SafWarning
+from saf.errors import DataError, InputError
 from saf.records.files import read_json, write_json
 
 EOT = "<|endoftext|>"
+# Names of the token that ends a document, for tokenizer files that no other file names it for.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Names of the token that ends a document, for tokenizer files that nothing beside them tells it of."""
 CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE = "special_tokens_map.json"
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-_HUB_FILES = ["tokenizer.json", CONFIG_FILE, "special_tokens_map.json", *_GPT2_FILES[0], *_GPT2_FILES[1]]
-# Tokenising takes some 150 times a text's size in memory: longer documents are cut, where a place for it is found
-# within the second limit. A place is verified by the characters on each of its sides, which are many pre-tokens.
+# Tokenising takes some 150 times a text's size in memory, so longer documents are cut; the second limit is how far a
+# place to cut is looked for. It must keep the pre-tokens of the characters on each side of it.
 _PIECE, _UNCUT, _CONTEXT = 2**19, 2**23, 1024
 _WORD_END = re.compile(r"(?<=[^\W_])(?=[^\w'\u2019])")
 
@@ -26,17 +25,10 @@ class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
     def __init__(self, data: bytes, *, name: str = "tokenizer.json", eos: str | None = None):
-        """Build from the bytes of a tokenizer.json.
+        """Build from the bytes of a tokenizer.json; its truncation and padding are switched off.
 
-        Its truncation and padding are switched off, with a SafWarning: `save` writes it without them.
-
-        Args:
-            data: the file's content.
-            name: what messages call it.
-            eos: the token that ends a document; one of the usual names, where the vocabulary has it, when None.
-
-        Raises:
-            DataError: It is no tokenizer, or the vocabulary has no such token.
+        `name` is the file's name in messages, `eos` the token that ends a document; None takes one of the usual names.
+        Raises DataError when `data` is no tokenizer, or its vocabulary has no such token.
         """
         import tokenizers
 
@@ -45,7 +37,6 @@ class Tokenizer:
         except Exception as error:
             raise DataError(f"{name}: not a tokenizer file ({error}); expected a tokenizer.json") from error
         if self._backend.truncation or self._backend.padding:
-            warnings.warn(f"{name}: its truncation and padding are switched off", SafWarning, stacklevel=2)
             self._backend.no_truncation()
             self._backend.no_padding()
             data = self._backend.to_str().encode()
@@ -65,29 +56,31 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.json, or a folder with one or with GPT-2's two files.
+        """Read a tokenizer.json, or a folder with one or with GPT-2's two files; raise DataError when there is none.
 
         The end-of-text token is the one that tokenizer_config.json or special_tokens_map.json beside it names.
-        Raises DataError when there is no tokenizer, or it is damaged.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.is_file():
             return cls(file.read_bytes(), name=str(file), eos=_eos_token(file.parent))
-        for names in _GPT2_FILES:
-            if all((path / name).is_file() for name in names):
-                data = _byte_level(*(path / name for name in names)).to_str().encode()
-                return cls(data, name=str(path / names[0]), eos=_eos_token(path))
+        for pair in _GPT2_FILES:
+            vocabulary, merges = (path / name for name in pair)
+            if vocabulary.is_file() and merges.is_file():
+                backend = _byte_level(vocabulary, merges)
+                backend.add_special_tokens([EOT])
+                return cls(backend.to_str().encode(), name=str(vocabulary), eos=_eos_token(path))
         pairs = ", ".join(" + ".join(pair) for pair in _GPT2_FILES)
         raise DataError(f"{path}: no tokenizer there; give --tokenizer a folder with tokenizer.json, or {pairs}")
 
     @classmethod
     def from_hub(cls, repository: str) -> "Tokenizer":
-        """Download the tokenizer of a model on the Hugging Face hub; raise DataError when it cannot be had."""
+        """Download the tokenizer of a model on the Hugging Face hub; raise DataError when that fails."""
         import huggingface_hub
 
+        patterns = ["tokenizer.json", CONFIG_FILE, _MAP_FILE, *_GPT2_FILES[0], *_GPT2_FILES[1]]
         try:
-            folder = huggingface_hub.snapshot_download(repository, allow_patterns=_HUB_FILES)
+            folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns)
         except Exception as error:
             raise DataError(
                 f"{repository}: no such folder here, and its tokenizer could not be downloaded "
@@ -105,28 +98,26 @@ class Tokenizer:
         write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def same(self, other: "Tokenizer") -> bool:
-        """Return whether another one makes the same tokens of every text, however its file is laid out."""
+        """Whether another one makes the same tokens of every text, however its file is laid out."""
         return self._backend.to_str() == other._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's token ids, nothing added."""
+        """Token ids of a text, nothing added."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of several texts, on all cores."""
+        """Token ids of several texts, computed on all cores."""
         return [row.ids for row in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens spelled out."""
+        """Text of token ids, special tokens spelled out."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def pieces(self, text: str) -> Iterator[str]:
         """Cut a long text into pieces that have the tokens of the whole.
 
-        A cut stands where a word ends and the normaliser and pre-tokenizer part the text there anyway.
-
-        Raises:
-            DataError: A stretch of 8 million characters has no such place.
+        A cut is the end of a word where normaliser and pre-tokenizer part the text anyway. Raises DataError where 8
+        million characters have none.
         """
         start, reach = 0, _PIECE
         while start + reach < len(text):
@@ -136,12 +127,12 @@ class Tokenizer:
             elif (reach := reach + _PIECE // 2) > _UNCUT:
                 raise DataError(
                     f"a document of {len(text):,} characters cannot be cut within {_UNCUT:,} of them from {start:,} on "
-                    f"({text[start : start + 40]!r}); make several documents of it, for example with split_characters"
+                    f"({text[start : start + 40]!r}); cut it into several, for example with split_characters"
                 )
         yield text[start:]
 
     def _cut(self, text: str, low: int, high: int) -> int | None:
-        """Return a place between two in a text where it may be cut, or None."""
+        """A place between two in a text where it may be cut, or None."""
         added = self._backend.get_added_tokens_decoder().values()
         # Added tokens that are not special are taken out first, with what is around them.
         if self._backend.pre_tokenizer is None or any(
@@ -153,20 +144,19 @@ class Tokenizer:
             # Before white space rather than before a mark, and as far on as can be.
             for place in sorted(places[-16:], key=lambda place: (not text[place].isspace(), -place)):
                 before, after = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
-                if self._parted(before) + self._parted(after) == self._parted(before + after):
+                if self._pre_tokens(before) + self._pre_tokens(after) == self._pre_tokens(before + after):
                     return place
         return None
 
-    def _parted(self, text: str) -> list[str]:
-        """Return the pre-tokens of a text."""
+    def _pre_tokens(self, text: str) -> list[str]:
         if self._backend.normalizer is not None:
             text = self._backend.normalizer.normalize_str(text)
         return [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _eos_token(folder: Path) -> str | None:
-    """Return the eos_token that the files of transformers beside a tokenizer name; None without them."""
-    for name in (CONFIG_FILE, "special_tokens_map.json"):
+    """The eos_token that the files of transformers beside a tokenizer name; None without them."""
+    for name in (CONFIG_FILE, _MAP_FILE):
         if (folder / name).is_file():
             token = read_json(folder / name, error=DataError).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
@@ -175,28 +165,25 @@ def _eos_token(folder: Path) -> str | None:
     return None
 
 
-def _byte_level(vocabulary: Path | None = None, merges: Path | None = None) -> Any:
-    """Return a BPE of the package that parts bytes into words as GPT-2 does; untrained, or from GPT-2's two files."""
+def _byte_level(*files: Path) -> Any:
+    """A BPE that parts bytes into words as GPT-2 does; untrained, or from GPT-2's vocabulary and merges."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
     try:
-        model = models.BPE() if vocabulary is None else models.BPE.from_file(str(vocabulary), str(merges))
+        backend = Backend(models.BPE.from_file(*map(str, files)) if files else models.BPE())
     except Exception as error:
-        raise DataError(f"{vocabulary}, {merges}: not GPT-2's vocabulary and merges ({error})") from error
-    backend = Backend(model)
+        raise DataError(f"{', '.join(map(str, files))}: not GPT-2's vocabulary and merges ({error})") from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    if vocabulary is not None:
-        backend.add_special_tokens([EOT])
     return backend
 
 
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's word splitting on texts; end-of-text is token 0.
 
-    The vocabulary comes out smaller than `vocab_size` when the texts have too few pairs to merge. Raises InputError
-    when it has no room for the 256 bytes and the end-of-text token.
+    Texts with too few pairs to merge give a smaller vocabulary. Raises InputError when `vocab_size` has no room for
+    the 256 bytes and the end-of-text token.
     """
     from tokenizers import pre_tokenizers, trainers
 

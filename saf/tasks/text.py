@@ -93,7 +93,6 @@ class TextTask:
             count=settings.calibration_sequences,
             seed=settings.seed,
             source=source,
-            setting="calibration_sequences",
         )
         return list(windows.split(settings.batch_size))
 

@@ -20,7 +20,6 @@ from saf.data import (
     calibration_windows,
     prepare,
     sequential_windows,
-    train_bpe,
 )
 from saf.errors import DataError, InputError
 
@@ -48,17 +47,6 @@ def test_what_an_open_folder_holds(prepared):
     assert data.unigram_entropy("train") == pytest.approx(-(share * np.log(share)).sum())
     with pytest.raises(InputError, match="partition must be one of train, calibration, controller, report"):
         data.tokens("test")
-
-
-def test_a_large_vocabulary_takes_four_bytes(source, tmp_path):
-    train_bpe(["text"], vocab_size=257).save(tmp_path / "tokenizer.json")
-    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"] |= {f"word {n}": n for n in range(257, 65_537)}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    data = prepare(source, tmp_path / "data", tokenizer=str(tmp_path), heldout_fraction=0.3)
-    assert data.vocab_size == 65_537
-    assert (tmp_path / "data" / "train.bin").stat().st_size == 4 * data.num_tokens("train")
-    TokenData.open(tmp_path / "data", verify=True)
 
 
 def test_the_fingerprint_knows_tokens_not_places(prepared, folder, source, settings, tmp_path):

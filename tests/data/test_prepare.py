@@ -2,12 +2,6 @@
 
 import fcntl
 import hashlib
-import os
-import resource
-import signal
-import subprocess
-import sys
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -18,11 +12,13 @@ from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
 from tests.data.texts import jsonl, partition_documents
 
-ROOT = Path(__file__).parents[2]
-
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def heldout_documents(data: TokenData) -> list[str]:
+    return list(chain(*(partition_documents(data, name) for name in PARTITIONS[1:])))
 
 
 def test_every_document_lands_in_exactly_one_partition(prepared, texts):
@@ -68,14 +64,17 @@ def test_partitions_and_their_order_never_change_between_versions(source, tmp_pa
             assert hashlib.sha256(tokens.tobytes()).hexdigest()[:16] == expected
 
 
-def test_of_few_documents_what_was_asked_for_is_held_out(tmp_path):
-    """The lowest keys of these documents hold a third of the text that is to be held out."""
+def test_of_few_documents_the_fraction_is_held_out_but_for_long_ones(tmp_path):
+    """The lowest keys of the first documents hold a third of the text that is to be held out."""
     draw = np.random.default_rng(3)
     texts = [f"{number} " + "word " * int(length) for number, length in enumerate(np.exp(draw.normal(4, 1, 100)))]
-    options = {"heldout_fraction": 0.05, "seed": 7, "vocab_size": 270}
-    data = prepare(jsonl(tmp_path / "few.jsonl", texts), tmp_path / "data", **options)
+    data = prepare(jsonl(tmp_path / "few.jsonl", texts), tmp_path / "few", seed=7, vocab_size=270)
     counts = [data.num_tokens(name) for name in PARTITIONS]
     assert sum(counts[1:]) / sum(counts) == pytest.approx(0.05, rel=0.1)
+    texts = [f"{number} " + "word " * (20 if number < 12 else 3_000) for number in range(24)]
+    with pytest.warns(SafWarning, match=r"0\.[0-9]% of the tokens are held out, 5\.0% were asked for"):
+        data = prepare(jsonl(tmp_path / "long.jsonl", texts), tmp_path / "long", vocab_size=270)
+    assert max(map(len, heldout_documents(data))) < 200
 
 
 @pytest.mark.parametrize("tokenizer_bytes", [2**24, 50_000])
@@ -87,30 +86,21 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
     options = {"vocab_size": 1_500, "heldout_fraction": 0.2, "tokenizer_bytes": tokenizer_bytes}
     data = prepare(source, tmp_path / "data", **options)
     assert data.index["tokenizer"]["trained_on"]["bytes"] <= tokenizer_bytes
-    learned = {"train": 0, "held": 0}
-    for name in PARTITIONS:
-        for text in partition_documents(data, name):
-            whole = len(data.tokenizer().encode(" " + text.split()[0])) == 1
-            learned["train" if name == "train" else "held"] += whole
-    assert learned["held"] == 0
-    assert learned["train"] > (30 if tokenizer_bytes == 2**24 else 10)
+
+    def learned(texts: list[str]) -> int:
+        return sum(len(data.tokenizer().encode(" " + text.split()[0])) == 1 for text in texts)
+
+    assert learned(heldout_documents(data)) == 0
+    assert learned(partition_documents(data, "train")) > (30 if tokenizer_bytes == 2**24 else 10)
 
 
-def test_long_documents_stay_in_training_which_is_told_where_too_little_is_left(tmp_path):
-    texts = [f"{number} " + "word " * (20 if number < 12 else 3_000) for number in range(24)]
-    with pytest.warns(SafWarning, match=r"0\.[0-9]% of the tokens are held out, 5\.0% were asked for"):
-        data = prepare(jsonl(tmp_path / "long.jsonl", texts), tmp_path / "data", vocab_size=270)
-    held = [text for name in PARTITIONS[1:] for text in partition_documents(data, name)]
-    assert max(map(len, held)) < 200
-
-
-def test_what_is_held_out_stays_so_when_documents_are_added(texts, tmp_path):
+def test_held_out_documents_stay_so_when_others_are_added(texts, tmp_path):
     options = {"vocab_size": 257, "heldout_fraction": 0.2}
-    held = []
-    for count in (100, 120):
-        data = prepare(jsonl(tmp_path / f"{count}.jsonl", texts[:count]), tmp_path / f"data-{count}", **options)
-        held.append({text for name in PARTITIONS[1:] for text in partition_documents(data, name)})
-    assert len(held[0] & held[1]) >= 0.9 * len(held[0])
+    first, second = (
+        set(heldout_documents(prepare(jsonl(tmp_path / f"{n}.jsonl", texts[:n]), tmp_path / f"data-{n}", **options)))
+        for n in (100, 120)
+    )
+    assert len(first & second) >= 0.9 * len(first)
 
 
 def test_threads_change_nothing_and_the_seed_does(prepared, source, settings, tmp_path):
@@ -126,11 +116,12 @@ def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
     train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], *near, "  "])
     data = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300)
     assert data.index["duplicates"] == {"also_held_out": 10, "repeated": 10, "empty": 1, "nearly_held_out": 2}
-    held = [partition_documents(data, name) for name in PARTITIONS[1:]]
-    assert sorted(chain(*held)) == sorted(texts[:40])
+    assert sorted(heldout_documents(data)) == sorted(texts[:40])
     assert sorted(partition_documents(data, "train")) == sorted(texts[40:])
     with pytest.raises(DataError, match="every training document is also held out"):
         prepare(jsonl(tmp_path / "near.jsonl", near), tmp_path / "none", heldout=heldout, vocab_size=300)
+    with pytest.raises(DataError, match=r"none.txt: no such file"):
+        prepare(train, tmp_path / "none", heldout=tmp_path / "none.txt")
 
 
 def test_limits(source, texts, tmp_path):
@@ -143,7 +134,7 @@ def test_limits(source, texts, tmp_path):
     with pytest.raises(DataError, match=r"got no document: 1 documents in all.*split_characters"):
         prepare(tmp_path / "one.txt", tmp_path / "c", **options)
     data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, **options)
-    assert max(len(text) for name in PARTITIONS for text in partition_documents(data, name)) <= 400
+    assert max(map(len, [*heldout_documents(data), *partition_documents(data, "train")])) <= 400
 
 
 def test_a_long_document_has_the_tokens_of_one_piece(tmp_path):
@@ -157,12 +148,8 @@ def test_a_long_document_has_the_tokens_of_one_piece(tmp_path):
         "café? ",
     ]
     long = "".join(marks[number] for number in drawn)
-    data = prepare(
-        jsonl(tmp_path / "a.jsonl", [long, *(f"{n} {long[n * 900 :][:800]}" for n in range(40))]),
-        tmp_path / "data",
-        vocab_size=400,
-        heldout_fraction=0.005,
-    )
+    texts = [long, *(f"{n} {long[n * 900 :][:800]}" for n in range(40))]
+    data = prepare(jsonl(tmp_path / "a.jsonl", texts), tmp_path / "data", vocab_size=400, heldout_fraction=0.005)
     ids = np.asarray(data.tokens("train"))
     longest = max(np.split(ids, np.flatnonzero(ids == data.eot_id) + 1), key=len)
     assert len(longest) > 200_000
@@ -198,9 +185,10 @@ def test_progress_is_shown_where_asked_for(source, settings, tmp_path, capfd):
 def test_bad_text_in_the_middle_leaves_nothing(source, settings, tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(source.read_bytes() + b'{"txt": 1}\n')
-    with pytest.raises(DataError, match="line 121: no field 'text'"):
-        prepare(bad, tmp_path / "data", **settings)
-    assert list(tmp_path.iterdir()) == [bad]
+    for sources in (bad, tmp_path):  # the file alone, and in a folder
+        with pytest.raises(DataError, match="line 121: no field 'text'"):
+            prepare(sources, tmp_path / "data", **settings)
+        assert list(tmp_path.iterdir()) == [bad]
 
 
 def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tmp_path):
@@ -219,7 +207,7 @@ def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tm
 
 
 @pytest.mark.parametrize(("name", "content"), [("thesis.tex", "years of work"), ("index.json", "{}")])
-def test_other_peoples_files_are_never_replaced(source, settings, tmp_path, name, content):
+def test_other_files_are_never_replaced(source, settings, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     for overwrite in (False, True):
         with pytest.raises(DataError, match="something that is not a data folder is there"):
@@ -227,42 +215,16 @@ def test_other_peoples_files_are_never_replaced(source, settings, tmp_path, name
     assert (tmp_path / name).read_text() == content
 
 
-def test_one_process_at_a_time(source, settings, tmp_path):
-    (tmp_path / ".data.lock").write_text("")
-    with open(tmp_path / ".data.lock") as lock:
+def test_one_process_at_a_time_and_a_killed_one_is_cleared(source, settings, tmp_path):
+    out = tmp_path / "data"
+    with open(tmp_path / ".data.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another process is preparing this folder"):
-            prepare(source, tmp_path / "data", **settings)
-    prepare(source, tmp_path / "data", **settings)
-
-
-def test_a_full_disk_loses_nothing(source, settings, tmp_path):
-    out = tmp_path / "data"
-    first = prepare(source, out, **settings)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match=r"large|limit"):
-            prepare(source, out, **settings, seed=1, overwrite=True)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+            prepare(source, out, **settings)
+    (tmp_path / ".writing-data").mkdir()
+    prepare(source, out, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_a_killed_process_leaves_no_folder_and_the_next_one_starts_over(source, settings, tmp_path):
-    words = [sys.executable, "-m", "saf", "data", "prepare", "python", "--out", str(tmp_path / "data")]
-    writing = tmp_path / ".writing-data"
-    with subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL) as process:
-        while not writing.exists() and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert writing.exists()
-    assert not (tmp_path / "data").exists()
-    prepare(source, tmp_path / "data", **settings)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-    # Killed between the two renames of a replacement.
-    (tmp_path / "data").rename(tmp_path / ".replaced-data")
+    out.rename(tmp_path / ".replaced-data")  # killed between the two renames of a replacement
     with pytest.raises(DataError, match="a finished data folder is there"):
-        prepare(source, tmp_path / "data", **settings)
-    TokenData.open(tmp_path / "data")
+        prepare(source, out, **settings)
+    TokenData.open(out)

@@ -1,15 +1,15 @@
-"""Tokenizers: GPT-2's files, byte-level BPE trained here, and what a file of another library may ask for."""
+"""Tokenizers: GPT-2's files, byte-level BPE trained here, the end-of-text token, and settings of other libraries."""
 
 import json
-import warnings
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.data import PARTITIONS, TokenData, Tokenizer, prepare, train_bpe
-from saf.errors import DataError, InputError, SafWarning
+from saf.errors import DataError, InputError
 
 EOT = "<|endoftext|>"
 
@@ -22,6 +22,12 @@ def bpe(texts) -> Tokenizer:
 @pytest.fixture(scope="module")
 def gpt2(shared) -> Tokenizer:
     return Tokenizer.load(shared / "data" / "tokenizers" / "gpt2")
+
+
+@pytest.fixture
+def backend(bpe):
+    """The BPE as an object of the `tokenizers` package, for a test to change."""
+    return tokenizers.Tokenizer.from_str(bpe._data.decode())
 
 
 def test_gpt2_from_its_two_files(gpt2, shared, tmp_path):
@@ -57,14 +63,43 @@ def test_text_that_spells_end_of_text_is_text(name, request):
     assert tokenizer.decode(ids) == f"a{EOT}b"
 
 
-def test_unusable_tokenizers_are_named(tmp_path, bpe, monkeypatch):
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("eos", ["<fin>", {"__type": "AddedToken", "content": "<fin>"}])
+def test_documents_end_with_the_token_that_the_tokenizers_own_files_name(backend, source, texts, tmp_path, name, eos):
+    folder, options = tmp_path / "tokenizer", {"heldout_fraction": 0.4, "workers": 1}
+    folder.mkdir()
+    backend.add_special_tokens(["<fin>"])
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.load(folder).eot_token == EOT, "a bare file has a usual name"
+    (folder / name).write_text(json.dumps({"eos_token": eos, "pad_token": EOT}))
+    data = prepare(source, tmp_path / "data", tokenizer=str(folder), **options)
+    fin = backend.token_to_id("<fin>")
+    assert data.eot_id == data.tokenizer().eot_id == Tokenizer.load(tmp_path / "data").eot_id == fin
+    assert sum(int((np.asarray(data.tokens(part)) == fin).sum()) for part in PARTITIONS) == len(texts)
+    # The prepared folder is a tokenizer's folder too.
+    assert prepare(source, tmp_path / "again", tokenizer=str(tmp_path / "data"), **options).fingerprint == (
+        data.fingerprint
+    )
+    (folder / name).write_text(json.dumps({"eos_token": "<other>"}))
+    with pytest.raises(DataError, match="<other>"):
+        Tokenizer.load(folder)
+
+
+def test_gpt2s_two_files_may_have_another_token(backend, tmp_path):
+    model = json.loads(backend.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps({**model["vocab"], "<fin>": 400}))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
+    assert Tokenizer.load(tmp_path).eot_token == "<fin>"
+
+
+def test_unusable_tokenizers_are_named(tmp_path, backend):
     with pytest.raises(DataError, match=r"no tokenizer there; give --tokenizer a folder with tokenizer.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer file"):
         Tokenizer.load(tmp_path)
-    bpe.save(tmp_path / "tokenizer.json")
-    plain = json.loads((tmp_path / "tokenizer.json").read_text())
+    plain = json.loads(backend.to_str())
     plain["added_tokens"] = []
     plain["model"]["vocab"] = {"stop" if token == EOT else token: n for token, n in plain["model"]["vocab"].items()}
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
@@ -81,25 +116,14 @@ def test_unusable_tokenizers_are_named(tmp_path, bpe, monkeypatch):
         prepare("python", tmp_path / "data", tokenizer="someone/no-such-model")
 
 
-def test_text_is_whole_whatever_the_tokenizer_file_says(texts, source, tmp_path):
-    """The file cuts texts to four tokens and fills them up to six."""
-    train_bpe(texts, vocab_size=300).save(tmp_path / "whole.json")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "whole.json"))
+def test_text_is_whole_although_the_tokenizer_file_cuts_and_pads(texts, bpe, backend, tmp_path):
     backend.enable_truncation(4)
     backend.enable_padding(length=6)
     backend.save(str(tmp_path / "tokenizer.json"))
-    whole = Tokenizer.load(tmp_path / "whole.json")
-    with pytest.warns(SafWarning, match="truncation and padding are switched off"):
-        tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode_batch(texts[:3]) == whole.encode_batch(texts[:3])
-    counts = []
-    for name in ("whole.json", "tokenizer.json"):
-        with warnings.catch_warnings(action="ignore"):
-            data = prepare(source, tmp_path / f"of-{name}", tokenizer=str(tmp_path / name), heldout_fraction=0.3)
-        with warnings.catch_warnings(action="error"):
-            TokenData.open(tmp_path / f"of-{name}").tokenizer()
-        counts.append([data.num_tokens(partition) for partition in PARTITIONS])
-    assert counts[0] == counts[1]
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode_batch(texts[:3]) == bpe.encode_batch(texts[:3])
+    tokenizer.save(tmp_path / "saved.json")
+    assert Tokenizer.load(tmp_path / "saved.json").encode(texts[0]) == bpe.encode(texts[0])
 
 
 @pytest.mark.parametrize("added", ["no pre-tokenizer", "a token of two words"])
@@ -120,3 +144,13 @@ def test_a_tokenizer_that_may_join_words_gets_long_documents_whole(tmp_path, add
 def test_a_document_that_cannot_be_cut_is_refused_rather_than_taken_into_memory(bpe):
     with pytest.raises(DataError, match=r"cannot be cut .*split_characters"):
         list(bpe.pieces("x" * 9_000_000))
+
+
+def test_a_large_vocabulary_takes_four_bytes(source, backend, tmp_path):
+    tokenizer = json.loads(backend.to_str())
+    tokenizer["model"]["vocab"] |= {f"word {n}": n for n in range(400, 65_537)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    data = prepare(source, tmp_path / "data", tokenizer=str(tmp_path), heldout_fraction=0.3)
+    assert data.vocab_size == 65_537
+    assert (tmp_path / "data" / "train.bin").stat().st_size == 4 * data.num_tokens("train")
+    TokenData.open(tmp_path / "data", verify=True)

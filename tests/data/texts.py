@@ -20,9 +20,9 @@ def corpus(count: int = 120, seed: int = 0) -> list[str]:
     ]
 
 
-def lines(texts, field: str = "text") -> bytes:
+def lines(texts, **fields) -> bytes:
     """JSON Lines, one object for each text."""
-    return b"".join(json.dumps({field: text, "id": 1}).encode() + b"\n" for text in texts)
+    return b"".join(json.dumps({"text": text, **fields}).encode() + b"\n" for text in texts)
 
 
 def jsonl(path: Path, texts) -> Path:

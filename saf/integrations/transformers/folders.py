@@ -21,7 +21,7 @@ from saf.calibration import plan_calibration
 from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
-from saf.freeze_settings import SHORTER, CheckpointFreezing, check_length, check_new, check_some
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new, check_some
 from saf.freezing.choice import check_heads, scores_collect
 from saf.freezing.recipe import freeze_
 from saf.freezing.report import FreezeReport
@@ -294,8 +294,7 @@ def _batches(
         data.num_tokens("controller") // length - count if plain else (data.num_tokens("controller") - 1) // length
     )
     asked = settings.heldout_count(windows)
-    draw = {"length": length, "seed": seed, "setting": "--sequences", "shorter": SHORTER}
-    drawn = calibration_windows(data, count=count + asked if plain else count, **draw)
+    drawn = calibration_windows(data, length=length, count=count + asked if plain else count, seed=seed)
     batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
     if not plain:
         heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
