@@ -202,9 +202,12 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         order = members[np.lexsort((documents["digest"][members, 0], documents["key"][members]))]
         digests = documents["digest"][order].tobytes()
         (folder / f"{name}.digests").write_bytes(digests)
-        facts = {"documents": len(order), "bytes": int(documents["bytes"][order].sum())}
-        facts["digests_sha256"] = sha256(digests).hexdigest()
-        partitions[name] = facts | spool.write(order, folder / f"{name}.bin")
+        partitions[name] = {
+            "documents": len(order),
+            "bytes": int(documents["bytes"][order].sum()),
+            "digests_sha256": sha256(digests).hexdigest(),
+            **spool.write(order, folder / f"{name}.bin"),
+        }
     spool.path.unlink()
     settings = {name: value for name, value in asdict(config).items() if name not in ("workers", "heldout")}
     index = {
@@ -376,8 +379,8 @@ class _Spool:
         # Read rather than mapped: what is mapped of a file of gigabytes would count as memory.
         with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
             for document in order.tolist():
-                spool.seek(starts[document])
-                data = spool.read(sizes[document])
+                spool.seek(int(starts[document]))
+                data = spool.read(int(sizes[document]))
                 digest.update(data)
                 file.write(data)
         counts = np.zeros(self.vocab_size, dtype=np.int64)
