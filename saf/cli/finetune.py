@@ -12,7 +12,7 @@ from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
-from saf.tasks.examples import is_json_lines
+from saf.tasks.multiple_choice import is_json_lines
 from saf.train import TrainConfig, pretrain
 from saf.train.checkpoint import names
 from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like

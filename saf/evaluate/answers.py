@@ -1,21 +1,15 @@
-"""Answers to questions with choices: how a model answers each, and what two models' answers to the same differ by."""
+"""Answers to questions with choices: how a model answers each, and how two models' answers to the same differ."""
 
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from saf.adapters import language_model
-from saf.calibration.capture import evaluation_mode
-from saf.errors import CompareError, DivergenceError, InputError
-from saf.machine.execution import autocast
-from saf.machine.processes import shared_out
-from saf.models import GPT
+from saf.errors import CompareError, InputError
+from saf.evaluate.continuations import Continuation, likelihoods
 from saf.records.events import heads_in_words
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.quantities import signed
@@ -29,69 +23,23 @@ FILE = "answers.jsonl"
 """Name of a finished run's file of answers, a line a question."""
 
 
-def padded(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 `[rows, longest - 1]`, of token sequences with where their answer begins.
-
-    Only tokens from there on are targets. Padding stands behind a sequence, where causal attention does not look.
-
-    >>> padded([([7, 8, 9], 2), ([5, 6], 1)], padding=0)
-    (tensor([[7, 8],
-            [5, 0]]), tensor([[-100,    9],
-            [   6, -100]]))
-    """
-    width = max(len(tokens) for tokens, _ in rows) - 1
-    inputs = torch.full((len(rows), width), padding)
-    targets = torch.full((len(rows), width), NO_TARGET)
-    for row, (tokens, begin) in enumerate(rows):
-        ids = torch.tensor(tokens)
-        inputs[row, : len(ids) - 1] = ids[:-1]
-        targets[row, begin - 1 : len(ids) - 1] = ids[begin:]
-    return inputs, targets
-
-
-def answer(
-    model: GPT, questions: Sequence[Any], *, padding: int, batch_size: int, precision: str
+def answer_questions(
+    model: nn.Module, questions: Sequence[Any], *, batch_size: int, precision: str
 ) -> list[dict[str, Any]]:
-    """Return how a model answers questions, in their order: it takes the choice with the largest log-probability.
+    """Record how a model answers questions, in their order: with the choice of the largest log-probability.
 
-    Processes of a group share the batches out, and all return the same records.
-
-    A record has the example's `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), whether
+    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`. A record has
+    the `id`, the numbers of the right choice (`answer`) and the one taken (`taken`, the first of equal ones), whether
     they are the same (`right`), whether text was `shortened`, the log-probability of each choice in nats, summed over
-    its tokens (`log_probs`), and the tokens of the right choice (`answer_tokens`). Of equal ones the first is taken.
+    its tokens (`log_probs`), and the number of tokens of the right one (`answer_tokens`).
 
-    Args:
-        model: Left in the mode that it had.
-        questions: Examples as tokens: `prompt`, `choices`, `example.id` and `example.answer` of each, and `shortened`.
-        padding: The token behind shorter sequences.
-        batch_size: Sequences in a forward pass, each a question with one choice.
-        precision: "fp32", "bf16" or "auto".
-
-    Raises:
-        DivergenceError: A log-probability that is not finite.
+    Raises DivergenceError for a log-probability that is not finite.
     """
-    asked = [(place, number) for place, each in enumerate(questions) for number in range(len(each.choices))]
-    # Sequences of like length share a batch; records do not depend on the order.
-    asked.sort(key=lambda at: -len(questions[at[0]].prompt) - len(questions[at[0]].choices[at[1]]))
-    language = language_model(model)
-
-    def sums(some: Sequence[tuple[int, int]]) -> list[float]:
-        """Return the log-probability of each choice of a batch."""
-        rows = [
-            (questions[place].prompt + questions[place].choices[number], len(questions[place].prompt))
-            for place, number in some
-        ]
-        inputs, targets = (part.to(language.device) for part in padded(rows, padding=padding))
-        return language.token_log_probs(inputs, targets).double().sum(1).tolist()
-
-    batches = [asked[first : first + batch_size] for first in range(0, len(asked), batch_size)]
-    with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        found = dict(zip(asked, chain.from_iterable(shared_out(sums, batches)), strict=True))
+    pairs = [Continuation(each.prompt, choice) for each in questions for choice in each.choices]
+    found = iter(likelihoods(model, pairs, batch_size=batch_size, precision=precision))
     records = []
-    for place, each in enumerate(questions):
-        log_probs = [found[place, number] for number in range(len(each.choices))]
-        if not all(map(math.isfinite, log_probs)):
-            raise DivergenceError(f"the log-probabilities of example {each.example.id} are {log_probs}, not finite")
+    for each in questions:
+        log_probs = [next(found).log_prob for _ in each.choices]
         right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
         records.append(
             {
@@ -107,14 +55,14 @@ def answer(
     return records
 
 
-def loss_of(records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean loss of the tokens of right choices, nats per token."""
+def answer_loss(records: Sequence[Mapping[str, Any]]) -> float:
+    """Mean loss of the tokens of right choices, nats per token."""
     total = -math.fsum(record["log_probs"][record["answer"]] for record in records)
     return total / sum(record["answer_tokens"] for record in records)
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the accuracy, its standard error over questions, and how often each choice was right and was taken."""
+    """Accuracy, its standard error over questions, and how often each choice was right and was taken."""
     share, count = sum(record["right"] for record in records) / len(records), len(records)
     counts = {name: Counter(record[name] for record in records) for name in ("answer", "taken")}
     numbers = sorted(counts["answer"] | counts["taken"])
@@ -129,7 +77,7 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test, from questions that one model alone answers rightly.
+    """The exact two-sided p-value of McNemar's test, from questions that one model alone answers rightly.
 
     >>> round(mcnemar(1, 6), 4), mcnemar(0, 0)
     (0.125, 1.0)
@@ -140,7 +88,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected by Holm's step-down method for how many tests there are, in the order given.
+    """P-values corrected by Holm's step-down method for the number of tests, in the order given.
 
     >>> [round(value, 3) for value in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]
@@ -153,17 +101,16 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what two models' answers to the same questions differ by.
+    """How two models' answers to the same questions differ.
 
     `difference` is the second model's accuracy minus the first's; its standard error and 95% interval are over the
     questions, paired. `gained` and `lost` are questions that the second or the first alone answers rightly; `p_value`
     is McNemar's, exact. Raises CompareError for other questions.
     """
-    asked = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
-    if asked[0] != asked[1]:
-        raise CompareError(
-            f"different questions were answered ({len(asked[0])} and {len(asked[1])}); judge both by the same file"
-        )
+    questions = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
+    if questions[0] != questions[1]:
+        counts = " and ".join(str(len(each)) for each in questions)
+        raise CompareError(f"different questions were answered ({counts}); test both on the same file")
     changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
     count, gained, lost = len(changes), changes.count(1), changes.count(-1)
     mean = (gained - lost) / count

@@ -11,7 +11,7 @@ from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, setting_of_moment
 from saf.tasks import Task
-from saf.tasks.finetuning import PATHS
+from saf.tasks.multiple_choice import PATHS
 from saf.train.checkpoint import Checkpoint, open_checkpoint
 from saf.train.config import TrainConfig
 

@@ -11,7 +11,7 @@ import pytest
 from saf.data import TextData, TokenData, prepare, train_bpe
 from saf.data.reading import Source
 from saf.errors import DataError
-from saf.tasks.examples import read_examples
+from saf.tasks.multiple_choice import read_examples
 from tests.data.texts import documents, lines
 
 BOM = b"\xef\xbb\xbf"

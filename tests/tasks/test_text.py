@@ -84,10 +84,10 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
     state = {"update": 4, **task.state(4)}
     assert state["sampler_position"] == 24
     task.check_continues(state, tmp_path)
-    with pytest.raises(CheckpointError, match="was trained on data with fingerprint 0000"):
+    with pytest.raises(CheckpointError, match="was trained on other data: fingerprint 0000"):
         task.check_continues({**state, "data_fingerprint": "0" * 64}, tmp_path)
     other = TextTask(replace(settings, batch_size=5), length=LENGTH)
-    with pytest.raises(InputError, match=r"used 6 windows an update, this run 5 x 3; keep their product"):
+    with pytest.raises(InputError, match=r"must be 6 .* got 5 x 3"):
         other.check_continues(state, tmp_path)
 
 

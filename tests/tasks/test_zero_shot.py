@@ -69,7 +69,7 @@ def test_sst2_keeps_the_space_that_ends_a_sentence(tmp_path):
     write(tmp_path / "sst2", "dev.tsv", "sentence\tlabel\na sad film \t0\n")
     assert read_questions("sst2", tmp_path).rows == [{"sentence": "a sad film ", "label": 0}]
     write(tmp_path / "sst2", "dev.tsv", "sentence\tlabel\na sad film \t2\n")
-    with pytest.raises(DataError, match="line 2: expected a label from 0 to 1; got '2'"):
+    with pytest.raises(DataError, match="line 2: label must be from 0 to 1, got '2'"):
         read_questions("sst2", tmp_path)
 
 
@@ -80,10 +80,10 @@ def test_a_file_that_is_missing_or_wrong_is_named(tmp_path):
     with pytest.raises(DataError, match="holds no question"):
         read_questions("boolq", tmp_path)
     write(tmp_path / "boolq", "val.jsonl", json.dumps({**LINES["boolq"][1], "label": 1}))
-    with pytest.raises(DataError, match="expected a label true or false; got 1"):
+    with pytest.raises(DataError, match="label must be true or false, got 1"):
         read_questions("boolq", tmp_path)
     write(tmp_path / "hellaswag", "hellaswag_val.jsonl", json.dumps({**LINES["hellaswag"][1], "ctx": "A.", "label": 4}))
-    with pytest.raises(DataError, match="expected a label from 0 to 3; got 4"):
+    with pytest.raises(DataError, match="label must be from 0 to 3, got 4"):
         read_questions("hellaswag", tmp_path)
 
 

@@ -258,7 +258,7 @@ def test_refuses_unusable_parents(settings):
         assert getattr(continue_from(parent, out="x", fresh=True, **{name: passed}), name) == passed
     with pytest.raises(InputError, match="unknown settings"):
         continue_from(parent, out="x", warmpu=3)
-    with pytest.raises(InputError, match="keep their product"):
+    with pytest.raises(InputError, match="batch_size x accumulation must be"):
         pretrain(continue_from(parent, out=settings("other").out, batch_size=3))
     pretrain(continue_from(parent, out=settings("same").out, batch_size=8, accumulation=1))
 

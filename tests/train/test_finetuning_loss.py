@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from saf.records.files import read_lines
-from saf.tasks import FinetuneSettings
-from saf.tasks.finetuning import OwnTask
+from saf.tasks import FinetuneSettings, FinetuneTask
 from saf.train import TrainConfig, load_model, open_checkpoint, pretrain
 from tests.train.conftest import SMALL
 from tests.train.group import together
@@ -65,7 +64,7 @@ def outcome(folder: Path) -> tuple[float, dict[str, torch.Tensor]]:
 
 def expected(settings: TrainConfig, folder: Path, count: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Return loss and gradient of the first examples in float64, each alone and without padding."""
-    task = OwnTask(replace(settings, batch_size=count, accumulation=1), length=64)
+    task = FinetuneTask(replace(settings, batch_size=count, accumulation=1), length=64)
     model = load_model(folder / "checkpoints" / "step-0").double()
     examples = [task.examples[number] for number in task.numbers(0, count)]
     total, tokens = torch.zeros((), dtype=torch.float64), 0

@@ -11,7 +11,7 @@ from saf.data import prepare
 from saf.errors import SafWarning
 from saf.records.files import read_json, read_lines
 from saf.tasks import TASKS
-from saf.tasks.examples import read_examples
+from saf.tasks.multiple_choice import read_examples
 from saf.train import TrainConfig, latest, load_model, pretrain
 from saf.train.run_config import recorded_config
 from tests.train.conftest import SMALL

@@ -78,7 +78,7 @@ def test_recorded_settings_come_back(settings, finished):
     assert TrainConfig.from_dict(recorded).mqar == MQAR
     with pytest.raises(InputError, match="mqar must be left out without task='mqar'"):
         settings(task="text")
-    with pytest.raises(CheckpointError, match="was not trained on these examples"):
+    with pytest.raises(CheckpointError, match="was trained on other data"):
         pretrain(continue_from(folder / "checkpoints" / "step-12", out=f"{folder}-other", seed=5, updates=14))
 
 
@@ -307,7 +307,7 @@ def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_conte
         parse_words([*start, "--test", "file"])
     with pytest.raises(InputError, match="whose examples come once"):
         parse_words([*start, "--epochs", "2"]).run()
-    with pytest.raises(InputError, match="expected a finished run of recall"):
+    with pytest.raises(InputError, match="must be a finished run of recall"):
         parse_words([*start, *WORDS, "--mqar.ordinary", str(tmp_path)]).run()
     assert parse_words(start).config.mqar.tests == ()
     assert MQARSettings().within(2_048).tests == MQARSettings().tests[:-1]

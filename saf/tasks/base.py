@@ -1,0 +1,156 @@
+"""`Task`: what a run trains on, what freezing calibrates on, and what the model is measured by.
+
+A run assumes no text: its position in the data, and what must be equal to continue from a checkpoint, come from here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from saf.calibration.capture import Batch
+from saf.errors import CheckpointError, InputError
+from saf.machine.execution import Execution
+from saf.models import GPT
+
+
+class TaskSettings(Protocol):
+    """The settings of a run that a task reads; `saf.train.TrainConfig` describes each."""
+
+    task: str
+    data: str
+    batch_size: int
+    accumulation: int
+    seed: int
+    sampler: Any
+    eval_windows: int
+    calibration_sequences: int
+    calibration_source: Any
+    heldout_sequences: int
+    token_losses: bool
+    finetuning: Any
+    mqar: Any
+
+
+class MicroBatches:
+    """The micro-batches that follow a position (sequences consumed so far), one fetched ahead."""
+
+    def __init__(self, make: Callable[[int], Tensor], *, position: int, step: int, device: torch.device):
+        """`make` returns inputs and targets `[2, sequences, length]` from a position on; the next is `step` later."""
+        self._make, self._position, self._step, self._device = make, position, step, device
+        self._next = self._fetch()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
+        inputs, targets = self._next
+        self._next = self._fetch()
+        return inputs, targets
+
+    def _fetch(self) -> Tensor:
+        batch = self._make(self._position)
+        self._position += self._step
+        return batch.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else batch
+
+
+class Task(ABC):
+    """What a run trains on and is measured by.
+
+    In a group of processes every one calls `controller_loss` and `report` with the same model: they share the sequences
+    out, the first one writes, and all get the same.
+    """
+
+    name: str
+    """Its name in settings and in `TASKS`."""
+    settings: TaskSettings
+    length: int
+    """Tokens of a sequence that the model is given."""
+    vocab_size: int
+    """Number of token ids of inputs and targets."""
+    tokenizer_hash: str | None = None
+    """SHA-256 of the tokenizer, where there is one."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 of all data, for training and measuring."""
+
+    @property
+    def windows_per_update(self) -> int:
+        """Sequences of an update."""
+        return self.settings.batch_size * self.settings.accumulation
+
+    @property
+    def targets_per_update(self) -> int:
+        """Tokens of an update, those that are not counted in the loss included."""
+        return self.windows_per_update * self.length
+
+    @abstractmethod
+    def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
+        """Raise DataError now, not in the middle of training, for too few data.
+
+        `calibrates` says that events measure attention, `scores_outputs` that their scores read held-out sequences.
+        """
+
+    @abstractmethod
+    def batch(self, position: int, size: int) -> Tensor:
+        """Inputs and targets `[2, size, length]` of the training sequences from `position` on; -100 is no target."""
+
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> MicroBatches:
+        """The micro-batches that follow `update` updates: number `first`, from 0, and then each `every`.
+
+        So several processes share them out, and see together what one would see.
+        """
+        size = self.settings.batch_size
+        position = update * self.windows_per_update + first * size
+        return MicroBatches(lambda place: self.batch(place, size), position=position, step=every * size, device=device)
+
+    @abstractmethod
+    def calibration(self) -> Sequence[Batch]:
+        """Calibration sequences, the same for every arm: LongTensors `[<= batch_size, length]`.
+
+        Mappings with `input_ids` and `targets` where the loss is not of every next token.
+        """
+
+    @abstractmethod
+    def heldout(self) -> list[Tensor]:
+        """Sequences that output-aware scores read, LongTensors `[<= batch_size, length]`."""
+
+    @abstractmethod
+    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
+        """Loss that decisions during a run read, nats per target: of `eval_windows` sequences, or of some batches."""
+
+    @abstractmethod
+    def report(
+        self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
+    ) -> dict[str, Any]:
+        """Measure the trained model and return the entries for result.json, `report_loss` among them.
+
+        Writes the task's own files into `folder`, with the hashes of `checkpoints` by role.
+        """
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """The entries of config.json about the data, `fingerprint` among them."""
+
+    def state(self, update: int) -> dict[str, Any]:
+        """The entries of a checkpoint's state.json about the data after `update` updates."""
+        position = update * self.windows_per_update
+        state = {"sampler_position": position, "data_fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
+        return {name: value for name, value in state.items() if value is not None}
+
+    def check_continues(self, state: dict[str, Any], path: Path) -> None:
+        """Raise unless training can continue from the checkpoint at `path`, whose state.json is `state`."""
+        if state["data_fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"{path} was trained on other data: fingerprint {state['data_fingerprint'][:16]}, this run's is "
+                f"{self.fingerprint[:16]}; use the data, settings and seed it had, or its weights alone (fresh)"
+            )
+        used = state["sampler_position"] // max(state["update"], 1)
+        if state["sampler_position"] != state["update"] * self.windows_per_update:
+            raise InputError(
+                f"batch_size x accumulation must be {used} as in {path}, got {self.settings.batch_size} x "
+                f"{self.settings.accumulation}; the data continue where they stopped"
+            )

@@ -1,0 +1,556 @@
+"""Finetuning on questions with choices: files of examples, their tokens, and the task that trains on the answers.
+
+The loss is that of the answer's tokens, the measure is accuracy. Where the paper leaves it open: a stratified share of
+the training file is development, which no arm trains on; the rest is shuffled anew in each epoch by (seed, epoch), so
+that arms see the same examples in the same order.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saf.data import Tokenizer
+from saf.data.reading import JSON_LINES, bare_suffix, read_json, read_json_lines, read_table
+from saf.errors import DataError, InputError, SafWarning, check_name
+from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summary, write_answers
+from saf.machine.execution import Execution
+from saf.machine.processes import done_once
+from saf.models import GPT
+from saf.records.paths import absolute_path
+from saf.tasks.base import Task, TaskSettings
+
+TooLong = Literal["leave_out", "shorten", "refuse"]
+Judge = Literal["test", "development"]
+PATHS = ("test", "tokenizer")
+"""Fields of `FinetuneSettings` that name files; a fingerprint knows their contents wherever they lie."""
+LETTERS = "ABCDEFGHIJ"
+"""Names of QuALITY's options, which are four."""
+_ORDER, _CALIBRATION = 17, 18
+"""Random streams of the order of examples and of the calibration draw; `saf.data.loader` has others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A question with its choices: a model reads text and question, and says how likely each choice is to follow."""
+
+    id: str
+    text: str
+    """What comes first; its end may be cut off."""
+    question: str = ""
+    """What stands between text and answer, and is never shortened."""
+    choices: tuple[str, ...]
+    answer: int
+    """Number of the right choice; -1 when it is none of them."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the example cannot be used; None for one that can."""
+        if not (self.text + self.question).strip() or not all(choice.strip() for choice in self.choices):
+            return "empty"
+        if len(set(self.choices)) < max(2, len(self.choices)):
+            return "fewer than two different choices"
+        if not is_unicode("".join((self.id, self.text, self.question, *self.choices))):
+            return "not Unicode"
+        return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: JSON's escapes can also spell half of a surrogate pair.
+
+    >>> is_unicode("film"), is_unicode(chr(0xD800))
+    (True, False)
+    """
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+@dataclass
+class ExampleSet:
+    """The examples of a file that can be used, and the ids of those that cannot, by reason."""
+
+    examples: list[Any] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, reason: str, name: str) -> None:
+        """Name an example that is not used."""
+        self.left_out.setdefault(reason, []).append(name)
+
+    @property
+    def count(self) -> int:
+        """Number of examples, those left out included."""
+        return len(self.examples) + sum(map(len, self.left_out.values()))
+
+    def __str__(self) -> str:
+        """How many examples were left out, why, and the first of them; nothing when none were."""
+        parts = []
+        for reason, names in self.left_out.items():
+            parts.append(f"{len(names)} {reason} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})")
+        return "; ".join(parts)
+
+
+def is_json_lines(name: str) -> bool:
+    """Whether a file's name says that it is JSON Lines, compressed or not."""
+    return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
+
+
+def json_records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a JSON Lines file with their line numbers; one object alone must have `field`."""
+    yield from (read_json(path, field) if bare_suffix(path) == ".json" else read_json_lines(path)) or ()
+
+
+def shorten(value: Any, length: int = 160) -> str:
+    """What an error shows of a line or record, which may hold a whole article."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+def _strings(*values: Any) -> None:
+    """Raise TypeError for a value that is no text."""
+    if wrong := [value for value in values if not isinstance(value, str)]:
+        raise TypeError(f"{shorten(wrong[0], 40)} is no text")
+
+
+def _own(number: int, record: dict[str, Any]) -> Iterator[Example]:
+    """A user's own example; null is the same as no "id" or "question"."""
+    text, choices, answer = record["text"], record["choices"], record["answer"]
+    question = "" if record.get("question") is None else record["question"]
+    if not isinstance(choices, list):
+        raise TypeError(f"choices are {shorten(choices, 40)}")
+    _strings(text, question, *choices)
+    if isinstance(answer, str):
+        answer = choices.index(answer) if answer in choices else -1
+    elif isinstance(answer, bool) or not isinstance(answer, int):
+        answer = -1
+    name = f"line {number}" if record.get("id") is None else str(record["id"])
+    yield Example(id=name, text=text, question=question, choices=tuple(choices), answer=answer)
+
+
+def _sst2(number: int, record: dict[str, Any]) -> Iterator[Example]:
+    sentence = record["sentence"].strip()
+    yield Example(
+        id=f"line {number}",
+        text=f"Review: {sentence}" if sentence else "",
+        question="\nSentiment:" if sentence else "",
+        choices=(" negative", " positive"),
+        answer={"0": 0, "1": 1}.get(record["label"].strip(), -1),
+    )
+
+
+def _boolq(number: int, record: dict[str, Any]) -> Iterator[Example]:
+    label = record["label"]
+    yield Example(
+        id=str(record.get("idx", f"line {number}")),
+        text=record["passage"].strip(),
+        question=f"\nQuestion: {record['question'].strip()}?\nAnswer:",
+        choices=(" no", " yes"),
+        answer=int(label) if isinstance(label, bool) else -1,
+    )
+
+
+def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
+    """QuALITY's questions on one article; the choices are the letters of its options, listed before them."""
+    article = record["article"].strip()
+    for index, question in enumerate(record["questions"], 1):
+        options, label = question["options"], question["gold_label"]
+        if not isinstance(options, list) or len(options) > len(LETTERS) or type(label) is not int:
+            raise TypeError(f"question {index} has options {shorten(options, 40)}, label {label!r}")
+        letters = LETTERS[: len(options)]
+        listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
+        yield Example(
+            id=str(question.get("question_unique_id", f"line {number}, question {index}")),
+            text=article,
+            question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
+            choices=tuple(f" {letter}" for letter in letters),
+            answer=label - 1,
+        )
+
+
+class Layout(NamedTuple):
+    """How a file of examples is laid out."""
+
+    fields: str
+    """The fields of a record, for messages."""
+    records: Callable[[Path], Iterable[tuple[int, dict[str, Any]]]]
+    examples: Callable[[int, dict[str, Any]], Iterator[Example]]
+    """Makes examples of a record and its line number."""
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "jsonl": Layout('{"text": ..., "choices": [...], "answer": ...}', lambda path: json_records(path, "text"), _own),
+    "sst2": Layout("the columns sentence and label", read_table, _sst2),
+    "boolq": Layout(
+        '{"question": ..., "passage": ..., "label": true}', lambda path: json_records(path, "question"), _boolq
+    ),
+    "quality": Layout(
+        '{"article": ..., "questions": [{"question", "options", "gold_label"}]}, as the train and dev files are',
+        lambda path: json_records(path, "article"),
+        _quality,
+    ),
+}
+
+
+def read_examples(path: Path | str, layout: str) -> ExampleSet:
+    """Read a file of examples, compressed or not, in one of `LAYOUTS`.
+
+    Raises DataError when there is no such file, a line cannot be read, or no example can be used.
+    """
+    path, found, seen = Path(path), ExampleSet(), set()
+    fields, records, examples_of = LAYOUTS[layout]
+    for number, record in records(path):
+        try:
+            examples = list(examples_of(number, record))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path}, line {number}: expected {fields}; got {shorten(record)} ({type(error).__name__}: {error})"
+            ) from error
+        for example in examples:
+            reason = "duplicate id" if example.id in seen else example.problem
+            seen.add(example.id)
+            if reason is None:
+                found.examples.append(example)
+            else:
+                found.leave_out(reason, example.id)
+    if not found.examples:
+        raise DataError(f"{path} has no example that can be used{': ' * bool(found.left_out)}{found}")
+    return found
+
+
+class Encoded(NamedTuple):
+    """An example as tokens."""
+
+    example: Example
+    prompt: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+    shortened: bool
+    """Whether the end of its text was cut off."""
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The prompt with the right answer behind it."""
+        return self.prompt + self.choices[self.example.answer]
+
+    @property
+    def longest(self) -> int:
+        """Inputs of its longest choice, whose last token is only a target."""
+        return len(self.prompt) + max(map(len, self.choices)) - 1
+
+
+def encode_examples(found: ExampleSet, tokenizer: Tokenizer, *, limit: int, shorten: bool) -> ExampleSet:
+    """Return the examples as `Encoded`, none longer than `limit` inputs of the model; end-of-text comes first.
+
+    Prompt and choices are made tokens apart, so that a prompt is the same whatever follows. An example that is longer
+    loses tokens at the end of its text with `shorten`, never of its question or a choice; without `shorten`, or where
+    no text would remain, it is left out, and so is one whose choices this tokenizer cannot tell apart.
+    """
+    result = ExampleSet(left_out={reason: list(names) for reason, names in found.left_out.items()})
+    examples: Sequence[Example] = found.examples
+    texts = tokenizer.encode_batch([example.text for example in examples])
+    wholes = tokenizer.encode_batch([example.text + example.question for example in examples])
+    questions = tokenizer.encode_batch([example.question for example in examples])
+    different = list({choice: None for example in examples for choice in example.choices})
+    tokens_of = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
+    for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
+        choices = tuple(tokens_of[choice] for choice in example.choices)
+        if len(set(choices)) < len(choices) or not all(choices):
+            result.leave_out("choices of the same tokens", example.id)
+            continue
+        room = limit - max(map(len, choices))  # end-of-text comes first; the last token of a choice is no input
+        prompt, shortened = whole, len(whole) > room
+        if shortened:
+            if not shorten or room <= len(question) or not example.question:
+                result.leave_out("too long", example.id)
+                continue
+            prompt = text[: room - len(question)] + question
+        result.examples.append(Encoded(example, (tokenizer.eot_id, *prompt), choices, shortened))
+    return result
+
+
+def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
+    """Draw a share of examples with as near as can be that share of every label; return their numbers in order.
+
+    Each label gives its share rounded down; missing ones come from the labels with the largest remainders.
+
+    >>> chosen = stratified(["a"] * 20 + ["b"] * 10, 0.1, seed=0)
+    >>> len(chosen), sum(place < 20 for place in chosen)
+    (3, 2)
+    """
+    members: dict[Any, list[int]] = {}
+    for place, label in enumerate(labels):
+        members.setdefault(label, []).append(place)
+    names = sorted(members, key=str)
+    exact = {name: len(members[name]) * share for name in names}
+    take = {name: int(exact[name]) for name in names}
+    missing = round(len(labels) * share) - sum(take.values())
+    for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
+        take[name] += 1
+    draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0x5A17], dtype=np.uint64)))
+    places: list[int] = []
+    for name in names:
+        places += [members[name][int(place)] for place in draw.permutation(len(members[name]))[: take[name]]]
+    return sorted(places)
+
+
+def pad(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 `[rows, longest - 1]`, of token sequences with the place where their answer begins.
+
+    Only tokens from there on are targets. Padding stands behind a sequence, where causal attention does not look.
+
+    >>> pad([([7, 8, 9], 2), ([5, 6], 1)], padding=0)
+    (tensor([[7, 8],
+            [5, 0]]), tensor([[-100,    9],
+            [   6, -100]]))
+    """
+    width = max(len(tokens) for tokens, _ in rows) - 1
+    inputs, targets = torch.full((len(rows), width), padding), torch.full((len(rows), width), NO_TARGET)
+    for row, (tokens, begin) in enumerate(rows):
+        ids = torch.tensor(tokens)
+        inputs[row, : len(ids) - 1] = ids[:-1]
+        targets[row, begin - 1 : len(ids) - 1] = ids[begin:]
+    return inputs, targets
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int, *, stream: int = _ORDER) -> np.ndarray:
+    """The order of examples in an epoch, kept for the next micro-batch."""
+    key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
+
+
+def _examples_hash(examples: Sequence[Encoded]) -> str:
+    digest = hashlib.sha256()
+    for each in examples:
+        digest.update(json.dumps([each.example.id, each.prompt, each.choices, each.example.answer]).encode() + b"\n")
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneSettings:
+    """What finetuning adds to the settings of a run, whose `data` is the file of training examples."""
+
+    test: str = ""
+    """File of the examples that accuracy is measured on."""
+    tokenizer: str = ""
+    """Folder of the tokenizer that the parent was trained with: its data folder."""
+    max_tokens: int = 512
+    """Most tokens of an example with its answer."""
+    too_long: TooLong = "leave_out"
+    """What becomes of longer examples: left out, their text (never question or answer) shortened at its end, or
+    refused. Files other than the project's own layouts are shortened only where they have a "question"."""
+    development: float = 0.1
+    """Share of the training file, stratified by answer, that nothing is trained on: epochs are chosen and decisions
+    during a run are made by it."""
+    split_seed: int = 0
+    """Of that share, and of a part of the file; the run's own seed orders the rest."""
+    most_examples: int | None = None
+    """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
+    seed of a run; those of it that are too long are left out."""
+    judge: Judge = "test"
+    """Examples that the final report is of; development where epochs are chosen."""
+
+    def __post_init__(self):
+        """Raise InputError for the first field that cannot be used."""
+        check_name("too_long", self.too_long, get_args(TooLong))
+        check_name("judge", self.judge, get_args(Judge))
+        if self.max_tokens < 2:
+            raise InputError(f"max_tokens must be at least 2, got {self.max_tokens}")
+        if not 0 < self.development < 1:
+            raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
+        if self.most_examples is not None and self.most_examples < 1:
+            raise InputError(f"most_examples must be at least 1, got {self.most_examples}")
+        for name in PATHS:
+            object.__setattr__(self, name, absolute_path(getattr(self, name)))
+
+
+class FinetuneTask(Task):
+    """Answer questions with choices; the settings' `task` names the layout of their files.
+
+    `length` is the longest example, training and test, and no more than the settings' or the model's tokens.
+    """
+
+    def __init__(self, settings: TaskSettings, *, length: int):
+        """Read, check and split the examples; a warning names those that are left out.
+
+        Raises DataError for a file that cannot be read or has too few examples, or long ones that are refused.
+        """
+        self.name, self.settings, own = settings.task, settings, settings.finetuning
+        if own is None or not own.test or not own.tokenizer:
+            raise InputError(f"the task {self.name!r} needs a file of examples to test on (test) and a tokenizer")
+        self.own: FinetuneSettings = own
+        self.tokenizer = Tokenizer.load(own.tokenizer)
+        self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
+        limit = min(own.max_tokens - 1, length)
+        train = self._read(settings.data, limit, most=own.most_examples)
+        test = self._read(own.test, limit)
+        self.left_out = {"train": train.left_out, "test": test.left_out}
+        answers = [each.example.answer for each in train.examples]
+        chosen = set(stratified(answers, own.development, seed=own.split_seed))
+        self.development: list[Encoded] = [each for at, each in enumerate(train.examples) if at in chosen]
+        self.examples: list[Encoded] = [each for at, each in enumerate(train.examples) if at not in chosen]
+        self.test: list[Encoded] = test.examples
+        if not self.development or not self.examples:
+            raise DataError(
+                f"{settings.data} has {len(train.examples)} examples: too few for a development share of "
+                f"{own.development:g}; give more examples or another share (development)"
+            )
+        trained = {(each.example.text, each.example.question) for each in train.examples}
+        self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
+        if self.shared:
+            message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
+            warnings.warn(message, SafWarning, stacklevel=3)
+        self.length = max(each.longest for each in (*self.examples, *self.development, *self.test))
+
+    def _read(self, path: str, limit: int, *, most: int | None = None) -> ExampleSet:
+        """A file's examples as tokens, at most so many of them; warn of those left out, or refuse them."""
+        found = read_examples(path, self.name)
+        if most is not None and len(found.examples) > most:  # before tokenising, which takes longer than all else
+            share = most / len(found.examples)
+            places = stratified([each.answer for each in found.examples], share, seed=self.own.split_seed)
+            found.examples = [found.examples[place] for place in places]
+        encoded = encode_examples(found, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
+        if encoded.left_out:
+            if self.own.too_long == "refuse" or not encoded.examples:
+                raise DataError(f"{path}: examples that cannot be used: {encoded}; the limit is {limit + 1} tokens")
+            warnings.warn(f"{path}: {encoded} left out of {encoded.count} examples", SafWarning, stacklevel=4)
+        if cut := sum(each.shortened for each in encoded.examples):
+            message = f"{path}: the text of {cut} of {encoded.count} examples is shortened to {limit + 1} tokens in all"
+            warnings.warn(message, SafWarning, stacklevel=4)
+        return encoded
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer and of all examples, as they are split."""
+        parts = (self.tokenizer.fingerprint, *map(_examples_hash, (self.examples, self.development, self.test)))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @property
+    def targets_per_update(self) -> int:
+        """Tokens of the examples of one update on average, rounded; padding is not counted."""
+        mean = sum(len(each.sequence) - 1 for each in self.examples) / len(self.examples)
+        return round(self.windows_per_update * mean)
+
+    def updates_of(self, epochs: int) -> int:
+        """Updates of so many epochs; the last one takes up the next epoch's first examples to be full."""
+        return -(-epochs * len(self.examples) // self.windows_per_update)
+
+    def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
+        """Raise DataError now, not in the middle of training, for too few tokens to calibrate on."""
+        if calibrates:
+            self.calibration()
+        if scores_outputs:
+            self.heldout()
+
+    def numbers(self, position: int, count: int) -> list[int]:
+        """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
+        places = (divmod(position + row, len(self.examples)) for row in range(count))
+        return [int(_order(self.settings.seed, epoch, len(self.examples))[place]) for epoch, place in places]
+
+    def batch(self, position: int, size: int) -> Tensor:
+        """The examples from `position` on, padded to the longest of them; only answers are targets."""
+        examples = [self.examples[number] for number in self.numbers(position, size)]
+        rows = [(each.sequence, len(each.prompt)) for each in examples]
+        return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        """Training examples to calibrate on, each with its answer, in batches padded behind.
+
+        They are drawn by the run's seed, the same for every arm. Patterns reach as far as the longest sequence: the
+        last one drawn gives its place to the longest training example where none as long was drawn, and where other
+        examples or choices are longer still, it goes on with the text of further examples.
+
+        Returns:
+            Mappings with `input_ids`, `attention_mask` and, at the examples' answers, `targets`,
+            `[<= batch_size, longest of them]`.
+        """
+        count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
+        if count > len(examples):
+            raise DataError(
+                f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}; ask for "
+                "fewer, or give more examples"
+            )
+        order = _order(self.settings.seed, 0, len(examples), stream=_CALIBRATION)
+        chosen = [examples[place] for place in order[:count]]
+        longest = max(examples, key=lambda each: len(each.sequence))
+        if all(len(each.sequence) < len(longest.sequence) for each in chosen):
+            chosen[-1] = longest
+        sequences = [each.sequence for each in chosen]
+        reach = max(range(count), key=lambda place: len(sequences[place]))
+        further = (token for place in order[::-1] for token in examples[place].sequence)
+        sequences[reach] = (*sequences[reach], *further)[: self.length + 1]
+        if len(sequences[reach]) - 1 < self.length:
+            raise DataError(
+                f"patterns must reach {self.length:,} tokens, the longest example, got {len(sequences[reach]) - 1:,} "
+                "in all training examples; give more of them"
+            )
+        rows = list(zip(chosen, sequences, strict=True))
+        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
+
+    def _calibration_batch(self, rows: Sequence[tuple[Encoded, Sequence[int]]]) -> dict[str, Tensor]:
+        """A batch of examples whose tokens may go on behind the answer, where nothing is a target."""
+        inputs, targets = pad([(tokens, len(each.prompt)) for each, tokens in rows], padding=self.tokenizer.eot_id)
+        places = torch.arange(inputs.shape[1])
+        answered = torch.tensor([len(each.sequence) - 1 for each, _ in rows])[:, None]
+        real = torch.tensor([len(tokens) - 1 for _, tokens in rows])[:, None]
+        return {
+            "input_ids": inputs,
+            "attention_mask": (places < real).long(),
+            "targets": targets.masked_fill(places >= answered, NO_TARGET),
+        }
+
+    def heldout(self) -> list[Tensor]:
+        """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
+
+        Output-aware scores compare rows that every sequence has, so these are all of one length.
+        """
+        ids = [token for each in self.development for token in each.sequence]
+        count = self.settings.heldout_sequences
+        if len(ids) < count * self.length:
+            raise DataError(
+                f"heldout_sequences must be at most {len(ids) // self.length}, as many as {len(ids):,} development "
+                f"tokens fill at {self.length:,} each, got {count}"
+            )
+        return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
+
+    def _answer(self, model: GPT, execution: Execution, examples: Sequence[Encoded]) -> list[dict[str, Any]]:
+        size = self.settings.batch_size
+        return answer_questions(model, examples, batch_size=size, precision=execution.precision)
+
+    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
+        """Loss of development answers, nats per token: of the first `eval_windows` examples, or of some batches."""
+        count = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
+        return answer_loss(self._answer(model, execution, self.development[:count]))
+
+    def report(
+        self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
+    ) -> dict[str, Any]:
+        """Return loss and accuracy on every example that is not left out, and write answers.jsonl, a line each."""
+        records = self._answer(model, execution, self.test if self.own.judge == "test" else self.development)
+        return {
+            "report_loss": answer_loss(records),
+            "judged_by": self.own.judge,
+            **summary(records),
+            "left_out": {name: {why: len(ids) for why, ids in parts.items()} for name, parts in self.left_out.items()},
+            "answers_sha256": done_once(lambda: write_answers(folder, records)),
+        }
+
+    def description(self) -> dict[str, Any]:
+        """The files, their fingerprint, how many examples serve for what, and which are left out."""
+        return {
+            "folder": self.settings.data,
+            "fingerprint": self.fingerprint,
+            "tokenizer": self.tokenizer_hash,
+            "test": self.own.test,
+            "task": self.name,
+            "longest": self.length,
+            "examples": {"train": len(self.examples), "development": len(self.development), "test": len(self.test)},
+            "test_examples_trained_on": self.shared,
+            "left_out": self.left_out,
+            **{name: value for name, value in asdict(self.own).items() if name not in PATHS},
+        }
