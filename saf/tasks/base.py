@@ -35,7 +35,15 @@ class TaskSettings(Protocol):
     mqar: Any
 
 
-class MicroBatches:
+class MicroBatches(Protocol):
+    """Micro-batches, one after the other."""
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
+        ...
+
+
+class Prefetcher:
     """The micro-batches that follow a position (sequences consumed so far), one fetched ahead."""
 
     def __init__(self, make: Callable[[int], Tensor], *, position: int, step: int, device: torch.device):
@@ -44,7 +52,7 @@ class MicroBatches:
         self._next = self._fetch()
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
+        """The next inputs and targets, on the device."""
         inputs, targets = self._next
         self._next = self._fetch()
         return inputs, targets
@@ -98,14 +106,14 @@ class Task(ABC):
     def batch(self, position: int, size: int) -> Tensor:
         """Inputs and targets `[2, size, length]` of the training sequences from `position` on; -100 is no target."""
 
-    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> MicroBatches:
+    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> Prefetcher:
         """The micro-batches that follow `update` updates: number `first`, from 0, and then each `every`.
 
         So several processes share them out, and see together what one would see.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
-        return MicroBatches(lambda place: self.batch(place, size), position=position, step=every * size, device=device)
+        return Prefetcher(lambda place: self.batch(place, size), position=position, step=every * size, device=device)
 
     @abstractmethod
     def calibration(self) -> Sequence[Batch]:
