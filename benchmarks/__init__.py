@@ -10,7 +10,7 @@ import tyro
 from saf.machine.processes import joined
 from saf.records.files import to_json
 from saf.records.text import plain
-from saf.report.benchmarks import KINDS
+from saf.report.benchmarks import tables
 
 
 def run(
@@ -21,7 +21,7 @@ def run(
     def command(settings: Any, out: Path | None = None, json: bool = False) -> dict[str, Any]:
         with joined(getattr(settings, "device", "auto")):
             record = measure(settings, out=out)
-        for part in () if json else KINDS[record["kind"]].tables(record):
+        for part in () if json else tables(record):
             print(plain(part)) if isinstance(part, str) else part.print()
         if json:
             print(dumps(to_json(record), indent=2))

@@ -38,11 +38,12 @@ from saf.freezing.report import FreezeReport
 from saf.machine.execution import Execution
 from saf.models import GPT
 from saf.opening import find_model
-from saf.report.benchmarks.other import SYNTHETIC
 from saf.statistics import AttentionStatistics
 from saf.surgery import uninstall_
 from saf.train.optimizer import build_optimizer
 
+SYNTHETIC = "synthetic: random weights whose heads see distance and content to different degrees; not trained"
+"""What a record of freezing says of weights that nobody trained."""
 FEWEST = 3
 """Warm freezings below which nothing is reported: the fewest whose median one slow one does not move."""
 POINTS = {"tiny": ("256x16",), "124m": ("4096x32",), "774m": ("4096x32",), "1b": ("8192x16",)}

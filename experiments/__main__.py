@@ -12,7 +12,7 @@ from experiments.figures import draw
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
 from experiments.recipe import Recipe, names, recipe
-from experiments.results import document_parts, measured_records, write_document
+from experiments.results import document_parts, measured_records, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
@@ -27,7 +27,7 @@ class Experiments:
     """Run what recipes lack and show their tables; without a name, list them.
 
     The same command resumes what stopped or failed; what is there is not made again. `python -m experiments results`
-    renders the document of all results, `python -m experiments keep` copies records of runs to be committed. Exit
+    renders the pages of results, `python -m experiments keep` copies records of runs to be committed. Exit
     code 75: a signal stopped a run after a checkpoint.
     """
 
@@ -158,16 +158,16 @@ def _list(runs: dict[Key, Run], flops: float | None) -> None:
 
 @dataclass(kw_only=True)
 class Results:
-    """Render the document of all results, and its pictures beside it."""
+    """Render the pages of results with their pictures, and every cell of their tables as CSV."""
 
     results: Path = Path("results")
     """Folder of committed results."""
-    out: Path = Path("docs/results.md")
-    """The Markdown file."""
+    docs: Path = Path("docs")
+    """Folder whose results/ and images/ the pages and pictures go to."""
 
     def run(self) -> int:
         """Write the document and print the paths."""
-        print(*write_document(self.results, self.out), sep="\n")
+        print(*write_pages(self.results, self.docs), sep="\n")
         return 0
 
 

@@ -1,80 +1,304 @@
-"""The document of all results: the tables of recipes at the committed scales, then runs, benchmarks and analyses."""
+"""The pages of results, docs/results/SUBJECT.md, and every cell of their tables, results/cells.csv.
 
+Both are made from the records in results/ by `python -m experiments results`; `make check` compares. The page of
+answers, docs/results.md, is written by hand: every number of it stands in a cell.
+"""
+
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from experiments import benchmarks
 from experiments.analyses import ANALYSES, svg
 from experiments.figures import draw
 from experiments.recipe import recipe
 from experiments.scales import scale_named
-from experiments.tables import METRICS, RecipeTable, Record, markdown, measured_table, read_records
-from saf.records.files import write_atomically
-from saf.records.paper import Quoted
+from experiments.tables import RecipeTable, Record, markdown, measured_table, read_records
+from saf.evaluate.side_by_side import arm_names, arms_table, compare_all
+from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
-from saf.records.table import Cell, Part, Table, markdown_of
+from saf.records.run import RecordedRun
 from saf.records.text import markdown as escaped
-from saf.report.provenance import link
-from saf.report.record_parts import body_of
-from saf.report.results import PICTURES, render_results
-from saf.report.results_summary import Finding
+from saf.records.text import natural_order
 
 SHOWN = {
-    "small-75M": ("matched_time",),
-    "small-75M-high-rates": ("matched_time",),
-    "small-75M-own-clock": ("matched_time",),
-    "small-75M-cold-cache": ("matched_time",),
-    "small-75M-warm-cache": ("matched_time",),
-    "small": ("matched_time",),
-    "small-75M-ideas": ("better", "selectors"),
-    "small-75M-scores": ("better",),
-    "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
-    "small-75M-4k": ("fixed_token_controls", "timing"),
-    "small-75M-patterns": ("rates_and_patterns", "timing"),
-    "small-75M-representation": ("representation",),
-    "small-75M-branched": ("schedules",),
-    "small-75M-analyses": ("joint_cost", "schedules", "stability"),
-    "small-75M-distributions": ("distributions",),
-    "small-75M-stages": ("stages",),
+    "quality": {
+        "small-75M": ("matched_time",),
+        "small-75M-high-rates": ("matched_time",),
+        "small-75M-own-clock": ("matched_time",),
+        "small-75M-cold-cache": ("matched_time",),
+        "small-75M-warm-cache": ("matched_time",),
+        "small": ("matched_time",),
+        "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
+        "small-75M-4k": ("fixed_token_controls", "timing"),
+        "small-75M-branched": ("schedules",),
+        "small-75M-representation": ("representation",),
+    },
+    "heads": {
+        "small-75M-ideas": ("better", "selectors"),
+        "small-75M-scores": ("better",),
+        "small-75M-patterns": ("rates_and_patterns", "timing"),
+        "small-75M-analyses": ("joint_cost", "schedules", "stability"),
+        "small-75M-distributions": ("distributions",),
+    },
+    "tasks": {"small-75M-stages": ("stages",)},
 }
-"""Recipes by the committed scale that has their runs; one whose rows all stand in another's table is left out."""
-_ELSEWHERE = (
-    "Rows of a scale other than the paper's are of a small model after few tokens, where 1% more tokens lowers "
-    "perplexity by several times what it does in the paper's regime: set the rows with tokens at 0.14 a % beside the "
-    "paper's."
-)
+"""Recipes by page and by the committed scale that has their runs."""
+SPEED_COLUMNS = ("speedup", "middle half of pairs", "free bound", "share of time", "cache", "paper")
+"""Columns of benchmarks that pages show; all are in cells.csv."""
+RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median update", "peak memory", "freezing took")
 
 
-def write_document(results: Path, out: Path) -> list[Path]:
-    """Write the document and its pictures, which lie in `images` beside it; return the paths."""
-    made = render_document(results, out.parent, name=out.name)
-    return [write_atomically(out.parent / name, text.encode()) for name, text in made.items()]
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A table of a page, or a paragraph or picture where it has no cells."""
+
+    heading: str
+    """Of the part of the page that it belongs to."""
+    title: str = ""
+    frame: pd.DataFrame = field(default_factory=pd.DataFrame)
+    columns: tuple[str, ...] = ()
+    """The columns that the page shows; () is all."""
+    text: str = ""
+    """Markdown below the table."""
+    cells: Mapping[str, str] = field(default_factory=dict)
+    """Where its cells belong: section, recipe and scale."""
+
+    def markdown(self) -> Iterator[str]:
+        """Yield the Markdown of title, table and text."""
+        if self.title:
+            yield f"**{escaped(self.title)}**"
+        if len(self.frame):
+            kept: Any = self.frame[[name for name in self.frame if not self.columns or name in self.columns]]
+            yield markdown(kept)
+        if self.text:
+            yield self.text
 
 
-def render_document(results: Path, beside: Path, *, name: str = "results.md") -> dict[str, str]:
-    """Return what files in the folder `beside` should hold: the document, and its pictures."""
-    parts: list[str] = []
-    findings: list[Finding] = []
-    pictures: dict[str, str] = {}
-    for scale, recipes in SHOWN.items():
+PAGES = {
+    "quality": (
+        "Perplexity after freezing",
+        "Small models after few tokens: 34M parameters, 75M tokens unless the scale says more. There 1% more tokens "
+        "lowers perplexity several times as much as in the paper's regime, so set the columns with tokens at 0.14 a % "
+        "beside the paper's.",
+    ),
+    "heads": ("Which heads, and which patterns", "Scores, patterns, and what the frozen heads are like."),
+    "tasks": ("Finetuning and recall after freezing", "34M parameters, 75M tokens, frozen or pruned halfway."),
+    "updates": (
+        "Speed and memory of training updates",
+        "A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 unless a row "
+        "names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; the free bound "
+        "is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x micro-batches. The "
+        "paper's systems figures are of one GH200 against flash attention: compare signs and trends.",
+    ),
+    "inference": (
+        "Speed and memory of prompts and decoding",
+        "Speedups as for [updates](updates.md). Where tokens are few a frozen layer takes one launch for all heads; "
+        "rows with a pinned kernel take several and are no measure of a model left to PyTorch's choice.",
+    ),
+    "attention": ("Speed of attention alone", "Speedups as for [updates](updates.md), without the rest of the model."),
+    "freezing": ("Time and accuracy of freezing", "Warm times are medians over repeated interventions on one H200."),
+}
+"""Title and introduction of each page."""
+_KINDS = {
+    "updates": (
+        *(("update", "Updates: speed"), ("nanogpt", "Updates: beside nanoGPT")),
+        *(("compile", "Compilation after an event"), ("finetune", "Finetuning updates: speed")),
+    ),
+    "inference": (("prefill", "Prefill"), ("decode", "Decoding")),
+    "attention": (("attention", "Attention layers"), ("op", "One layer's attention")),
+    "freezing": (("calibration", "Freezing: seconds"), ("errors", "Numerical errors")),
+}
+
+
+def write_pages(results: Path, docs: Path) -> list[Path]:
+    """Write the pages, their pictures and the cells; return the paths."""
+    return [write_atomically(path, text.encode()) for path, text in render(results, docs).items()]
+
+
+def render(results: Path, docs: Path) -> dict[Path, str]:
+    """Return what each file should hold that is made from the records in `results`."""
+    pictures: dict[Path, str] = {}
+    pages = {name: list(_page(name, results, docs / "images", pictures)) for name in PAGES}
+    made = {docs / "results" / f"{name}.md": _markdown(name, parts) for name, parts in pages.items() if parts}
+    cells = [line for parts in pages.values() for part in parts for line in _cells(part)]
+    return {**made, **pictures, results / "cells.csv": pd.DataFrame(cells).to_csv(index=False)}
+
+
+def stale(results: Path, docs: Path) -> list[str]:
+    """Return what is not as `python -m experiments results` would write it, and records that newer ones supersede."""
+    made = render(results, docs)
+    problems = [
+        f"{path}: not what {results}/ renders to; run `python -m experiments results`"
+        for path, text in made.items()
+        if not path.is_file() or path.read_text() != text
+    ]
+    cells = made[results / "cells.csv"]
+    answers = docs / "results.md"
+    for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
+        if number not in cells:
+            problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
+    older = benchmarks.superseded(benchmarks.read_benchmarks(results))
+    return problems + [f"{results}/bench/{name}.json: all that it measured stands newer elsewhere" for name in older]
+
+
+def _markdown(name: str, parts: list[Shown]) -> str:
+    title, introduction = PAGES[name]
+    lines = [f"# {title}", "<!-- Made by python -m experiments results; `make check` compares. -->", introduction]
+    heading, noted = "", set()
+    for part in parts:
+        if part.heading != heading:
+            heading = part.heading
+            lines.append(f"## {escaped(heading)}")
+        for block in part.markdown():
+            notes = block.split("\n") if block.startswith("- ") else []  # which a page has once
+            lines.append("\n".join(note for note in notes if note not in noted) if notes else block)
+            noted |= set(notes)
+    return "\n\n".join(filter(None, lines)) + "\n"
+
+
+def _cells(part: Shown) -> Iterator[dict[str, Any]]:
+    """Yield a line for each cell of a table."""
+    where = {name: part.cells.get(name, "") for name in ("section", "recipe", "scale")}
+    for number, (label, row) in enumerate(part.frame.iterrows(), 1):
+        for metric, text in row.items():
+            if text not in ("–", ""):
+                yield {**where, "table": part.title, "row": number, "arm": label, "metric": metric, "text": text}
+
+
+def _page(name: str, results: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+    """Yield the tables of one page, and add its pictures to `pictures`."""
+    for scale, recipes in SHOWN.get(name, {}).items():
         records = read_records(results, scale)
         for each in recipes if records else ():
-            table = RecipeTable(each, recipe(each), scale, records)
-            parts += _section(table, results / scale, pictures)
-            findings += _findings(table, link(results / scale, beside, scale))
-    analyses = dict.fromkeys(ANALYSES, (analysis_parts, svg))
-    more = {"Recipes": parts} if parts else {}
-    return render_results(results, beside, name=name, more=more, findings=findings, analyses=analyses) | pictures
+            yield from _recipe(RecipeTable(each, recipe(each), scale, records), results / scale, images, pictures)
+    if name == "heads":
+        yield from _analyses(results / "124m-midpoint", images, pictures)
+    if name == "updates":
+        yield from _runs(results)
+    measured = benchmarks.read_benchmarks(results) if name in _KINDS and (results / "bench").is_dir() else []
+    for kind, section in _KINDS.get(name, ()) if measured else ():
+        columns = SPEED_COLUMNS if kind in benchmarks.SPEEDS and kind != "finetune" else ()
+        files = sorted({each.name for each in measured if each.record["kind"] == kind}, key=natural_order)
+        tables = list(benchmarks.TABLES[kind](measured))
+        for title, frame in tables:
+            last = f"Records in results/bench: {', '.join(files)}." if title == tables[-1][0] else ""
+            yield Shown(
+                heading=section, title=title, frame=frame, columns=columns, text=last, cells={"section": section}
+            )
+        if kind in ("update", "prefill") and (frame := benchmarks.memory(measured, kind)) is not None:
+            section = f"{section.removesuffix(': speed')}: peak memory"
+            columns = ("peak memory", "against ordinary", "paper")
+            yield Shown(heading=section, frame=frame, columns=columns, cells={"section": section})
+    if name == "updates":
+        yield from _trainer(results)
+    if name == "attention" and measured:
+        yield from _linear(results / "bench" / "linear.json")
 
 
-def analysis_parts(record: Record) -> list[Part]:
-    """Return the paragraphs and tables of an analysis's record."""
-    return [
-        part
-        if isinstance(part, str)
-        else Table.of(part.attrs["title"], list(part.columns), part.to_numpy().tolist(), part.attrs["notes"])
-        for part in ANALYSES[record["kind"]].tables(record)
+def _recipe(table: RecipeTable, folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+    """Yield a recipe's tables at one scale: its headline where it has one, and what it measured."""
+    heading = f"{table.recipe.title}, {table.scale}"
+    where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
+    headline = table.recipe.headline
+    shown = table.shown(headline=bool(headline))
+    if table.recipe.metrics and len(shown):
+        yield Shown(heading=heading, frame=shown)  # its cells are among those of the whole table
+        title = f"{table.recipe.title} ({table.scale})"
+        yield _Silent(heading=heading, title=title, frame=table.shown(), cells=where)
+    measured = measured_records(table, folder)
+    numbers = measured_table(table.recipe, measured)
+    if len(numbers):
+        yield Shown(
+            heading=heading, title=f"{table.recipe.title}, measured ({table.scale})", frame=numbers, cells=where
+        )
+    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
+    for name, records in measured.items():
+        if records[0]["kind"] in ANALYSES:
+            drawn[name.replace(" ", "-")] = (name, svg(records[0]))
+            for part in (each for record in records for each in ANALYSES[record["kind"]].tables(record)):
+                if not isinstance(part, str):
+                    yield _Silent(heading=heading, title=part.attrs["title"], frame=_indexed(part), cells=where)
+    for name, (title, picture) in drawn.items():
+        if picture is not None:
+            path = images / f"{table.scale}-{table.name}-{name}.svg"
+            pictures[path] = picture
+            yield Shown(heading=heading, text=f"![{title}](../images/{path.name})")
+    yield Shown(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
+
+
+class _Silent(Shown):
+    """A table of which the page shows nothing, and cells.csv everything."""
+
+    def markdown(self) -> Iterator[str]:
+        return iter(())
+
+
+def _indexed(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of an analysis with its first column as index."""
+    return table.set_index(table.columns[0]).astype(str)
+
+
+def _analyses(folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+    for path in sorted(folder.glob("*.json")):
+        record = read_json(path)
+        heading = f"{path.stem.replace('-', ' ').capitalize()}, 124M halfway through 84M tokens"
+        where = {"section": "Analyses", "recipe": path.stem}
+        for part in ANALYSES[record["kind"]].tables(record):
+            if isinstance(part, str):
+                yield Shown(heading=heading, text=escaped(part))
+            else:
+                notes = "\n".join(f"- {escaped(note)}" for note in part.attrs["notes"])
+                yield Shown(heading=heading, title=part.attrs["title"], frame=_indexed(part), text=notes, cells=where)
+        pictures[images / f"{path.stem}.svg"] = svg(record)
+        yield Shown(heading=heading, text=f"![{path.stem}](../images/{path.stem}.svg)")
+
+
+def _runs(results: Path) -> Iterator[Shown]:
+    """Yield the arms of folders of runs side by side."""
+    folders = sorted({path.parent.parent for path in results.glob("*/*/config.json")})
+    for folder in folders:
+        runs = [RecordedRun.open(path.parent) for path in folder.glob("*/config.json")]
+        runs = sorted(runs, key=lambda run: (run.arm == "pruned", len(run.edited_heads), run.folder.name))
+        names, train = arm_names(runs), runs[0].config["train"]
+        table = arms_table(runs, names, compare_all(runs, names))
+        frame = pd.DataFrame(table.rows, columns=table.columns).set_index("arm")
+        text = f"{train['updates']:,} updates of {train['length']:,} tokens × {train['batch_size']} sequences."
+        where = {"section": "Training", "recipe": folder.name}
+        yield Shown(heading=f"Training runs {folder.name}", frame=frame, columns=RUN_COLUMNS, text=text, cells=where)
+
+
+def _trainer(results: Path) -> Iterator[Shown]:
+    """Yield what examples/pretrain_with_trainer.py measured."""
+    for path in sorted((results / "llama-trainer").glob("*.json")):
+        record = read_json(path)
+        frame = pd.DataFrame(record["arms"])
+        frame = frame.set_index(frame.columns[0]).map(lambda value: f"{value:,.4g}")
+        low, high = record["95% interval, %"]
+        change = f"Change {record['change of perplexity, %']:+.3f}% ({low:+.3f} to {high:+.3f})"
+        text = f"{change}; {record['tokens']:,} tokens."
+        where = {"section": "In a Trainer of transformers", "recipe": path.stem}
+        yield Shown(
+            heading=f"In a Hugging Face Trainer: {path.stem}", title="arms", frame=frame, text=text, cells=where
+        )
+
+
+def _linear(path: Path) -> Iterator[Shown]:
+    """Yield the times of frozen heads in linear time beside the same heads otherwise."""
+    record = read_json(path)
+    if "updates" not in record:
+        return
+    lines = [
+        {"point": f"{one['length']}x{one['batch']}x{one['micro_batches']}", **one["speedups"]}
+        for one in record["updates"]
     ]
+    frame = pd.DataFrame(lines).set_index("point").map(lambda value: f"{value:.3f}×")
+    text = "On one H100, 124M; exponential patterns in linear time beside compact ones and pruned heads."
+    yield Shown(heading="Linear-time frozen heads", frame=frame, text=text, cells={"section": "Linear"})
 
 
 def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
@@ -88,24 +312,6 @@ def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]
     return found
 
 
-def _section(table: RecipeTable, folder: Path, pictures: dict[str, str]) -> Iterator[str]:
-    """Yield the Markdown of one recipe at one scale, and add its pictures."""
-    yield f"### {table.name}, {table.scale}"
-    measured = measured_records(table, folder)
-    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
-    for name, records in measured.items():
-        if records[0]["kind"] in ANALYSES:
-            drawn[name.replace(" ", "-")] = (name, svg(records[0]))
-    for name, (title, picture) in drawn.items():
-        if picture is not None:
-            path = f"{PICTURES}/{table.scale}-{table.name}-{name}.svg"
-            pictures[path] = picture
-            yield Cell(text=title, link=path, picture=True).markdown()
-    yield from document_parts(table, measured)
-    seeds = " ".join(map(str, table.seeds))
-    yield f"```sh\npython -m experiments {table.name} --scale {table.scale} --data DATA --seeds {seeds}\n```"
-
-
 def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> Iterator[str]:
     """Yield the Markdown of a recipe's tables and measurements."""
     for title, shown in table.tables():
@@ -116,39 +322,3 @@ def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> 
         yield f"**{escaped(table.recipe.title)}, measured ({escaped(table.scale)})**"
         yield markdown(numbers)
     yield "\n".join(f"- {escaped(note)}" for note in table.notes())
-    for name, records in measured.items():
-        for record in records:
-            seed = (record.get("experiment") or {}).get("seed")
-            yield f"<details><summary>{name}{'' if seed is None else f', seed {seed}'}</summary>"
-            yield from map(markdown_of, analysis_parts(record)) if record["kind"] in ANALYSES else body_of(record)
-            yield "</details>"
-
-
-def _findings(table: RecipeTable, source: Cell) -> Iterator[Finding]:
-    """Yield changes of perplexity at matched time for the summary, of frozen heads and of the same heads pruned."""
-    if table.name != "matched_time" or table.overtrained():
-        return
-    kinds = {"mean": "", "pruned": ", these heads pruned"}
-    for row in table.headline():
-        k, operation, *rest = row.arm.split("-")
-        if operation not in kinds or rest[1:] != ["time"]:
-            continue
-        for metric, worth in (("delta", ""), ("paper_exchange", ", with tokens at 0.14 a %")):
-            if (value := table.values.get((row.label, metric))) is None:
-                continue
-            quoted = row.paper.get(metric)
-            yield Finding(
-                what=f"perplexity, %, matched time{worth}{kinds[operation]}",
-                where=f"{k.upper()} tokens, {table.scale}",
-                rate=int(rest[0]) / 100,
-                ours=value.text(METRICS[metric]),
-                quoted=Quoted(quoted, table.recipe.source) if quoted else None,
-                date=_date(table),
-                source=source,
-                note="" if table.scale == "paper" else _ELSEWHERE,
-            )
-
-
-def _date(table: RecipeTable) -> str:
-    dates: list[Any] = [record["provenance"].get("date") for record in table.records.values()]
-    return max(map(str, dates))

@@ -7,7 +7,7 @@ a change is the paired bootstrap over held-out windows.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 
 from experiments.arms import ARMS
-from experiments.recipe import Figure, Recipe, Row
+from experiments.recipe import Figure, Recipe, Row, names, recipe
 from experiments.scales import scale_named
 from saf.errors import CompareError
 from saf.evaluate.compare import free_heads_bound
@@ -296,6 +296,13 @@ class Value:
         return metric.text(self.mean)
 
 
+@cache
+def _arms_of_others(name: str) -> frozenset[str]:
+    """Return the arms that stand in rows of recipes other than `name`."""
+    others = (recipe(other) for other in names() if other != name)
+    return frozenset(row.arm.partition("@")[0] for other in others for row in other.rows)
+
+
 class RecipeTable:
     """The numbers of one recipe at one scale, from records alone."""
 
@@ -306,10 +313,17 @@ class RecipeTable:
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of the table: as many as the recipe has, those that most of its rows have."""
-        arms = {self._resolved(row.arm) for row in self.recipe.rows}
-        kept: Any = self.frame[self.frame.arm.isin(arms)]
-        counts = kept.drop_duplicates(["arm", "seed"]).seed.value_counts()
+        """The seeds of the table, as many as the recipe has: those that most of its rows have.
+
+        Arms are run once for all recipes: seeds that only rows shared with another recipe have are that one's.
+        """
+        arms = {row.arm: self._resolved(row.arm) for row in self.recipe.rows}
+        own = {arms[arm] for arm in arms if arm.partition("@")[0] not in _arms_of_others(self.name)}
+        ran: Any = self.frame[self.frame.arm.isin(list(arms.values()))]
+        ran = ran.drop_duplicates(["arm", "seed"])
+        if len(mine := ran[ran.arm.isin(list(own))]):
+            ran = ran[ran.seed.isin(list(mine.seed))]
+        counts = ran.seed.value_counts()
         ordered = sorted(counts.index, key=lambda seed: (-counts[seed], seed))
         return sorted(int(seed) for seed in ordered[: self.recipe.seeds])
 

@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
 # These tell of commands and flags that are gone.
-HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/results.md")
+HISTORY = ("CHANGELOG.md", "docs/log.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
 FOLDERS = ("saf", "docs", "tests", "tools", "examples", "experiments", "benchmarks", "results", ".ci")
@@ -215,21 +215,9 @@ def stale_results() -> list[str]:
     if not (ROOT / "results").is_dir():
         return []
     sys.path.insert(0, str(ROOT))
-    from experiments.analyses import ANALYSES
-    from experiments.results import render_document
-    from saf.report.collection import find, superseded
+    from experiments.results import stale
 
-    made = render_document(ROOT / "results", ROOT / "docs")
-    stale = [name for name, text in made.items() if _read(ROOT / "docs" / name) != text]
-    advice = "run `python -m experiments results`"
-    found = [f"docs/{name}: not what results/ renders to; {advice}" for name in stale]
-    older = superseded(find(ROOT / "results", ANALYSES)[1])
-    advice = "all that it measured stands newer in other files; remove it, the history keeps it"
-    return found + [f"{file.path.relative_to(ROOT).as_posix()}: {advice}" for file in older]
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text() if path.is_file() else None
+    return [problem.replace(f"{ROOT}/", "") for problem in stale(ROOT / "results", ROOT / "docs")]
 
 
 def run(path: Path) -> str | None:

@@ -13,7 +13,7 @@ from saf.cli.parsing import parse
 from saf.errors import UnsupportedError
 from saf.machine.processes import is_first, joined
 from saf.records.provenance import clock_words
-from saf.report.benchmarks import KINDS
+from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 FIRST = (
@@ -46,8 +46,7 @@ class _Bench:
             if is_first():
                 notes = [REFUSED] * any(row["refused"] for row in record["rows"])
                 notes += [f"written to {self.out}"] * (self.out is not None)
-                tables = KINDS[record["kind"]].tables(record)
-                show(record, _machine(record["provenance"]), *tables, *notes, as_json=self.json)
+                show(record, _machine(record["provenance"]), *tables(record), *notes, as_json=self.json)
         if not record["rows"] and not record["memory"]:
             reasons = "; ".join(each["why"] for each in record["left_out"])
             raise UnsupportedError(f"nothing could be measured: {reasons}")

@@ -11,7 +11,7 @@ from saf.cli.output import show
 from saf.machine.survey import compilers, devices, package_version
 from saf.ops import explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
-from saf.records.table import Cell, Table
+from saf.records.table import Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
 OPTIONAL = {
@@ -75,7 +75,7 @@ def _tables(result: dict[str, Any]) -> list[Any]:
         name: value or ("not found" if name == "c++" else "available") for name, value in result["compilers"].items()
     }
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
-    families = [[Cell(text=name), particular] for name, particular in result["families"].items()]
+    families = [[name, particular] for name, particular in result["families"].items()]
     parts: list[Any] = [
         Table.facts("installed", packages),
         Table.of("optional", ["package", "version", "for"], optional),

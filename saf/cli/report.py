@@ -8,10 +8,8 @@ import tyro
 
 from saf.cli.output import show
 from saf.errors import InputError
-from saf.records.paths import Kind, expect
-from saf.report.models.page import write_model_report
-from saf.report.runs.page import write_report
-from saf.report.runs.picture import write_picture
+from saf.records.paths import means_transformers
+from saf.report.page import write_report
 
 
 @dataclass(kw_only=True)
@@ -34,20 +32,16 @@ class Command:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
-        first, *others = self.runs
-        of_model = expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS
-        if of_model and self.picture:
-            raise InputError("--picture is for runs; leave it out for a model")
-        for path in others:
-            expect(path, Kind.EVALUATION if of_model else Kind.RUN)
-        if of_model:
-            page = write_model_report(first, others, self.out or first)
-        else:
-            page = write_report(self.runs, self.out or self.runs[-1])
+        page = write_report(self.runs, self.out or _folder(self.runs), picture=self.picture)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
         if self.picture:
-            result["picture"] = str(write_picture(self.runs, self.picture))
+            result["picture"] = str(self.picture)
             lines.append(result["picture"])
         show(result, *lines, as_json=self.json)
         return result
+
+
+def _folder(paths: tuple[Path, ...]) -> Path:
+    """Return where the page goes: the last run's folder, or the model's."""
+    return paths[0] if means_transformers(paths[0]) else paths[-1]

@@ -1,11 +1,7 @@
-"""Text from outside, such as names of folders and files, as each writer may show it: never markup, never control codes.
-
-What is written passes through here: `plain` for a terminal, `markdown` and `html` for documents and pages.
-"""
+"""Text from outside, such as names of folders, made safe to show: never markup, never control codes of a terminal."""
 
 import re
 import unicodedata
-from html import escape
 from typing import Any
 
 _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -30,30 +26,11 @@ def plain(text: str) -> str:
 
 def markdown(text: str) -> str:
     """Return Markdown that reads as the text."""
-    marked = _MARKS.sub(lambda found: f"\\{found[0]}", plain(text))
+    marked = _MARKS.sub(lambda match: f"\\{match[0]}", plain(text))
     return _BEGINNING.sub(r"\1\\\2", marked, count=1) if _BEGINNING.match(marked) else marked
 
 
-def markdown_code(text: str) -> str:
-    """Return a code span of Markdown that reads as the text, within a table too."""
-    shown = plain(text).replace("|", "\\|")
-    ticks = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
-    room = " " * (shown[:1] == "`" or shown[-1:] == "`")
-    return f"{ticks}{room}{shown}{room}{ticks}"
-
-
-def markdown_block(text: str) -> str:
-    """Return a block of shell commands of Markdown, fenced by more backticks than the text has in a row."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}sh\n" + "\n".join(map(plain, text.split("\n"))) + f"\n{fence}"
-
-
-def html(text: str) -> str:
-    """Return HTML that reads as the text, in an element or an attribute; of XML too."""
-    return escape(plain(text))
-
-
 def natural_order(name: str) -> list[tuple[int, Any]]:
-    """Return what sorts names with numbers as people do: update-8k before update-16k."""
+    """Return a sort key that orders names with numbers as people do: update-8k before update-16k."""
     parts = re.split(r"(\d+)", name)
     return [(1, int(part)) if part.isdecimal() else (0, part) for part in parts]

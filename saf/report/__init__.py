@@ -1,1 +1,1 @@
-"""One self-contained page about one or several runs, and a static picture for documents."""
+"""The page about runs or a frozen model (`saf report`), and the tables that benchmarks print."""

@@ -1,142 +1,371 @@
-"""The frame of a page, one HTML file that needs nothing but itself, and the key figures at its top."""
+"""The page about training runs, or about a frozen Hugging Face model: one HTML file that needs nothing but itself."""
 
-import base64
-import hashlib
-import json
-import platform
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from string import Template
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from saf.records.files import to_json
-from saf.records.quantities import MISSING
-from saf.records.text import html
+from jinja2 import Environment
+from markupsafe import Markup
 
-_WIDTH = 200
-"""Pixels of a drawing; a page shows it at most so wide."""
+from saf.adapters.description import STATE
+from saf.errors import InputError, SafError
+from saf.evaluate import perplexity, zero_shot
+from saf.evaluate.compare import compare_evaluations, free_heads_bound, speed_caveat, was_busy
+from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
+from saf.evaluate.recall import recall_tables
+from saf.evaluate.side_by_side import JUDGED, Comparison, arm_colours, arm_names, arms_table, compare_all
+from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
+from saf.inspection import inspect
+from saf.records.events import read_events
+from saf.records.files import read_json, write_atomically
+from saf.records.paths import Kind, expect
+from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.run import RecordedRun
+from saf.records.table import Table
+from saf.records.text import plain
+from saf.report import figures
 
 
-def page(
-    *,
-    kicker: str,
-    headline: str,
-    dek: str,
-    warning: str,
-    key_figures: Sequence[str],
-    sections: str,
-    footer: str,
-    data: Any,
-    scripts: Sequence[str],
-) -> str:
-    """Return a page: parts that are HTML already, the data its scripts draw, and the names of the scripts.
+def write_report(paths: Sequence[Path | str], out: Path | str, *, picture: Path | None = None) -> Path:
+    """Write `report.html` and return its path; `out` is the file or its folder.
 
-    Elements of the class `script` are shown only where scripts run.
+    `paths` are run folders, the first ordinary one the baseline of all others; or a folder of a Hugging Face model,
+    then optionally the two folders that `saf evaluate --out` wrote of the model before and after. `picture` is an
+    .svg file to write the head map and the curves to, too.
+
+    Raises InputError for a path that is none of these, CompareError for evaluations that are no pair.
     """
-    script = "(() => {\n'use strict';\n" + "\n".join(asset(name) for name in scripts) + "\n})();"
-    return Template(asset("page.html")).substitute(
-        title=re.sub("<.*?>", "", headline),
-        script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        css=asset("page.css"),
-        kicker=text(kicker),
-        headline=headline,
-        dek=dek,
-        warning=warning,
-        key_figures=f'<div class="key-figures of-{len(key_figures)}">{"".join(key_figures)}</div>' * bool(key_figures),
-        sections=sections,
-        footer=f"{footer}Everything on this page is in this one file. Python {platform.python_version()}.",
-        data=embed(data),
-        script=script,
-    )
+    if not paths:
+        raise InputError("a report needs at least one run folder")
+    first, *others = map(Path, paths)
+    tables: list[Table] = []
+    if expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
+        runs, comparisons, tables = _model(first, others)
+        names = [first.name]
+    else:
+        runs = [RecordedRun.open(path) for path in paths]
+        names = arm_names(runs)
+        comparisons = compare_all(runs, names)
+    target = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
+    page = _render(runs, names, comparisons, tables)
+    if picture is not None:
+        figures.write_picture(picture, runs, names, arm_colours(runs))
+    return write_atomically(target, page.encode())
 
 
-def section(name: str, title: str, content: str) -> str:
-    """Return one section with its heading."""
-    return f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{content}</section>'
-
-
-Value = tuple[str, str]
-"""HTML of a value, and the colour of its arm."""
-
-
-def coloured(value: str, colour: str) -> str:
-    """Return a value in the colour of its arm."""
-    return f'<span class="of-arm" style="--c:var(--{colour})">{value}</span>'
-
-
-def of_arms(values: Sequence[Value]) -> str:
-    """Return the value of each arm, in their colours where there are several."""
-    if len(values) == 1:
-        return values[0][0]
-    return f'<span class="several">{" ".join(coloured(value, colour) for value, colour in values)}</span>'
-
-
-def key_figure(name: str, value: str, note: str, drawing: str = "") -> str:
-    """Return one key figure: HTML of its value and note, and a small drawing."""
+def _render(
+    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], tables: Sequence[Table]
+) -> str:
+    """Return the page as text; whatever comes from outside is escaped, and shown without control characters."""
+    finalize = lambda value: plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value  # noqa: E731
+    template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
+    colours = dict(zip(names, arm_colours(runs), strict=True))
+    trained = [(run, name) for run, name in zip(runs, names, strict=True) if run.metrics]
+    pairs = {each.name: (each.ordinary, each.frozen) for each in comparisons if each.ordinary.metrics}
+    shown = [run for run, _ in trained], [name for _, name in trained], [colours[name] for _, name in trained]
+    curves = [figures.loss(*shown)] if trained else []
+    curves += [figures.gap(pairs, colours)] if pairs else []
+    edited = [(run, name) for run, name in zip(runs, names, strict=True) if run.edited_heads]
     return (
-        f'<div class="key-figure"><h2>{name}</h2><p class="value">{value}</p>{drawing}<p class="note">{note}</p></div>'
+        Environment(autoescape=True, finalize=finalize)
+        .from_string(template)
+        .render(
+            light=Markup(figures.variables(0)),
+            dark=Markup(figures.variables(1)),
+            names=names,
+            colours=colours,
+            headline=headline(runs, comparisons),
+            warnings=list(_warnings(comparisons)),
+            tiles=_tiles(runs, comparisons, colours),
+            maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
+            curves=[Markup(picture) for picture in curves if picture],
+            tables=[*tables, *_tables(runs, names, comparisons)],
+            provenance=_provenance(runs, names),
+        )
     )
 
 
-def whiskers(estimates: Sequence[tuple[float, float, float, str]], *, start: float = 0.0, label: str) -> str:
-    """Return estimates, `(value, low, high, colour)`, with their intervals on an axis that holds `start`."""
-    left = min(start, *(low for _, low, _, _ in estimates))
-    right = max(start, *(high for _, _, high, _ in estimates))
-    margin = 0.12 * ((right - left) or 1.0)
-    scale = (_WIDTH - 8) / (right - left + 2 * margin)
+def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
+    """Return the verdict in one sentence: what was done to heads, its cost in perplexity, and its speed if clear."""
+    done = [(each.frozen, each.record) for each in comparisons if each.record]
+    if not done:
+        run = next((run for run in runs if run.edited_heads), runs[0])
+        result = run.result or {}
+        heads = f"{run.heads_in_words} of {run.num_heads} attention heads: " if run.edited_heads else ""
+        after = f" after {number(result.get('updates') or len(run.metrics))} updates" if run.metrics else ""
+        if result.get("accuracy") is not None:
+            return f"{heads}accuracy {100 * result['accuracy']:.2f}%{after}"
+        found = result.get("report_perplexity")
+        reached = f"held-out perplexity {number(found)}{after}" if found else f"training,{after}"
+        return heads + reached if run.metrics else heads.removesuffix(": ")
+    arms = []
+    for run, record in done:
+        low, high = record["ci95"]
+        uncertain = ", less than its uncertainty" if low <= 0 <= high else ""
+        fast = "" if speed_caveat(record) else f", updates {record['update_time_ratio']:.2f}× as fast"
+        of = f" of {run.num_heads} attention heads" * (run is done[0][0])
+        arms.append(f"{run.heads_in_words}{of}: perplexity {signed(record['delta_ppl_percent'])}{uncertain}{fast}")
+    return "; ".join(arms)
 
-    def at(value: float) -> float:
-        return 4 + (value - left + margin) * scale
 
-    zero, foot = at(start), 14 * len(estimates) + 8
-    parts = [
-        f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{foot - 4}" y2="{foot - 4}"/>',
-        f'<line class="zero" x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{foot}"/>',
-        f'<text class="tick" x="{min(max(zero, 10), _WIDTH - 10):.1f}" y="{foot + 11}" text-anchor="middle">',
-        f"{start:g}</text>",
+def _warnings(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    for each in comparisons:
+        if each.reason:
+            yield f"{each.name} could not be compared: {each.reason}"
+        for line in (each.record or {}).get("differences", ()):
+            yield f"{each.name} differs in more than the freezing: {line}"
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A key figure: the value of each arm with its colour, and a line below."""
+
+    name: str
+    values: list[tuple[str, str]]
+    note: str
+
+
+def _tiles(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison], colours: Mapping[str, str]) -> list[_Tile]:
+    """Return the key figures: those of comparisons, or of the one run; what was not measured is left out."""
+    arms = [(each.record, colours.get(each.name, "frozen")) for each in comparisons if each.record]
+    if not arms:
+        return list(_own_tiles(next((run for run in runs if run.edited_heads), runs[0])))
+    tiles = [_perplexity_tile(arms)]
+    tiles += [_speed_tile(timed)] if (timed := [arm for arm in arms if arm[0].get("update_time_ratio")]) else []
+    changes = [
+        (change_percent(one.get("peak_memory_ordinary"), one.get("peak_memory_frozen")), css) for one, css in arms
     ]
-    for place, (value, low, high, colour) in enumerate(estimates):
-        y, style = 8 + 14 * place, f'style="--c:var(--{colour})"'
-        parts.append(f'<line class="whisker" {style} x1="{at(low):.1f}" x2="{at(high):.1f}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<circle class="dot" {style} cx="{at(value):.1f}" cy="{y}" r="5"/>')
-    return _svg("".join(parts), label, foot + 14)
+    if all(change is not None for change, _ in changes):
+        peaks = [arms[0][0]["peak_memory_ordinary"], *(record["peak_memory_frozen"] for record, _ in arms)]
+        values = [(signed(change, 1), css) for change, css in changes]
+        tiles.append(_Tile("Peak memory", values, f"{' → '.join(map(gibibytes, peaks))} during an update"))
+    edited = [(run, css) for run, css in zip(runs, colours.values(), strict=True) if run.edited_heads]
+    shares = [(f"{100 * len(run.edited_heads) / run.num_heads:.0f}%", css) for run, css in edited]
+    counts = ", ".join(f"{run.heads_in_words} of {run.num_heads}" for run, _ in edited)
+    return [*tiles, _Tile("Heads", shares, counts)]
 
 
-def bars(lengths: Sequence[tuple[float, str]]) -> str:
-    """Return bars to one scale, below one another, in their colours: the ordinary arm first."""
-    longest = max(length for length, _ in lengths)
-    parts = [_bar(length / longest, colour, place) for place, (length, colour) in enumerate(lengths)]
-    return _svg("".join(parts), "ordinary arm above, frozen arms below", 14 * len(lengths) + 6)
+def _perplexity_tile(arms: Sequence[tuple[dict[str, Any], str]]) -> _Tile:
+    intervals = ", ".join(f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record, _ in arms))
+    steps = [arms[0][0]["ppl_ordinary"], *(record["ppl_frozen"] for record, _ in arms)]
+    went = " → ".join(f"{step:.3f}" for step in steps)
+    note = f"95% interval {intervals}; {went} over {arms[0][0]['windows']:,} windows"
+    return _Tile("Perplexity", [(signed(record["delta_ppl_percent"]), css) for record, css in arms], note)
 
 
-def shares_of(shares: Sequence[tuple[float, str]], words: str) -> str:
-    """Return how much of a whole is taken, a bar each in its colour."""
-    parts = [_bar(1.0, "faint", place) + _bar(share, colour, place) for place, (share, colour) in enumerate(shares)]
-    return _svg("".join(parts), words, 14 * len(shares) + 6)
+def _speed_tile(arms: Sequence[tuple[dict[str, Any], str]]) -> _Tile:
+    """Return the speedup of each arm where it is clear, else what these heads could save at most."""
+    values, notes = [], []
+    for record, css in arms:
+        ratio, bound = record["update_time_ratio"], free_heads_bound(record["heads"], record["num_heads"])
+        if not speed_caveat(record):
+            values.append((f"{ratio:.2f}×", css))
+            pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
+            notes.append(f"{' → '.join(map(seconds, pair))}, medians of separate runs")
+        else:
+            values.append((f"≤ {bound:.2f}×" if bound else MISSING, css))
+            why = "beyond it, so the machine was busy" if was_busy(record) else "within the runs' spread"
+            notes.append(f"bound if these heads cost nothing; measured {ratio:.2f}×, {why}")
+    return _Tile("Update speed", values, "; ".join(dict.fromkeys(notes)))
 
 
-def _bar(share: float, colour: str, place: int) -> str:
-    style = f'style="fill:var(--{colour})"'
-    return f'<rect {style} x="0" y="{4 + 14 * place}" width="{_WIDTH * share:.1f}" height="10" rx="2"/>'
+def _own_tiles(run: RecordedRun) -> Iterator[_Tile]:
+    result = run.result or {}
+    median_seconds = (result.get("update_seconds") or {}).get("median")
+    facts = {
+        "Accuracy": (result.get("accuracy"), lambda share: f"{100 * share:.2f}%", "held-out questions"),
+        "Perplexity": (result.get("report_perplexity"), number, "held-out text"),
+        "Median update": (median_seconds, seconds, f"{number(result.get('updates'))} updates"),
+        "Peak memory": (result.get("peak_memory_bytes"), gibibytes, "during an update"),
+    }
+    for name, (value, show, note) in facts.items():
+        if value is not None:
+            yield _Tile(name, [(show(value), "ink")], note)
+    if run.edited_heads and run.num_heads:
+        share = f"{100 * len(run.edited_heads) / run.num_heads:.0f}%"
+        yield _Tile("Heads", [(share, "frozen")], f"{run.heads_in_words} of {run.num_heads}")
 
 
-def _svg(content: str, label: str, height: int) -> str:
-    size = f'viewBox="0 0 {_WIDTH} {height}" style="height:{height}px"'
-    return f'<svg class="mini" {size} role="img" aria-label="{label}">{content}</svg>'
+def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
+    """Return what the template shows of one run's heads."""
+    freeze = run.freeze or {}
+    kls = {tuple(head): kl for *head, kl in freeze.get("fit_kl", ())}
+    config, event = freeze.get("config") or {}, run.newest_freeze
+    facts = {
+        "rate": config.get("rate"),
+        "pattern": config.get("pattern"),
+        "storage": config.get("storage"),
+        "calibrated on": f"{freeze['num_sequences']} × {number(freeze.get('length'))} tokens"
+        if freeze.get("num_sequences")
+        else None,
+        "KL of the fits, median": f"{number(median(kls.values()), 3)} nats" if kls else None,
+        "KL of the fits, largest": f"{number(max(kls.values()), 3)} nats" if kls else None,
+        "held-out loss around it": _losses(event.values) if event else None,
+    }
+    if costs := _event_seconds(run):
+        facts["freezing took"] = seconds(sum(costs.values()))
+        facts["parts of it"] = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
+    rejected = freeze.get("rejected", ())
+    return {
+        "title": f"Heads of {name}" if several else "Heads",
+        "caption": f"{run.heads_in_words} of {run.num_heads}",
+        "rejected": len(rejected),
+        "picture": Markup(figures.head_map(run, name=f"map-{number_of}")),
+        "scores": Markup(figures.scores(run, name=f"scores-{number_of}")) if freeze else "",
+        "curves": Markup(figures.curves(run, name=f"curves-{number_of}")),
+        "facts": Table.facts("", facts),
+        "heads": _head_table(run, kls, {tuple(head): kl for *head, kl in rejected}),
+    }
 
 
-def embed(data: Any) -> str:
-    """Return JSON that cannot end the script element it stands in."""
-    plain = json.dumps(to_json(data), separators=(",", ":"), allow_nan=False)
-    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+def _event_seconds(run: RecordedRun) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for event in run.events:
+        found |= {part: found.get(part, 0.0) + cost for part, cost in event.seconds.items()}
+    return found
 
 
-def asset(name: str) -> str:
-    """Return a file of the page's own."""
-    return files("saf.report").joinpath("assets", name).read_text(encoding="utf-8")
+def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[Any, float]) -> Table:
+    layers, heads = figures.shape_of(run)
+    freeze, entropy = run.freeze or {}, run.freeze_tensors.get("row_entropy")
+    kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
+    rows = []
+    for layer in range(layers):
+        for head in range(heads):
+            place = (layer, head)
+            score = freeze["scores"][layer][head] if freeze else None
+            spread = None if entropy is None else float(entropy[place])
+            kl = kls.get(place, rejected.get(place))
+            kind = kinds.get(place, "does not fit" if place in rejected else "live")
+            rows.append([f"{layer}.{head}", kind, number(score), number(kl, 3), number(spread)])
+    columns = ("layer.head", "is", str(freeze.get("score_name", "score")), "KL of the fit, nats", "row entropy, nats")
+    return Table.of("", columns, rows).used()
 
 
-def text(value: Any) -> str:
-    """Return a value as escaped HTML; a dash for None."""
-    return MISSING if value is None else html(str(value))
+def _losses(event: Mapping[str, Any]) -> str | None:
+    before, after = event.get("loss_before"), event.get("loss_after")
+    return None if before is None or after is None else f"{before:.4f} → {after:.4f} nats"
+
+
+# --- tables
+
+
+def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> Iterator[Table]:
+    """Yield the table of arms, of their events where a run had several, and of answers to tasks."""
+    named = list(zip(runs, names, strict=True))
+    if any("train" in run.config for run in runs):
+        yield arms_table(runs, names, comparisons)
+    events = [[name, *_event_row(event)] for run, name in named for event in run.events]
+    if any(len(run.events) > 1 for run in runs):
+        columns = ("arm", "event", "after update", "heads", "controller loss", "kept", "took", "reason")
+        yield Table.of("Events", columns, events)
+    answered = [(run.result, name) for run, name in named if (run.result or {}).get("accuracy") is not None]
+    if answered:
+        columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
+        yield Table.of("Accuracy", columns, [[name, *_answers(result)] for result, name in answered if result])
+    for run, name in named:
+        if JUDGED["recall"].has(run):
+            yield from (replace(each, title=f"{name}: {each.title}") for each in recall_tables(run.finished_result()))
+    for judged in JUDGED.values():
+        for pair in comparisons:
+            if judged.has(pair.ordinary) and judged.has(pair.frozen):
+                try:
+                    yield from judged.tables(judged.compare(pair.ordinary, pair.frozen, allow_differences=True))
+                except SafError as error:
+                    yield Table.facts(pair.name, {"not compared": str(error)})
+
+
+def _event_row(event: Any) -> list[Any]:
+    kept = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
+    took = seconds(sum(event.seconds.values())) if event.seconds else None
+    what = f"{event.number}: {event.kind}"
+    return [what, number(event.update), len(event.heads), _losses(event.values), kept, took, event.values.get("reason")]
+
+
+def _answers(result: Mapping[str, Any]) -> list[Any]:
+    share, error = (f"{100 * result[part]:.2f}" for part in ("accuracy", "standard_error"))
+    return [f"{share}% ± {error}", result["questions"], result["judged_by"], result["shortened"]]
+
+
+def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
+    """Return hashes, versions, seed, device, commit and command of every run."""
+    columns = []
+    for run in runs:
+        entries = dict((run.result or {}).get("provenance") or {})
+        for name in ("heads", "pruned"):
+            entries.pop(name, None)
+        found = {}
+        for key, value in entries.items():
+            group = value if isinstance(value, Mapping) else {"": value}
+            found |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
+        found["evaluation windows"] = (run.evaluation or {}).get("windows_hash")
+        columns.append({key: None if value is None else str(value) for key, value in found.items()})
+    keys = list(dict.fromkeys(key for column in columns for key in column))
+    return Table.of("", ["", *names], [[key, *(column.get(key) for column in columns)] for key in keys])
+
+
+# --- Hugging Face models
+
+
+def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun], list[Comparison], list[Table]]:
+    """Return a Hugging Face model as a run without training, its comparison, and tables of what is known of it.
+
+    Raises:
+        InputError: No head is frozen or pruned, or the evaluations are not two, the second one of this model.
+        CompareError: The evaluations are of different text, questions or precision, or of unrelated models.
+    """
+    found = inspect(folder)
+    if not found["frozen"] + found["pruned"]:
+        raise InputError(f"{folder} is an ordinary model, none of its heads is frozen; name what `saf freeze` wrote")
+    for path in evaluations:
+        expect(path, Kind.EVALUATION)
+    if len(evaluations) not in (0, 2):
+        raise InputError(f"expected no evaluations, or two: of the model before and after; got {len(evaluations)}")
+    change = compare_evaluations(*evaluations) if both_have(evaluations, perplexity.WRITTEN[0]) else None
+    answered = compare_zero_shot(*evaluations) if both_have(evaluations, zero_shot.WRITTEN[0]) else None
+    if evaluations and not (change or answered):
+        raise nothing_to_compare(evaluations)
+    for record in filter(None, (change, answered)):
+        if record["provenance"]["checkpoints"]["frozen"] != found["hash"]:
+            raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
+    layers = read_json(folder / STATE)["layers"]
+    config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
+    origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
+    result = {"arm": "frozen" if found["frozen"] else "pruned", "provenance": origin | {"model": found["hash"]}}
+    result["provenance"] |= {"heads": found["frozen"], "pruned": found["pruned"]}
+    run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
+    if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
+        run = replace(run, events=[])  # of other heads: the model was edited again elsewhere
+    tables = [_fits(found, (read_json(folder / "config.json").get("saf") or {}).get("events", []))]
+    comparisons = []
+    if change:
+        low, high = change["ci95"]
+        cost = f"{signed(change['delta_ppl_percent'], 3)} ({signed(low, 3, '')} to {signed(high, 3, '')})"
+        facts = {"perplexity before": f"{change['ppl_ordinary']:.4f}", "after": f"{change['ppl_frozen']:.4f}"}
+        facts |= {"change, 95% interval": cost, "paired windows": f"{change['windows']:,}"}
+        tables.append(Table.facts("Held-out text", facts, pair_words(change)))
+        timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
+        comparisons.append(Comparison(folder.name, run, run, {**timeless, **change}))
+    else:
+        advice = "not known: `saf evaluate` the model before and after with --out, then name both folders"
+        tables.append(Table.facts("Held-out text", {"change of perplexity": advice}))
+    for part in zero_shot_comparison_tables(answered) if answered else ():
+        tables.append(part if isinstance(part, Table) else Table.of("", (), [], [part]))
+    return [run], comparisons, tables
+
+
+def _fits(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the frozen heads by layer, with the fits that the configuration lists."""
+    kls = {(layer, head): kl for event in events for layer, head, kl in event["fit_kl"]}
+    rows = []
+    for layer, patterns in zip(sorted({layer for layer, _ in found["frozen"]}), found["patterns"], strict=True):
+        heads = [head for at, head in found["frozen"] if at == layer]
+        known = [kls[layer, head] for head in heads if (layer, head) in kls]
+        kinds = ", ".join(f"{count} {kind}" for kind, count in patterns["kinds"].items())
+        fits = [number(median(known), 3), number(max(known), 3)] if known else [None, None]
+        rows.append([str(layer), " ".join(map(str, heads)), kinds, patterns["length"], *fits])
+    columns = ("layer", "heads frozen", "patterns", "positions", "KL of the fits, nats, median", "largest")
+    return Table.of("Fits", columns, rows).used()

@@ -143,7 +143,7 @@ def test_report_writes_the_page_and_the_picture(saf_json, arms, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert printed["report"] == str(tmp_path / "page.html")
     assert printed["bytes"] == len(page.encode())
-    assert "Freezing 2 of 8 attention heads" in page
+    assert "<h1>2 frozen of 8 attention heads: perplexity" in page
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
 
 

@@ -89,7 +89,6 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     saf_json("report", tmp_path / "pruned", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f"Mean change {signed(100 * record['mean_difference'], 2, '')} points" in page
-    assert "What it cost in perplexity is not known here" in page
     code, _, told = saf("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a")
     assert code == 2
     (tmp_path / "pruned" / "tokenizer.json").unlink()

@@ -20,8 +20,7 @@ from saf.freezing.config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
-from saf.report.runs.page import write_report
-from saf.report.runs.picture import write_picture
+from saf.report.page import write_report
 from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget, train_loss
 from saf.schedules.train_loss import TrainLossProposer
 from saf.tasks import TASKS
@@ -90,14 +89,7 @@ def test_a_pruned_arm_is_the_same_as_one_run_that_prunes_and_goes_on_as_a_parent
 def test_the_page_and_the_tables_speak_of_pruned_heads(settings, finished, tmp_path, capsys):
     runs = [finished(settings(), "ordinary"), finished(settings(freeze=PRUNE, keep=0), "pruned")]
     page = write_report(runs, tmp_path).read_text()
-    for words in ("Pruning 4 of 8 attention heads", "Which heads were pruned<", "What pruning itself took", "4 pruned"):
-        assert words in page, words
-    assert "Heads were pruned after update 6 of 12." in page
-    assert "4 heads pruned: one_time: update 6 is done" in page
-    drawn = write_picture(runs, tmp_path / "runs.svg").read_text()
-    for words in ("4 of 8 heads pruned, those of lowest variance", "Pruned minus ordinary", "heads pruned at 6"):
-        assert words in drawn, words
-    assert ".pruned{stroke:" in drawn
+    assert "<h1>4 pruned of 8 attention heads: perplexity" in page
     assert "4 of 8 pruned" in page
     assert main(["compare", *map(str, runs)]) == 0
     assert main(["inspect", str(runs[1])]) == 0
@@ -122,15 +114,7 @@ def test_a_run_that_prunes_heads_of_a_frozen_parent_tells_how_many_are_what(sett
     rows = {row[0]: str(row[1]) for row in map(tuple, result_table(result).rows)}
     assert rows["heads pruned"] == "2 after update 10, 4 frozen and 2 pruned in all"
     page = write_report([ordinary, out], tmp_path).read_text()
-    for words in (
-        "4 frozen and 2 pruned of 8 attention heads",
-        ">4 frozen and 2 pruned of 8<",
-        '"told_earlier":"4 frozen"',
-    ):
-        assert words in page, words
-    drawn = write_picture([ordinary, out], tmp_path / "mixed.svg").read_text()
-    for words in ("2 of 8 heads pruned, those of lowest variance; 4 frozen and 2 pruned in all", "heads pruned at 10"):
-        assert words in drawn, words
+    assert "<h1>4 frozen and 2 pruned of 8 attention heads" in page
 
 
 @pytest.mark.parametrize("score", ["gate_taylor", "random"])

@@ -1,0 +1,229 @@
+"""Tables of benchmark records, as `saf bench` and the scripts in benchmarks/ print them.
+
+A speed record compares arms with a baseline at points: context x sequences (x micro-batches of an update). A row has a
+role: "control" is a second baseline, "free" is the arm as if mixing in its frozen heads cost nothing.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from saf.bench.protocol import GRAPH, PRUNED
+from saf.records.quantities import MISSING, gibibytes, number, signed
+from saf.records.table import Part, Table
+
+Record = Mapping[str, Any]
+SPEEDS = ("update", "finetune", "prefill", "attention", "decode", "op")
+"""Kinds of records whose rows are arms beside a baseline."""
+REFUSED = "refused"
+NEAR_ONE = 0.005
+"""A bound this close to 1 leaves nothing to take a share of."""
+_WORDS = {"update": "", "both": "forward and backward", "call": "called", GRAPH: "replayed as a CUDA graph"}
+_KERNELS = {
+    "cudnn": "cuDNN",
+    "auto": "PyTorch's choice of kernel",
+    "flash": "flash attention",
+    "flex": "flex attention",
+}
+_ROLES = {"keeping": "ordinary, every activation kept", "apart": "ordinary, each process by itself"}
+
+
+def tables(record: Record) -> list[Part]:
+    """Return what a record measured: tables, why comparisons were refused, and what was left out."""
+    if record["kind"] not in SPEEDS:
+        return [*_plain(record["rows"]), *missing(record)]
+    parts: list[Part] = []
+    by_way: dict[str, list[dict[str, str]]] = {}
+    for row, cells in speed_cells(record):
+        by_way.setdefault(way(row), []).append(cells)
+    if record["kind"] == "finetune":
+        parts += [_means(record)]
+    else:
+        parts += [table_of(title, cells) for title, cells in by_way.items()]
+    if record["memory"]:
+        parts.append(table_of("peak memory", [memory_cells(record, entry) for entry in record["memory"]]))
+    for group in groups(record):
+        if reason := refusal(group):
+            parts.append(f"Refused: {way(group[0])}, {shape(group[0]['point'])}: {reason}.")
+    return [*parts, *missing(record)]
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return rows, mappings by column, as a table without its empty columns."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows]).used()
+
+
+def groups(record: Record) -> list[list[Record]]:
+    """Return a speed record's rows by subject, point, way of running and baseline, in order."""
+    found: dict[Any, list[Record]] = {}
+    for row in record["rows"]:
+        found.setdefault((subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
+    return list(found.values())
+
+
+def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
+    """Yield each arm's row and the cells of its line in a table."""
+    for group in groups(record):
+        control = next((row for row in group if row["role"] == "control"), None)
+        free = {row["rate"]: row for row in group if row["role"] == "free" and not row["refused"]}
+        for row in group:
+            if row["role"] not in ("control", "free"):
+                bound = free.get(row["rate"]) if row["backend"] and row["role"] != "pruned" else None
+                yield row, _cells(row, control, bound)
+
+
+def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str, str]:
+    ratio = None if row["refused"] else row["ratio"]
+    share = None
+    bound = free["ratio"] if free else None
+    if ratio is not None and ratio >= 1 and bound is not None and bound >= max(1 + NEAR_ONE, ratio):
+        share = (1 - 1 / ratio) / (1 - 1 / bound)
+    return {
+        "point": shape(row["point"]),
+        "baseline": kernel_name(row["baseline"].removeprefix("ordinary ")),
+        "arm": arm_name(row),
+        **{
+            f"{side}, ms (TFLOP/s)": f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
+            for side in ("baseline", "arm")
+        },
+        "speedup": REFUSED if ratio is None else f"{ratio:.3f}×",
+        "middle half of pairs": MISSING if ratio is None else f"{row['q25']:.3f} to {row['q75']:.3f}",
+        "pairs": number(row["pairs"]),
+        "share of time": f"{1 / ratio:.3f}" if ratio is not None and row.get("part") == "frozen" else MISSING,
+        "control": MISSING if control is None else f"{control['ratio']:.4f}",
+        "free bound": MISSING if bound is None else f"{bound:.3f}×",
+        "of the bound": MISSING if share is None else f"{100 * share:.0f}%",
+        "baseline cache": gibibytes(row.get("baseline_cache_bytes")),
+        "cache": gibibytes(row.get("cache_bytes")),
+    }
+
+
+def memory_cells(record: Record, entry: Record) -> dict[str, str]:
+    """Return the cells of one arm's peak memory in a process of its own, and its change from ordinary attention."""
+    kernel, change = entry["arm"].split()[-1], entry["change_percent"]
+    several = len({each["arm"].split()[-1] for each in record["memory"]}) > 1
+    name = f"{edited_name(entry)}{f', live heads on {kernel_name(kernel)}' * several}" if entry["backend"] else ""
+    ordinary = _ROLES["keeping"] if " keeping " in entry["arm"] else f"ordinary, {kernel_name(kernel)}"
+    return {
+        "point": shape(entry["point"]),
+        "arm": name or ordinary,
+        "peak memory": f"{entry['bytes'] / 2**30:.2f} GiB",
+        "against ordinary": MISSING if change is None or entry["backend"] is None else signed(change),
+    }
+
+
+def refusal(group: Sequence[Record]) -> str | None:
+    """Return why the comparisons of a group are refused; None where they are not."""
+    control = next((row for row in group if row["role"] == "control"), None)
+    if control is None:
+        return "the control could not be measured" if any(row["refused"] for row in group) else None
+    equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
+    return f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%" if control["refused"] else None
+
+
+def missing(record: Record) -> list[str]:
+    """Return a line for each thing that a record lacks: an end before its time, what was left out."""
+    reasons: dict[str, list[str]] = {}
+    for entry in record.get("left_out") or ():
+        reasons.setdefault(entry["why"].rstrip("."), []).append(entry["what"])
+    early = ["Not finished: what was measured before the benchmark was stopped."] * (record.get("finished") is False)
+    return [*early, *(f"Left out: {'; '.join(what)}: {why}." for why, what in reasons.items())]
+
+
+def subject(row: Record) -> str:
+    """Return what a row is about: a model, or a part of a layer."""
+    if row.get("alone"):
+        return f"{row['alone']} head{'s' * (row['alone'] > 1)} alone"
+    return f"whole {row['part']}" if "part" in row else row["model"]
+
+
+def way(row: Record, unusual: str = "") -> str:
+    """Return subject and way of running: rows that share them share a table."""
+    words = [_WORDS.get(word, word.replace("-", " ")) for word in row["variant"].split()]
+    return ", ".join(filter(None, [subject(row), unusual, *words, row["point"].get("precision", "")]))
+
+
+def shape(point: Record) -> str:
+    """Return a point as the command line writes it: context x sequences (x micro-batches of an update)."""
+    return "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
+
+
+def arm_name(row: Record) -> str:
+    """Return what an arm is: a share of frozen heads with their backend, or another attention kernel."""
+    return edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {kernel_name(row['kernel'])}")
+
+
+def edited_name(row: Record) -> str:
+    """Return what an arm's heads are: a share of them frozen, on a backend, or pruned."""
+    share = f"{100 * row['rate']:g}%"
+    return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
+
+
+def kernel_name(kernel: str) -> str:
+    """Return an attention kernel's name as its makers write it."""
+    return _KERNELS.get(kernel, kernel)
+
+
+def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]]]:
+    """Return the mean ratio of each arm over the orders of the same examples, with its standard error.
+
+    Orders whose control refuses them are left out. Where kernels take less time than the update, the host bounds it.
+    """
+    own = [
+        row for row in record["rows"] if row["variant"].endswith(f" {GRAPH}") == graphed and row["role"] != "control"
+    ]
+    kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]} if record["provenance"]["driver"] else {}
+    if record["settings"].get("graphs") == "both" and not graphed:
+        kernels = {}
+    repeats, lines = record["settings"]["repeats"], []
+    accepted = [row for row in own if row["backend"] and not row["refused"]]
+    for arm in dict.fromkeys(row["arm"] for row in accepted):
+        rows = [row for row in accepted if row["arm"] == arm]
+        ratios = [row["ratio"] for row in rows]
+        error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+        seen = [each for name in (rows[0]["baseline"], arm) if (each := kernels.get(name))]
+        cells = {
+            "arm": edited_name(rows[0]),
+            "speedup, mean ± SE": f"{statistics.fmean(ratios):.3f}×{error}",
+            "orders": str(len(ratios)),
+            "ordinary, ms": number(statistics.fmean(row["baseline_ms"] for row in rows)),
+            "arm, ms": number(statistics.fmean(row["arm_ms"] for row in rows)),
+            "kernels an update": " / ".join(f"{sum(one['calls'] for one in each) / repeats:,.0f}" for each in seen),
+            "ms on the device": " / ".join(f"{sum(one['ms'] for one in each) / repeats:.1f}" for each in seen),
+        }
+        lines.append((rows[0], {name: text or MISSING for name, text in cells.items()}))
+    return lines
+
+
+def _means(record: Record) -> Table:
+    lines = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
+    return table_of(f"{record['settings']['task']}: means over the orders of examples", lines)
+
+
+def _plain(rows: Sequence[Record]) -> Iterator[Table]:
+    """Yield the single values of a record's rows, a table for each part."""
+    for part, group in groupby(rows, key=lambda row: row.get("part", "")):
+        flat = [{name: _value(value) for name, value in _flat(row) if name != "part"} for row in group]
+        yield table_of(part, flat)
+
+
+def _flat(value: Record, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested objects with its path: ("spread: min", 3.0)."""
+    for name, item in value.items():
+        where = f"{path}: {name}" if path else str(name)
+        if isinstance(item, Mapping):
+            yield from _flat(item, where)
+        else:
+            yield where.replace("_", " "), item
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value)
+    return f"{len(value)} values" if isinstance(value, list) and len(value) > 4 else str(value)

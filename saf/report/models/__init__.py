@@ -1,1 +1,0 @@
-"""The page about a model of transformers with frozen heads."""

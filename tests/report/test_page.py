@@ -1,0 +1,156 @@
+"""The page about runs: its verdict, what it shows of heads and training, and that nothing from outside is markup."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from saf.errors import InputError
+from saf.evaluate.side_by_side import arm_colours, arm_names
+from saf.patterns import CompactPattern
+from saf.records.run import RecordedRun
+from saf.report import figures
+from saf.report.page import write_report
+from tests.report.synthetic import Shape, edit, edit_event, event_of, patterns, write_pair, write_run
+
+
+def page_of(runs, folder) -> str:
+    return write_report(runs, folder / "out").read_text()
+
+
+def headline(page: str) -> str:
+    return re.search("<h1>(.*)</h1>", page)[1]
+
+
+def tile(page: str, name: str) -> str:
+    return re.sub("<.*?>", "", re.search(f"<h3>{name}</h3>(.*?)</div>", page, re.DOTALL)[1])
+
+
+def test_the_headline_is_the_verdict_and_the_tiles_tell_its_uncertainty(tmp_path):
+    page = page_of(write_pair(tmp_path, cost=0.02, speedup=1.25), tmp_path)
+    assert re.fullmatch(
+        r"3 frozen of 12 attention heads: perplexity \+2\.\d\d%, updates 1\.25× as fast", headline(page)
+    )
+    assert re.search(
+        r"95% interval \+\d\.\d\d% to \+\d\.\d\d%; \d+\.\d{3} → \d+\.\d{3} over 40 windows", tile(page, "Perplexity")
+    )
+    assert "1.25×" in tile(page, "Update speed")
+    assert "25%" in tile(page, "Heads")
+
+
+@pytest.mark.parametrize(
+    ("speedup", "words"), [(1.005, "within the runs&#39; spread"), (3.39, "so the machine was busy")]
+)
+def test_a_speed_that_says_little_gives_way_to_the_bound(tmp_path, speedup, words):
+    page = page_of(write_pair(tmp_path, speedup=speedup), tmp_path)
+    assert "as fast" not in headline(page)
+    assert "≤ 1.33×" in tile(page, "Update speed")  # of 12 heads 3 make an update at most 4/3 times as fast
+    assert words in tile(page, "Update speed")
+
+
+def test_an_interval_over_zero_is_not_called_a_cost(tmp_path):
+    page = page_of(write_pair(tmp_path, Shape(windows=4), cost=1e-4), tmp_path)
+    assert "less than its uncertainty" in headline(page)
+
+
+def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_itself(tmp_path):
+    shape = Shape(rate=0.5)
+    runs = [*write_pair(tmp_path), write_run(tmp_path / "half", shape, frozen=True, cost=0.03, speedup=1.3)]
+    page = page_of(runs, tmp_path)
+    assert re.match(r"3 frozen of 12 attention heads: .*; 6 frozen: perplexity \+", headline(page))
+    assert page.count("<h2>Heads of ") == 2
+    alone = page_of(runs[:1], tmp_path / "alone")
+    assert re.match(r"held-out perplexity \d+\.\d+ after 60 updates", headline(alone))
+    assert "<h2>Heads" not in alone
+    with pytest.raises(InputError, match="at least one run"):
+        write_report([], tmp_path)
+
+
+def test_differences_and_failures_are_read_with_care(tmp_path):
+    ordinary, frozen = write_pair(tmp_path)
+    edit(frozen / "config.json", train__seed=5)
+    assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in page_of((ordinary, frozen), tmp_path)
+    edit(frozen / "evaluation.json", windows_hash="0" * 64)
+    assert "could not be compared: the two arms were evaluated on different windows" in page_of(
+        (ordinary, frozen), tmp_path
+    )
+
+
+def test_events_are_a_table_and_those_undone_say_so(tmp_path):
+    run = write_run(tmp_path / "frozen", frozen=True)
+    first = event_of(run)
+    undo = {"number": 2, "kind": "undo", "update": 40, "heads": first["heads"], "undoes": 1, "reason": "too dear"}
+    edit_event(run, undone_by=2)
+    with open(run / "events.jsonl", "a") as file:
+        file.write(str(undo).replace("'", '"') + "\n")
+    page = page_of([run], tmp_path)
+    assert "undone by event 2" in page
+    assert "too dear" in page
+
+
+def test_names_from_outside_are_text_and_the_page_asks_for_nothing(tmp_path):
+    name = "<img src=x onerror=alert(1)>&$\x1b[31m"
+    run = write_run(tmp_path / name, frozen=True)
+    page = page_of([run], tmp_path)
+    assert "<img src=x" not in page
+    assert "&lt;img src=x onerror=alert(1)&gt;&amp;$\N{REPLACEMENT CHARACTER}" in page
+    assert "<script" not in page
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)""", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
+    """The oracle is the dense pattern, averaged over the keys of a bin and set against uniform attention."""
+    run = RecordedRun.open(write_run(tmp_path / "frozen", Shape(length=44), frozen=True))
+    layer, head = run.freeze["heads"][0]
+    made = patterns(Shape(length=44))
+    dense = CompactPattern(*(made[name][layer, head] for name in ("alpha", "rho", "log_z"))).dense()
+    picture = figures.patterns(run)[0]
+    size = len(picture)  # two positions a bin
+    for row in (0, 7, size - 1):
+        share = dense[2 * row + 1, : 2 * row + 2].reshape(-1, 2).mean(-1) * (2 * row + 2)
+        expected = 0.88 * (share.log10() / 2).clamp(0, 1) + 0.12
+        torch.testing.assert_close(torch.tensor(picture[row, : row + 1]), expected, atol=1e-5, rtol=0)
+    assert not np.triu(picture, 1).any()
+
+
+def test_the_gap_is_of_the_same_batches_after_the_event(tmp_path):
+    ordinary, frozen = map(RecordedRun.open, write_pair(tmp_path, cost=0.5))
+    updates, values = figures.loss_gap(ordinary, frozen)
+    assert (updates[0], updates[-1]) == (31, 60)
+    assert 0.2 < values[-1] < 1.0
+
+
+def test_a_moving_mean_is_centred_and_gives_missing_values_no_weight():
+    found = figures.moving_mean(np.array([1.0, 2.0, np.nan, 4.0, 10.0]), 3)
+    np.testing.assert_allclose(found, [1.5, 1.5, 3.0, 7.0, 7.0])
+
+
+def test_the_picture_for_documents_has_colours_of_its_own(tmp_path):
+    folders = write_pair(tmp_path)
+    runs = [RecordedRun.open(folder) for folder in folders]
+    text = figures.write_picture(tmp_path / "a.svg", runs, arm_names(runs), arm_colours(runs)).read_text()
+    assert text.startswith("<svg")
+    assert "prefers-color-scheme: dark" in text
+    assert "var(--frozen)" in text
+
+
+@pytest.mark.browser
+def test_the_page_fits_a_phone_in_light_and_dark(page, tmp_path):
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text))
+    report = write_report(write_pair(tmp_path), tmp_path / "out")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.goto(report.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert (
+            page.evaluate("getComputedStyle(document.body).backgroundColor")
+            == {
+                "light": "rgb(251, 250, 246)",
+                "dark": "rgb(16, 22, 28)",
+            }[scheme]
+        )
+    assert not complaints
