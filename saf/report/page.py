@@ -237,7 +237,7 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
         for head in range(heads):
             place = (layer, head)
             score = freeze["scores"][layer][head] if freeze else None
-            spread = None if entropy is None else float(entropy[place])
+            spread = None if entropy is None or entropy[place].isnan() else float(entropy[place])
             kl = kls.get(place, rejected.get(place))
             kind = kinds.get(place, "does not fit" if place in rejected else "live")
             rows.append([f"{layer}.{head}", kind, number(score), number(kl, 3), number(spread)])
