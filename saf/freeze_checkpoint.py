@@ -10,7 +10,6 @@ from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.estimates import collect_for
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new, check_some
 from saf.freezing.choice import check_heads, scores_collect
 from saf.freezing.config import FreezeConfig
@@ -21,6 +20,7 @@ from saf.models import GPT
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
 from saf.surgery import finalize_
+from saf.targets import collect_for
 from saf.tasks.text import heldout_batches
 from saf.train.checkpoint import Checkpoint, save_checkpoint
 from saf.train.clock import seconds_until, with_intervention

@@ -3,7 +3,6 @@
 from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
-from saf.estimates import dense_pattern
 from saf.fit import fit_compact, fit_exponential, fit_kl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.heldout import fit_heldout
@@ -21,6 +20,7 @@ from saf.selection import select
 from saf.sidecar import load, save
 from saf.statistics import AttentionStatistics
 from saf.surgery import finalize_, install_, prune_, uninstall_
+from saf.targets import dense_pattern
 
 __all__ = [
     "GPT",

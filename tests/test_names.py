@@ -8,7 +8,7 @@ from saf.errors import InputError, nearest
 from saf.ops import choose_backend
 from saf.ops.live import check_kernel
 from saf.schedules import schedule_from_dict
-from saf.scores import needed_by
+from saf.scores import required_inputs
 
 
 def test_the_nearest_of_some_names():
@@ -28,7 +28,7 @@ def test_the_nearest_of_some_names():
         (lambda: saf.FreezeConfig(pattern="meen"), "mean"),
         (lambda: saf.FreezeConfig(storage="densed"), "dense"),
         (lambda: saf.FreezeConfig(fitter="proportionnal"), "proportional"),
-        (lambda: needed_by("forward-kl"), "forward_kl"),
+        (lambda: required_inputs("forward-kl"), "forward_kl"),
         (lambda: saf.fit_compact(torch.ones(3), torch.ones(3), fitter="adams"), "adam"),
         (lambda: choose_backend("toeplits", device=torch.device("cpu"), dtypes=[torch.float32]), "toeplitz"),
         (lambda: check_kernel("cuddn"), "cudnn"),

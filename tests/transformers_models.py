@@ -5,8 +5,8 @@ import torch
 
 import saf
 from saf.adapters import adapter_for, rows_of
-from saf.estimates import dense_pattern
 from saf.heads import HeadSet
+from saf.targets import dense_pattern
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,21 +21,21 @@ from tqdm import tqdm
 from experiments.analyses.common import ModelSettings, Opened, Part, Record, head_set, say, subplots, table
 from saf.calibration import calibrate
 from saf.errors import InputError, UnsupportedError
-from saf.estimates.dirichlet import (
-    BOUNDS,
-    NEAR_CONSTANT,
-    NEAR_DETERMINISTIC,
-    PARAMETER_FLOOR,
-    concentration,
-    log_gamma_draws,
-)
-from saf.estimates.sampling import stream_of
 from saf.heads import Head, HeadSet
 from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import AttentionStatistics
+from saf.targets import (
+    BOUNDS,
+    NEAR_CONSTANT,
+    NEAR_DETERMINISTIC,
+    PARAMETER_FLOOR,
+    concentration,
+    log_gamma_draws,
+    stream_of,
+)
 
 QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the length at which the paper looks."""

@@ -20,7 +20,6 @@ from experiments.analyses.common import (
 )
 from saf.calibration import calibrate, heads_at_a_time
 from saf.errors import InputError
-from saf.estimates import PATTERNS, collect_for, dense_pattern
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records import paper
@@ -29,6 +28,7 @@ from saf.records.quantities import MISSING, correlation, percent
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import FLOOR
+from saf.targets import TARGETS, collect_for, dense_pattern
 
 DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
 
@@ -53,14 +53,14 @@ def measure(settings: Settings) -> dict[str, Any]:
     opened.check_rates(settings.rates)
     costs = None if settings.costs is None else read_json(settings.costs)
     for rate in settings.rates:
-        if costs is not None and len(PATTERNS.keys() & costs.get(str(rate), {})) < 2:
+        if costs is not None and len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
             raise InputError(f"{settings.costs} must have costs of two patterns at rate {rate}; a rank needs two")
     ids = opened.calibration()
     with opened.autocast:
         scores = score(calibrate(opened.model, ids), settings.score)
         nested = {rate: select(scores, rate) for rate in settings.rates}
         largest = max(nested.values(), key=len)
-        by_pattern = distances_from_mean(opened.model, ids, largest, list(PATTERNS), seed=settings.seed)
+        by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=settings.seed)
     at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
     distances = {
         distance: {

@@ -35,7 +35,7 @@ from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
-from saf.scores import SCORES, needed_by, score
+from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics
 from saf.tasks.text import heldout_batches
@@ -128,9 +128,9 @@ def available_scores(
     if gradient := recorded_gradient(opened.model, opened.source.state):
         inputs["gradient"] = gradient.scores()
     return {
-        name: score(statistics, name, **{key: inputs[key] for key in needed_by(name)})
+        name: score(statistics, name, **{key: inputs[key] for key in required_inputs(name)})
         for name in SCORES
-        if name != "random" and inputs.keys() >= set(needed_by(name))
+        if name != "random" and inputs.keys() >= set(required_inputs(name))
     }
 
 

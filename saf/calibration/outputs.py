@@ -11,7 +11,7 @@ from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, re
 from saf.calibration.watch import Modules, Seen, modules_of, values_of, watch
 from saf.errors import InputError, UnsupportedError
 from saf.ops.live import capped, score_scale
-from saf.scores.outputs import HeadOutputs
+from saf.scores import HeadOutputs
 from saf.statistics import AttentionStatistics
 
 

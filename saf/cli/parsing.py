@@ -11,11 +11,11 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from saf.errors import InputError
-from saf.estimates.sampling import Seed
 from saf.heads import Head
 from saf.records.events import heads_of_record
 from saf.records.files import read_json_value
 from saf.scores import Score
+from saf.targets import Seed
 
 Command = TypeVar("Command")
 RULES = ConstructorRegistry()

@@ -18,7 +18,7 @@ from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import COMPARING, REPLACING, FreezeConfig
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.patterns import Pattern
-from saf.scores import HeadOutputs, Score, needed_by, score_name
+from saf.scores import HeadOutputs, Score, required_inputs, score_name
 from saf.selection import Chooser, chooser, existing, ranking, select
 from saf.statistics import AttentionStatistics
 
@@ -143,7 +143,11 @@ def scores_collect(config: FreezeConfig, given: Mapping[str, Any]) -> tuple[str,
 
 def _collect_for_score(name: str | Score, given: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what `calibrate(collect=...)` must keep for a score, unless what it serves is given already."""
-    return ("mean_rows",) if "outputs" in needed_by(name) and not isinstance(given.get("outputs"), HeadOutputs) else ()
+    return (
+        ("mean_rows",)
+        if "outputs" in required_inputs(name) and not isinstance(given.get("outputs"), HeadOutputs)
+        else ()
+    )
 
 
 def gather(
@@ -163,7 +167,7 @@ def gather(
     Raises InputError for a score that replaces patterns by their mean where all sequences are alike: nothing changes.
     """
     found: dict[str, Any] = {}
-    for key in needed_by(name):
+    for key in required_inputs(name):
         source = given.get(key, heldout if key == "outputs" else None)
         if key == "gates" and source is None:
             found[key] = gate_gradients(model, batches)

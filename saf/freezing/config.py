@@ -5,15 +5,14 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError, check_name
-from saf.estimates import FITTED, PATTERNS, Storage, check_options
-from saf.estimates.sampling import Seed, seed_of
 from saf.fit import check_fitter_options
 from saf.fit.structured import check_constant_after
 from saf.freezing.heldout import check_heldout
 from saf.heads import Head, HeadSet, head_pairs
 from saf.records.events import MADE
-from saf.scores import SCORES, Score, needed_by, score_name
+from saf.scores import SCORES, Score, required_inputs, score_name
 from saf.selection import budget
+from saf.targets import FITTED, TARGETS, Seed, Storage, check_options, seed_of
 
 HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 """Settings that are heads, pairs (layer, head)."""
@@ -42,7 +41,7 @@ def fits_nothing(storage: Storage, pattern: str) -> str | None:
     """Return why patterns that are kept so need no fit; None where they are fitted."""
     if storage not in FITTED:
         return f"storage={storage!r} keeps every entry"
-    return None if PATTERNS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
+    return None if TARGETS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class FreezeConfig:
         """Check names and ranges."""
         check_name("operation", self.operation, get_args(Operation))
         check_name("storage", self.storage, get_args(Storage))
-        check_name("pattern", self.pattern, PATTERNS)
+        check_name("pattern", self.pattern, TARGETS)
         for name in ("score", "match"):
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)
@@ -124,7 +123,7 @@ class FreezeConfig:
         object.__setattr__(self, "seed", seed_of(self.seed))
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         self._check_fits()
-        if self.storage == "exponential" and PATTERNS[self.pattern].exact is not None:
+        if self.storage == "exponential" and TARGETS[self.pattern].exact is not None:
             raise InputError(f"pattern={self.pattern!r} is not fitted: use storage='compact' with it")
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
@@ -202,7 +201,7 @@ class FreezeConfig:
     @property
     def needs(self) -> frozenset[str]:
         """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`."""
-        return frozenset(key for name in (self.score, self.match) if name is not None for key in needed_by(name))
+        return frozenset(key for name in (self.score, self.match) if name is not None for key in required_inputs(name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""

@@ -11,9 +11,9 @@ from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.calibration.capture import Batch, read_batches
 from saf.errors import InputError
-from saf.estimates import Target, collect_for, target
 from saf.fit import check_fitter_options, fit_compact, fit_kl
 from saf.heads import Head, HeadSet
+from saf.targets import Target, collect_for, target
 
 PATTERNS = ("mean", "sharp_mean")
 """Patterns that a half determines; a sampled one would differ by its draw as well."""

@@ -15,7 +15,6 @@ from saf.adapters import adapter_for, rows_of
 from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import InputError, LossError, SafWarning
-from saf.estimates import FITTED, collect_for, dense_pattern, exact_pattern, target
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.choice import (
     Judged,
@@ -41,6 +40,7 @@ from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_
 from saf.surgery.edit import value_dtypes
+from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
 
 def freeze_(

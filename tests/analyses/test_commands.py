@@ -12,11 +12,11 @@ import saf
 from experiments.analyses import ANALYSES, svg
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import MISSING, matrix, spearman
-from saf.estimates import PATTERNS
 from saf.records.events import read_events
 from saf.records.files import file_hash, read_json
 from saf.records.table import plain
 from saf.scores import SCORES
+from saf.targets import TARGETS
 from saf.train import TrainConfig, pretrain
 from saf.train.checkpoint import checkpoint_hash, latest
 
@@ -156,11 +156,11 @@ def test_stability(run, arms):
 
 
 def test_geometry_and_costs(run, arms, tmp_path):
-    costs = {rate: {name: number for number, name in enumerate(PATTERNS)} for rate in ("0.25", "0.5")}
+    costs = {rate: {name: number for number, name in enumerate(TARGETS)} for rate in ("0.25", "0.5")}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     record = run("geometry", midpoint(arms), *SMALL, "--rates", 0.25, 0.5, "--costs", tmp_path / "costs.json")
     distances = record["distances"]["squared_error"]
-    assert distances["0.25"].keys() == PATTERNS.keys()
+    assert distances["0.25"].keys() == TARGETS.keys()
     assert distances["0.5"]["mean"] == pytest.approx(0, abs=1e-12)
     assert distances["0.5"]["structured_random"] > distances["0.5"]["sharp_mean"] > 0
     within, pooled = record["correlations"]["kl"]

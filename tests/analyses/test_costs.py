@@ -6,7 +6,6 @@ import torch
 from experiments.analyses.common import CostMeter
 from experiments.analyses.one_head import fit_differences, one_head_costs, score_quality
 from saf.calibration import calibrate
-from saf.estimates import target
 from saf.fit import fit_compact, fit_kl
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import make_patterns
@@ -14,6 +13,7 @@ from saf.heads import HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern
 from saf.surgery import install_
+from saf.targets import target
 from tests.freezing.small_model import accepting
 
 ALL = HeadSet((layer, head) for layer in range(3) for head in range(4))

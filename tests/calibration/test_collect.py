@@ -6,10 +6,10 @@ import torch
 from saf.calibration import calibrate, collection_bytes, latter_half
 from saf.calibration.layer import measure_layer
 from saf.errors import DivergenceError, InputError
-from saf.estimates import target_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.statistics import COLLECTIONS, AttentionStatistics
+from saf.targets import target_of
 
 HEADS = HeadSet([(0, 2), (1, 0), (1, 3), (2, 1)])
 POSITIONS = (0, 7, 31, 39)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from saf.estimates import target_of
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
+from saf.targets import target_of
 
 HEADS = HeadSet([(0, 1), (2, 1), (2, 3)])
 

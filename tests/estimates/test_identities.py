@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from experiments.analyses.geometry import pattern_distances
 from saf.calibration.layer import measure_layer
-from saf.estimates import PATTERNS, dense_pattern
+from saf.targets import TARGETS, dense_pattern
 
 
 def logits_of(seed: int, count: int, length: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_the_sharp_mean_is_the_reverse_kl_barycentre(seed, count, length):
     torch.testing.assert_close(excess, kl(fixed, sharp), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_identities_hold_for_every_pattern(make_logits, make_statistics, heads, name):
     """What a pattern costs beyond the best fixed one is its distance from that one: Eqs. (14), (15) and (16)."""
     logits = make_logits()

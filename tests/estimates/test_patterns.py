@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.estimates import PATTERNS, collect_for, dense_pattern, exact_pattern, target, target_of
 from saf.fit import fit_compact, fit_kl, marginals
 from saf.patterns import CompactPattern
+from saf.targets import TARGETS, collect_for, dense_pattern, exact_pattern, target, target_of
 
 SAMPLED = ("gaussian", "dirichlet", "structured_random")
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize(("count", "length"), [(6, 20), (1, 20), (6, 1), (2, 2)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_rows_are_causal_and_sum_to_one(name, count, length, dtype, make_logits, make_statistics, heads):
@@ -26,7 +26,7 @@ def test_rows_are_causal_and_sum_to_one(name, count, length, dtype, make_logits,
     assert (pattern.weights >= 0).all()
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("storage", ["dense", "compact"])
 def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage, make_logits, make_statistics, heads):
     found = make_statistics(make_logits())
@@ -73,7 +73,7 @@ def test_a_generator_draws_one_seed_for_all_heads(name, make_logits, make_statis
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_the_compact_target_is_that_of_the_dense_pattern(name, make_logits, make_statistics, heads):
     found = make_statistics(make_logits())
     dense = dense_pattern(found, heads, name, dtype=torch.float64, seed=2).weights

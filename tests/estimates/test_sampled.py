@@ -5,9 +5,7 @@ import math
 import pytest
 import torch
 
-from saf.estimates import dense_pattern, exact_pattern
-from saf.estimates.dirichlet import concentration, dirichlet
-from saf.estimates.gaussian import gaussian
+from saf.targets import concentration, dense_pattern, dirichlet, exact_pattern, gaussian
 
 DRAWS = 1000
 

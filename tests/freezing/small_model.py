@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from saf.estimates import Storage
 from saf.freezing.config import fits_nothing
 from saf.models import GPT, GPTConfig
+from saf.targets import Storage
 
 LENGTH = 48
 SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import saf
-from saf.estimates import PATTERNS, dense_pattern
 from saf.records.events import read_events
+from saf.targets import TARGETS, dense_pattern
 from tests.freezing.small_model import LENGTH, accepting, make, tokens
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", TARGETS)
 @pytest.mark.parametrize("storage", ["compact", "dense", "dense_bfloat16"])
 def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     model, ids = make(gain=2.0), tokens()

@@ -5,10 +5,10 @@ import torch
 
 import saf
 from saf.calibration import QKGradient, gate_gradients, head_outputs
-from saf.estimates import PATTERNS
 from saf.freezing.config import fits_nothing
 from saf.models import GPT, GPTConfig
 from saf.statistics import COLLECTIONS
+from saf.targets import TARGETS
 
 pytestmark = pytest.mark.gpu
 LENGTH = 200
@@ -53,7 +53,7 @@ def test_collections_outputs_gates_and_gradients_equal_those_on_the_cpu():
             )
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pattern", TARGETS)
 @pytest.mark.parametrize("storage", ["compact", "dense"])
 def test_every_pattern_is_installed_and_executed(pattern, storage):
     model, ids = make("cuda").float(), tokens(1)

@@ -143,7 +143,7 @@ def test_a_live_head_without_a_gradient_is_told(statistics):
     unknown = GRADIENT.clone()
     unknown[1, 1] = NAN
     for name in ("qk_gradient", "rank_sum", "gradient_veto"):
-        with pytest.raises(InputError, match=r"no gradient was recorded for 1 live heads \(\[\[1, 1\]\]"):
+        with pytest.raises(InputError, match=r"no value for live heads \[\[1, 1\]\]: call saf.QKGradient"):
             saf.score(statistics(VARIANCE), name, gradient=unknown)
         with pytest.raises(InputError, match=r"\[2, 3\]; got \[3\]"):
             saf.score(statistics(VARIANCE), name, gradient=GRADIENT[0])

@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.errors import InputError
-from saf.scores import SCORES, needed_by, score_name
+from saf.scores import SCORES, required_inputs, score_name
 
 VARIANCE = torch.tensor([[0.3, 0.1, torch.nan], [0.1, 0.5, 0.4]], dtype=torch.float64)
 NEEDED = {
@@ -22,14 +22,14 @@ COLLECTOR = {"gradient": r"QKGradient\(model\)", "outputs": "head_outputs", "gat
 
 
 def test_the_table_says_what_each_score_needs():
-    assert {name: needed_by(name) for name in SCORES} == {
+    assert {name: required_inputs(name) for name in SCORES} == {
         name: (NEEDED[name],) if name in NEEDED else () for name in SCORES
     }
 
 
 @pytest.mark.parametrize(("name", "needed"), NEEDED.items())
 def test_a_score_that_lacks_something_says_how_to_collect_it(name, needed, statistics):
-    with pytest.raises(InputError, match=f"score '{name}' needs {needed}: .*{COLLECTOR[needed]}"):
+    with pytest.raises(InputError, match=f"needs {needed}: .*{COLLECTOR[needed]}"):
         saf.score(statistics(VARIANCE), name)
 
 
@@ -42,7 +42,7 @@ def test_a_function_is_a_score(statistics):
     assert score_name(halved) == "halved"
     with pytest.raises(InputError, match=r"must be one number a head, a Tensor \[2, 3\]; got .*\[3\]"):
         saf.score(statistics(VARIANCE), lambda found: found.variance[0])
-    with pytest.raises(InputError, match="needs factor: give factor="):
+    with pytest.raises(InputError, match="needs factor: pass factor="):
         saf.score(statistics(VARIANCE), lambda found, *, factor: found.variance)
 
 

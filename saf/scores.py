@@ -1,0 +1,215 @@
+"""Scores rank heads for freezing, lowest first: functions of the statistics, each beside its equation in the paper.
+
+A score may read more than the statistics: keyword-only arguments without a default, which `HOW_TO_COLLECT` explains.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, did_you_mean, shown
+from saf.statistics import AttentionStatistics
+from saf.targets import Seed, seed_of
+
+Score = Callable[..., Tensor]
+"""`(statistics, **inputs)` to one number a head, `[L, H]`."""
+OUTPUT_FLOOR = 1e-8
+"""Smallest norm of an attention output to divide by in Eq. (12), as in the paper."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOutputs:
+    """Outputs of heads on held-out sequences, from `saf.head_outputs`; float64, NaN for frozen heads.
+
+    The S samples are pairs of a sequence and a query position. C `[S, d]` is a head's contribution to the residual
+    stream, D its change when the mean pattern replaces the head's own, O the layer's attention output and Y the
+    residual stream after it.
+    """
+
+    gram: Tensor
+    """`[L, H, H]` inner products of the C of two heads of a layer, summed over samples and channels."""
+    change: Tensor
+    """`[L, H, S]` norm of D."""
+    residual_change: Tensor
+    """`[L, H, S]` inner product of Y and D."""
+    residual: Tensor
+    """`[L, S]` norm of Y."""
+    output: Tensor
+    """`[L, S]` norm of O."""
+    hidden_size: int
+    """d, channels of the residual stream."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples, S."""
+        return self.residual.shape[-1]
+
+
+def variance(statistics: AttentionStatistics) -> Tensor:
+    """Squared error per entry that the best fixed pattern leaves."""
+    return statistics.variance  # Eq. (1)
+
+
+def forward_kl(statistics: AttentionStatistics) -> Tensor:
+    """Row-averaged KL from each sequence's pattern to the mean pattern, nats."""
+    return statistics.forward_kl  # Eq. (2)
+
+
+def qk_gradient(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
+    """Running average of relative query and key gradient norms, `QKGradient.scores()`."""
+    return _live(statistics, gradient)  # Eqs. (8) and (9)
+
+
+def rank_sum(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
+    """Variance and Q/K gradient count alike (appendix A.3)."""
+    return ranks(statistics.variance) + ranks(_live(statistics, gradient))
+
+
+def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
+    """Variance ranks heads, but those whose Q/K gradient exceeds the median go last (appendix A.3)."""
+    gradient = _live(statistics, gradient)
+    veto = (gradient > gradient.nanquantile(0.5)).double().masked_fill(gradient.isnan(), torch.nan)
+    return ranks(statistics.variance) + gradient.numel() * veto
+
+
+def output_magnitude(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
+    """Root mean square of the entries of each head's contribution to the residual stream (appendix A.3)."""
+    squares = outputs.gram.diagonal(dim1=-2, dim2=-1)
+    return (squares / (outputs.num_samples * outputs.hidden_size)).sqrt()
+
+
+def redundancy(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
+    """Minus the largest cosine between a head's contribution and another live head's of its layer.
+
+    A head without output has cosine 0 to all; a layer's only live head scores 1, as if opposed to all.
+    """
+    norm = outputs.gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    product = norm[..., :, None] * norm[..., None, :]
+    cosine = torch.where(product == 0, 0.0, outputs.gram / product).clamp(-1, 1)
+    same = torch.eye(cosine.shape[-1], dtype=torch.bool)
+    largest = cosine.masked_fill(same | cosine.isnan(), -1).amax(-1)
+    return torch.where(norm.isnan(), torch.nan, -largest)  # Eq. (10)
+
+
+def residual_cosine(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
+    """Mean over samples of 1 - cos(Y, Y + D); a residual stream of norm 0 counts as unchanged."""
+    before, change, inner = outputs.residual[:, None], outputs.change, outputs.residual_change
+    after = (before.square() + 2 * inner + change.square()).clamp(min=0).sqrt()
+    product, aligned = before * after, before.square() + inner
+    turned = ((before * change).square() - inner.square()).clamp(min=0)
+    # (|Y|²|D|² - <Y,D>²) / (p (p + <Y,Y+D>)) with p = |Y||Y+D|: unlike 1 - cos it loses no digits where D is small.
+    # For opposed vectors its denominator vanishes, and the direct form loses nothing.
+    value = torch.where(aligned > 0, turned / (product * (product + aligned)), 1 - aligned / product)
+    return torch.where(product == 0, 0.0, value).mean(-1)  # Eq. (11)
+
+
+def relative_output_change(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
+    """Mean over samples of the norm of a head's change over that of its layer's attention output."""
+    return (outputs.change / outputs.output[:, None].clamp(min=OUTPUT_FLOOR)).mean(-1)  # Eq. (12)
+
+
+def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
+    """Importances of gates on head outputs, from `gate_gradients`, over the norm of their layer's; 0 for norm 0."""
+    gates = _per_head(statistics, "gates", gates)
+    norm = gates.nan_to_num(0.0).norm(dim=1, keepdim=True)
+    return torch.where(norm == 0, gates * 0, gates / norm)  # Eq. (19)
+
+
+def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
+    """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set.
+
+    All heads draw, frozen or not, so that a head's number does not depend on earlier events.
+    """
+    generator = torch.Generator().manual_seed(seed_of(seed))
+    return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
+
+
+SCORES: dict[str, Score] = {
+    function.__name__: function
+    for function in (
+        *(variance, forward_kl, qk_gradient, rank_sum, gradient_veto, output_magnitude, redundancy, residual_cosine),
+        *(relative_output_change, gate_taylor, random),
+    )
+}
+HOW_TO_COLLECT = {
+    "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
+    "outputs": (
+        "call calibrate(..., collect=('mean_rows',)), then saf.head_outputs(model, heldout, statistics); "
+        "or give freeze_ heldout="
+    ),
+    "gates": "call saf.gate_gradients(model, batches)",
+}
+
+
+def score(statistics: AttentionStatistics, name: str | Score = "variance", **inputs: Any) -> Tensor:
+    """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
+
+    `name` is one of `SCORES`, or a function of the statistics. `inputs` are what the score reads beside them:
+    `gradient`, `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`). Raises InputError for an
+    unknown name, missing inputs, and live heads without a value.
+    """
+    function, label = _function(name), score_name(name)
+    if missing := [key for key in required_inputs(name) if inputs.get(key) is None]:
+        advice = "; ".join(HOW_TO_COLLECT.get(key, f"pass {key}=") for key in missing)
+        raise InputError(f"score {label!r} needs {', '.join(missing)}: {advice}")
+    if isinstance(name, str) and (unknown := sorted(inputs.keys() - _keywords(function).keys())):
+        raise InputError(f"score {name!r} takes {list(_keywords(function)) or 'the statistics alone'}; got {unknown}")
+    values, shape = function(statistics, **inputs), statistics.variance.shape
+    if not isinstance(values, Tensor) or values.shape != shape:
+        raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
+    values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
+    lacking = (values.isnan() & statistics.measured).nonzero().tolist()
+    if lacking and isinstance(name, str):
+        advice = "; ".join(HOW_TO_COLLECT[key] for key in required_inputs(name)) or "measure all heads"
+        raise InputError(f"score {name!r} has no value for live heads {lacking[:4]}: {advice}")
+    return values
+
+
+def required_inputs(name: str | Score) -> tuple[str, ...]:
+    """Names of the inputs that a score cannot do without, beside the statistics."""
+    return tuple(key for key, default in _keywords(_function(name)).items() if default is inspect.Parameter.empty)
+
+
+def score_name(name: str | Score) -> str:
+    """Name of a score in reports."""
+    return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+
+
+def ranks(values: Tensor) -> Tensor:
+    """Rank heads over the whole model, from 0 in ascending order, ties by layer and head; NaN stays NaN."""
+    flat = values.double().flatten()
+    order = flat.argsort(stable=True)
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(len(flat), dtype=flat.dtype)
+    return places.masked_fill_(flat.isnan(), torch.nan).view(values.shape)
+
+
+def _per_head(statistics: AttentionStatistics, name: str, values: Tensor) -> Tensor:
+    """Return an input in float64 on the CPU; raise InputError for another shape, which would broadcast."""
+    if values.shape != (shape := statistics.variance.shape):
+        raise InputError(f"{name} must be one number a head, {list(shape)}; got {list(values.shape)}")
+    return values.double().cpu()
+
+
+def _live(statistics: AttentionStatistics, gradient: Tensor) -> Tensor:
+    """Return the Q/K gradient of measured heads, NaN elsewhere: ranks and medians are over these heads alone."""
+    return _per_head(statistics, "gradient", gradient).masked_fill(~statistics.measured, torch.nan)
+
+
+def _function(name: str | Score) -> Score:
+    if callable(name):
+        return name
+    if name not in SCORES:
+        expected = f"expected one of {sorted(SCORES)}, or a function of the statistics"
+        raise InputError(f"unknown score {name!r}; {expected}{did_you_mean(name, SCORES)}")
+    return SCORES[name]
+
+
+def _keywords(function: Score) -> dict[str, Any]:
+    """Return the keyword-only arguments of a score with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}

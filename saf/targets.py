@@ -1,0 +1,271 @@
+"""Targets are the patterns that frozen heads attend by (paper, section 3.2): dense, or as marginals for a fit."""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from saf.errors import InputError, check_keywords, did_you_mean
+from saf.heads import Head, HeadSet
+from saf.patterns import CompactPattern, DensePattern
+from saf.statistics import FLOOR, AttentionStatistics
+
+Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
+FITTED = ("compact", "exponential")
+"""Storages whose patterns are fitted to marginals; the others keep every entry."""
+Seed = int | torch.Generator
+"""A seed, or a generator that draws one."""
+SHARP_MARGINALS = ("sharp_eta_abs", "sharp_eta_rel", "sharp_row_entropy")
+
+SCALE = 16.0
+"""Factor of the moment estimate of Dirichlet concentrations, as in the paper."""
+BOUNDS = (1e-2, 1e6)
+"""Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
+PARAMETER_FLOOR = 1e-6
+"""The paper's, for numerical sampling."""
+# A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
+# concentration would be a quotient of rounding errors.
+NEAR_DETERMINISTIC = 1e-6
+NEAR_CONSTANT = 1e-15  # a sum of squares of rounding errors, 3e-8 each; chosen, not measured
+
+
+class Target(NamedTuple):
+    """Sufficient statistics for a compact fit: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
+
+    eta_abs: Tensor
+    eta_rel: Tensor
+    row_entropy: Tensor
+
+
+class TargetKind(NamedTuple):
+    """How one pattern is computed from the statistics, dense and compact; all functions take `(statistics, heads)`."""
+
+    dense: Callable[..., Tensor]
+    """Returns the pattern, `[F, T, T]`."""
+    collect: tuple[str, ...] = ()
+    """Names of `COLLECTIONS` that `dense` reads."""
+    compact: Callable[..., Target] | None = None
+    """Returns the target of a compact fit; where None, it is taken from the dense pattern."""
+    collect_compact: tuple[str, ...] = ()
+    """Names of `COLLECTIONS` that `compact` reads."""
+    exact: Callable[..., CompactPattern] | None = None
+    """Returns the pattern itself, `[F]`, where it is compact by nature and needs no fit."""
+
+
+# --- the five patterns
+
+
+def mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
+    """Target of the post-softmax mean: marginals (Eq. 4) and row entropy of the floored mean pattern."""
+    layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
+    return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
+
+
+def dense_mean(statistics: AttentionStatistics, heads: HeadSet) -> Tensor:
+    """Post-softmax mean over the sequences."""
+    return statistics.take("mean", heads)
+
+
+def sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
+    """Target of the sharp mean, floored."""
+    return Target(*(statistics.take(name, heads) for name in SHARP_MARGINALS))
+
+
+def dense_sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Tensor:
+    """Softmax of the mean logits, the reverse-KL barycentre of Eq. (16)."""
+    return causal_softmax(statistics.take("logit_mean", heads))
+
+
+def gaussian(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
+    """Softmax of logits drawn with their own means and variances over sequences."""
+    centers, squares = (statistics.take(f"logit_{name}", heads) for name in ("mean", "variance"))
+    causal = causal_mask(centers.shape[-1])
+    drawn = []
+    for head, center, square in zip(heads, centers.double(), squares.double(), strict=True):
+        noise = torch.from_numpy(stream_of(seed, head).standard_normal(int(causal.sum())))
+        center[causal] += square[causal].sqrt() * noise
+        drawn.append(causal_softmax(center).to(centers.dtype))
+    return torch.stack(drawn)
+
+
+def dirichlet(
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    *,
+    seed: int = 0,
+    scale: float = SCALE,
+    bounds: tuple[float, float] = BOUNDS,
+) -> Tensor:
+    """Rows drawn from Dirichlet(c m), with m the row of the mean pattern and c of Eq. (18) times `scale`.
+
+    Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
+    """
+    if not (scale > 0 and 0 < bounds[0] <= bounds[1]):
+        raise InputError(f"scale must be above 0 and bounds ascending above 0, got {scale} and {bounds}")
+    means, variances = statistics.take("mean", heads), statistics.take("row_variance", heads)
+    causal = causal_mask(means.shape[-1])
+    drawn = []
+    for head, center, spread in zip(heads, means.double(), variances.double(), strict=True):
+        strength = (scale * concentration(center, spread)).clamp(*bounds)
+        parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
+        logits = torch.zeros_like(center)
+        logits[causal] = log_gamma_draws(parameters, seed, head)
+        fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
+        drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(means.dtype))
+    return torch.stack(drawn)
+
+
+def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> CompactPattern:
+    """Key and distance logits from the standard normal distribution; a shorter T is a prefix of the same draw."""
+    alpha, rho = (
+        np.stack([stream_of(seed, head, stream).standard_normal(statistics.length) for head in heads])
+        for stream in (0, 1)
+    )
+    return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
+
+
+def dense_structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
+    """Entries of the same patterns."""
+    return structured_random(statistics, heads, seed=seed).dense()
+
+
+TARGETS: dict[str, TargetKind] = {
+    "mean": TargetKind(dense_mean, ("mean",), mean),
+    "sharp_mean": TargetKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
+    "gaussian": TargetKind(gaussian, ("logit_mean", "logit_variance")),
+    "dirichlet": TargetKind(dirichlet, ("mean", "row_variance")),
+    "structured_random": TargetKind(dense_structured_random, exact=structured_random),
+}
+
+
+# --- what they are for
+
+
+def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
+    """Names that `calibrate(collect=...)` must keep for a pattern in a storage."""
+    kind = _kind(name)
+    return kind.collect_compact if storage in FITTED and kind.compact is not None else kind.collect
+
+
+def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
+    """Target of the compact fit of a pattern, for `heads` in order.
+
+    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A seed may also be a
+    `torch.Generator`, which draws one for all heads: draws depend on the seed, the layer and the head alone.
+    Raises InputError for unknown names and options, and for statistics that lack what `collect_for` names.
+    """
+    kind, options, heads = _kind(name), check_options(name, options), _some(heads)
+    if kind.compact is not None:
+        return kind.compact(statistics, heads, **options)
+    rows = [target_of(kind.dense(statistics, HeadSet([head]), **options)) for head in heads]
+    return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
+
+
+def exact_pattern(
+    statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
+) -> CompactPattern | None:
+    """Patterns of `heads` where this kind is compact by nature, None where it must be fitted; options as `target`."""
+    kind, options = _kind(name), check_options(name, options)
+    return None if kind.exact is None else kind.exact(statistics, _some(heads), **options)
+
+
+def dense_pattern(
+    statistics: AttentionStatistics,
+    heads: Iterable[Head],
+    name: str = "mean",
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> DensePattern:
+    """Pattern of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
+    kind, options = _kind(name), check_options(name, options)
+    # Head by head: what a pattern is computed from takes several times its own memory.
+    rows = [kind.dense(statistics, HeadSet([head]), **options).to(dtype) for head in _some(heads)]
+    return DensePattern(torch.cat(rows))
+
+
+def target_of(weights: Tensor) -> Target:
+    """Target of dense patterns `[F, T, T]`, floored at 1e-9 and normalised again, Eqs. (S.3) and (S.4)."""
+    length = weights.shape[-1]
+    causal = causal_mask(length).to(weights.device)
+    position = torch.arange(length, device=weights.device)
+    distance = (position[:, None] - position)[causal]
+    rows = []
+    for matrix in weights:
+        floored = matrix.double().clamp(min=FLOOR) * causal
+        floored /= floored.sum(-1, keepdim=True)
+        by_distance = floored.new_zeros(length).index_add_(0, distance, floored[causal])
+        rows.append((floored.sum(0), by_distance, -torch.xlogy(floored, floored).sum() / length))
+    return Target(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a pattern takes, a generator given as `seed` replaced by a seed that it draws.
+
+    All patterns accept `seed`. Raises InputError for other options and for a seed that is none.
+    """
+    known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, _kind(name).dense)
+    taken = {key: value for key, value in options.items() if key in known}
+    return taken | ({"seed": seed_of(taken["seed"])} if "seed" in taken else {})
+
+
+def _some(heads: Iterable[Head]) -> HeadSet:
+    if not len(chosen := HeadSet(heads)):
+        raise InputError("a pattern needs at least one head; got none")
+    return chosen
+
+
+def _kind(name: str) -> TargetKind:
+    if not isinstance(name, str) or name not in TARGETS:
+        raise InputError(f"unknown pattern {name!r}; expected one of {sorted(TARGETS)}{did_you_mean(name, TARGETS)}")
+    return TARGETS[name]
+
+
+# --- draws
+
+
+def seed_of(seed: Seed) -> int:
+    """Return the seed itself, or one that the generator draws, below 2**53 so that JSON keeps it."""
+    if isinstance(seed, torch.Generator):
+        return int(torch.randint(1 << 53, (), generator=seed, device=seed.device))
+    if (number := operator.index(seed)) < 0:
+        raise InputError(f"seed must be an integer from 0 on, or a torch.Generator to draw one from; got {seed!r}")
+    return number
+
+
+def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Generator:
+    """Random stream of a seed, a head (a query position may follow) and a stream number.
+
+    A head draws the same whatever else is frozen with it, at whatever rate and time.
+    """
+    return np.random.default_rng([seed, *head, number])
+
+
+def concentration(mean: Tensor, variance: Tensor) -> Tensor:
+    """Moment estimate of Eq. (18), `[T]`, of rows with mean `[T, T]` and summed variance `[T]`."""
+    spread = 1 - mean.square().sum(-1)
+    return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1
+
+
+def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:
+    """Logarithms of gamma variates of the given shapes, one each.
+
+    Gamma(a) is Gamma(a + 1) · U^(1/a); in the logarithm, draws of tiny shapes do not underflow to rows of zeros.
+    """
+    raised = stream_of(seed, head).standard_gamma(shape.numpy() + 1)
+    uniform = stream_of(seed, head, 1).random(len(shape))
+    # 1 - U lies in (0, 1]: its logarithm is finite.
+    return torch.from_numpy(raised).log() + torch.from_numpy(1 - uniform).log() / shape
+
+
+def causal_softmax(logits: Tensor) -> Tensor:
+    """Softmax of each row's causal entries, `[..., T, T]`; entries above the diagonal are ignored."""
+    return logits.masked_fill(~causal_mask(logits.shape[-1]).to(logits.device), -torch.inf).softmax(-1)
+
+
+def causal_mask(length: int) -> Tensor:
+    """Mask `[T, T]`, true on and below the diagonal."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
