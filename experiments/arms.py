@@ -292,7 +292,6 @@ FLAT_SMOKE = {"smoke": {"freeze": {"fitter_options": {"alpha_constant_after": 4}
 HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
 IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
     # Name: settings of the event, and what else is different.
-    "refit": ({"refit": True}, {}),
     "flat": (FLAT, {"scaled": FLAT_SMOKE}),
     "rewarm": ({}, {"settings": {"rewarm": 0.01}}),
     "two-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 2}}}),
@@ -301,8 +300,6 @@ IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
     "at-40": ({}, {"at": 0.4}),
     "at-25": ({}, {"at": 0.25}),
     "at-25-half-layer": ({"max_per_layer": 4}, {"at": 0.25, "scaled": HALF_PAPER}),
-    "gradient-refit-flat": ({"score": "qk_gradient", "refit": True, **FLAT}, {"scaled": FLAT_SMOKE}),
-    "cosine-refit-flat": ({"score": "residual_cosine", "refit": True, **FLAT}, {"scaled": FLAT_SMOKE}),
     "pruned": ({"operation": "prune"}, {}),
     "gradient-pruned": ({"operation": "prune", "score": "qk_gradient"}, {}),
     "at-25-pruned": ({"operation": "prune"}, {"at": 0.25}),

@@ -62,7 +62,6 @@ def freeze_checkpoint(
             heldout=heldout,
             accept_loss=settings.accept_loss,
             needed=needed,
-            folder=settings.calibration,
             capture_bytes=limit,
             progress=progress,
         )

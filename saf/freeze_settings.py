@@ -44,8 +44,6 @@ class CheckpointFreezing:
     """Write the model even where its held-out perplexity rises by more than 5%."""
     calibration_seed: int | None = None
     """Of the choice of calibration sequences; the run's, or 0, when None."""
-    calibration: Path | None = None
-    """Keep each layer's measurement in this folder once it is finished, and go on from those found there."""
     capture_gb: float | None = None
     """Most memory for queries and keys kept at once, GB; half of what is free when None."""
     finalize: bool = False

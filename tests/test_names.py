@@ -15,7 +15,7 @@ def test_the_nearest_of_some_names():
     assert nearest("varianc", ["variance", "random"]) == "variance"
     assert nearest("VARIANCE", ["variance", "random"]) == "variance"
     assert nearest("xyzzy", ["variance", "random"]) is None
-    assert nearest("refit", ["random", "Refitted outputs, 25%"]) == "Refitted outputs, 25%"
+    assert nearest("gradient", ["random", "Q/K gradient, 25%"]) == "Q/K gradient, 25%"
     assert nearest("re", ["Refitted outputs, 25%"]) is None
     assert nearest(3, ["variance"]) is None
 

@@ -10,7 +10,6 @@ from saf.records.paper import QUALITY
 
 PAPER = {0.25: "+0.768 ± 0.067", 0.5: "+2.492 ± 0.083"}
 IDEAS = {
-    "refitted outputs": "refit",
     "Q/K gradient": "qk-gradient",
     "residual cosine": "residual-cosine",
     "rank sum": "rank-sum",
@@ -21,8 +20,6 @@ IDEAS = {
     "at most half of a layer": "half-layer",
     "at 40% of training": "at-40",
     "at 25% of training": "at-25",
-    "Q/K gradient, refitted outputs, alpha constant": "gradient-refit-flat",
-    "residual cosine, refitted outputs, alpha constant": "cosine-refit-flat",
     "variance, pruned": "pruned",
     "Q/K gradient, pruned": "gradient-pruned",
     "at 25% of training, at most half of a layer": "at-25-half-layer",
@@ -31,9 +28,8 @@ IDEAS = {
     "relative output change": "relative-output-change",
 }
 HALF = (
-    *("refitted outputs", "Q/K gradient", "residual cosine", "Q/K gradient, refitted outputs, alpha constant"),
-    *("variance, pruned", "Q/K gradient, pruned", "at most half of a layer", "at 25% of training"),
-    "at 25% of training, pruned",
+    *("Q/K gradient", "residual cosine", "variance, pruned", "Q/K gradient, pruned", "at most half of a layer"),
+    *("at 25% of training", "at 25% of training, pruned"),
 )
 """Ideas that were tried at 50% too."""
 BOUGHT = {
@@ -71,8 +67,8 @@ RECIPE = Recipe(
     rows=(Row(arm=ORDINARY, label="ordinary"), *_rows(0.25, tuple(IDEAS)), *_rows(0.5, HALF), *_bought()),
     metrics=("perplexity", "delta", "difference", "rise", "extra", "context", "heads"),
     smoke=(
-        *("4k-tracked-refit-25", "4k-tracked-qk-gradient-25", "4k-tracked-flat-25", "4k-tracked-rewarm-25"),
-        *("4k-tracked-two-events-25", "4k-tracked-variance-25"),
+        *("4k-tracked-qk-gradient-25", "4k-tracked-flat-25", "4k-tracked-rewarm-25", "4k-tracked-two-events-25"),
+        "4k-tracked-variance-25",
     ),
     notes=(
         "The difference is from the paper's recipe at the same rate; below zero is better.",

@@ -2,9 +2,8 @@
 
 `driver` holds `calibrate`: it plans (`plan`), runs the model and keeps queries and keys (`capture`), and measures them
 layer by layer (`layer`, by the Triton kernels of `tiles` and `kernels` where they run). `collect` keeps more in that
-pass, `resume` finished layers on disk, `dense` is the oracle, `together` shares heads out over processes. `gradients`
-and `outputs` measure what some scores read, `refit` solves for what frozen heads write with; what these two see of a
-layer is told by `watch`.
+pass, `dense` is the oracle, `together` shares heads out over processes. `gradients` and `outputs` measure what some
+scores read; what `outputs` sees of a layer is told by `watch`.
 """
 
 from saf.calibration.collect import collection_bytes, latter_half
@@ -13,7 +12,6 @@ from saf.calibration.driver import calibrate
 from saf.calibration.gradients import QKGradient, gate_gradients
 from saf.calibration.outputs import head_outputs
 from saf.calibration.plan import CalibrationPlan, heads_at_a_time, plan_calibration
-from saf.calibration.refit import refit_output
 from saf.calibration.together import calibrate_together
 
 __all__ = [
@@ -29,5 +27,4 @@ __all__ = [
     "heads_at_a_time",
     "latter_half",
     "plan_calibration",
-    "refit_output",
 ]

@@ -1,7 +1,6 @@
 """`calibrate`: run the model, keep queries and keys of some layers at a time, measure them tile by tile."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from saf.calibration.capture import (
 from saf.calibration.collect import COLLECT_BYTES, Collection
 from saf.calibration.layer import LayerStatistics, measure_layer
 from saf.calibration.plan import CalibrationPlan, plan_for
-from saf.calibration.resume import LayerFolder, inputs_of
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
@@ -36,7 +34,6 @@ def calibrate(
     positions: Sequence[int] | None = None,
     collect_limit: int = COLLECT_BYTES,
     capture_bytes: int | None = None,
-    folder: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> AttentionStatistics:
@@ -55,9 +52,7 @@ def calibrate(
         collect_limit: Most bytes that `collect` may keep (on the CPU); computed and checked before the model runs.
         capture_bytes: Most memory for queries and keys kept at once; more layers at a time mean fewer passes. If not
             given, half of what is free, see `plan_calibration`, which tells what a calibration will hold.
-        folder: Where to keep each finished layer. Called again with the same inputs, `calibrate` goes on after the
-            last finished layer, to the same bits; with all layers there it only reads them.
-        progress: Called with (layers done, layers), before the model runs too: with those found in `folder`.
+        progress: Called with (layers done, layers), before the model runs too.
         watch: Adds the seconds of running the model (`capture`) and of the tile loop (`statistics`).
 
     Returns:
@@ -67,7 +62,6 @@ def calibrate(
         InputError: No sequences, padding ahead of one, or ids that are not a `[B, T]` integer tensor; heads that are
             not live, unknown names to collect, what is kept of every sequence (`rows`, `logit_rows`) where lengths are
             unequal, more to collect than `collect_limit`, or more to hold than fits.
-        CheckpointError: `folder` holds something else, other inputs' layers, or a damaged file.
         UnsupportedError: Heads of a layer that stays ordinary, or a model all of whose layers do.
         DivergenceError: Queries or keys that are not finite.
     """
@@ -87,24 +81,14 @@ def calibrate(
         limit=collect_limit,
         dtype=dtype,
     )
-    result = _Result(len(sites), sites[0].layout.num_heads, plan.length, chosen, kept)
-    store, total = None, len(plan.layers)
-    if folder is not None:
-        inputs = inputs_of(model, sequences, heads=chosen, collect=collect, positions=kept.positions)
-        store = LayerFolder(folder, inputs)
-        done = store.finished(plan.layers)
-        for layer in done:
-            result.put(layer, store.read(layer))
-        plan = plan.without(done)
+    result = _Result(len(sites), sites[0].layout.num_heads, plan.length, chosen)
     say = progress or (lambda done, layers: None)
-    say(total - len(plan.layers), total)
+    say(0, len(plan.layers))
     watch = Stopwatch() if watch is None else watch
     with torch.no_grad(), evaluation_mode(model):
         for layer, measured in _measure(adapter, plan, sequences, kept, watch):
             result.put(layer, measured)
-            if store is not None:
-                store.write(layer, measured | kept.part(layer))
-            say(total - len(plan.layers) + plan.layers.index(layer) + 1, total)
+            say(plan.layers.index(layer) + 1, len(plan.layers))
     return AttentionStatistics(
         **result.statistics,
         length=plan.length,
@@ -148,20 +132,16 @@ def _measure(
 class _Result:
     """Put together what the layers give, as they come."""
 
-    def __init__(self, layers: int, heads: int, length: int, chosen: HeadSet, kept: Collection):
+    def __init__(self, layers: int, heads: int, length: int, chosen: HeadSet):
         self.statistics = {
             name: torch.full(
                 (layers, heads, length) if name.startswith("eta") else (layers, heads), torch.nan, dtype=torch.float64
             )
             for name in LayerStatistics._fields
         }
-        self._chosen, self._kept = chosen, kept
+        self._chosen = chosen
 
     def put(self, layer: int, tensors: dict[str, Tensor]) -> None:
-        """Take in a layer's statistics, and what was collected of it when it comes from a file."""
-        parts = self._kept.part(layer)
+        """Take in a layer's statistics."""
         for name, values in tensors.items():
-            if name in self.statistics:
-                self.statistics[name][layer, self._chosen.in_layer(layer)] = values
-            else:
-                parts[name].copy_(values)
+            self.statistics[name][layer, self._chosen.in_layer(layer)] = values

@@ -1,7 +1,7 @@
 """How a calibration will go and what it will hold in memory, computed before the model runs."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,11 +63,6 @@ class CalibrationPlan:
     def device_bytes(self) -> int:
         """Return all that is held on the model's device at once; passes and tile loops alternate."""
         return self.capture_bytes + max(self.forward_bytes, self.statistics_bytes)
-
-    def without(self, done: Sequence[int]) -> "CalibrationPlan":
-        """Return the plan of what is left when some layers are there already."""
-        groups = [[layer for layer in group if layer not in done] for group in self.groups]
-        return replace(self, groups=[group for group in groups if group])
 
     def __str__(self) -> str:
         layers = max(map(len, self.groups), default=0)

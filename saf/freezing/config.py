@@ -23,7 +23,7 @@ REPLACING = ("residual_cosine", "relative_output_change")
 Operation = Literal["freeze", "prune"]
 COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto")
 """Scores that read how attention differs between calibration sequences: nothing but rounding where they are alike."""
-OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "refit", "heldout_kl")
+OF_PATTERNS = ("pattern", "storage", "fitter", "max_fit_kl", "backend", "trainable", "heldout_kl")
 OF_PATTERNS += ("fitter_options", "pattern_options")
 """Settings of what pruned heads do not have: patterns, their fits, and what executes them."""
 
@@ -94,9 +94,6 @@ class FreezeConfig:
     """Which backend executes frozen heads: toeplitz, fused or reference, or the one that `saf doctor` names."""
     trainable: bool = False
     """Train key and distance logits on with the model, from their fit, instead of keeping them fixed."""
-    refit: bool = False
-    """Refit the frozen heads' output columns in closed form, on the calibration sequences, to write what the heads
-    wrote before as nearly as their patterns let them; undoing gives the old columns back."""
     heldout_kl: bool = False
     """Also fit the frozen heads on one half of the calibration sequences, and report their KL to the other half."""
     fitter_options: dict[str, Any] = field(default_factory=dict)

@@ -5,14 +5,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for, rows_of
-from saf.calibration import calibrate, calibrate_together, heads_at_a_time, refit_output
+from saf.calibration import calibrate, calibrate_together, heads_at_a_time
 from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
 from saf.errors import InputError, LossError, SafWarning
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
@@ -54,15 +53,14 @@ def freeze_(
     needed: Mapping[str, Any] | None = None,
     first: int | None = None,
     may_be_none: bool = False,
-    folder: str | Path | None = None,
     capture_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> FreezeReport:
     """Freeze the heads whose attention depends least on the input, changing the model in place.
 
     In a `torch.distributed` group every process calls it with the same weights. All measure the first one's batches,
-    each some of the heads; with a `folder` the first one alone does, as in the paper's appendix on 1B. It decides, and
-    all of them install that, or none where one of them fails. Wrap for data parallelism again afterwards.
+    each some of the heads. The first one decides, and all of them install that, or none where one of them fails. Wrap
+    for data parallelism again afterwards.
 
     With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
 
@@ -84,7 +82,6 @@ def freeze_(
         first: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the others,
             for `FreezeConfig(only=...)` later.
         may_be_none: Freeze no head where none scores below the settings' `below`, in place of raising.
-        folder: Where to keep each layer's calibration once it is finished, to go on from there; see `calibrate`.
         capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
         progress: Called with (layers measured, layers).
 
@@ -116,10 +113,7 @@ def freeze_(
     before = None if text is None else loss()
     given = needed or {}
     options = {"collect": scores_collect(config, given), "capture_bytes": capture_bytes, "progress": progress}
-    if folder is None:
-        statistics = calibrate_together(model, kept, watch=watch, **options)
-    else:
-        statistics = done_once(lambda: calibrate(model, kept, folder=folder, watch=watch, **options))
+    statistics = calibrate_together(model, kept, watch=watch, **options)
     asked = {"first": first, "may_be_none": may_be_none}
     report = done_once(lambda: _decide(model, kept, statistics, config, text, given, watch, **asked))
     with watch("prune" if config.operation == "prune" else "install"), _in_all_or_none(model, report.heads, optimizer):
@@ -153,8 +147,7 @@ def _edit_(
     elif report.patterns is not None:
         every = dict(zip(report.heads, pattern_for_each_head(report.patterns), strict=True))
         patterns = [every[head] for head in heads]
-        output = {head: columns for head, columns in report.output.items() if head in heads}
-        execution = {"backend": config.backend, "trainable": config.trainable, "output": output}
+        execution = {"backend": config.backend, "trainable": config.trainable}
         install_(model, heads, patterns, optimizer=optimizer, **execution)
 
 
@@ -236,7 +229,7 @@ def _decide(
     first: int | None,
     may_be_none: bool,
 ) -> FreezeReport:
-    """Score, select, fit and refit; the model stays as it is."""
+    """Score, select and fit; the model stays as it is."""
     adapter = adapter_for(model)
     ids = read_batches(kept) if config.heldout_kl else []  # whose halves must have one length
     layouts = [site.layout for site in adapter.sites()]
@@ -267,14 +260,9 @@ def _decide(
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:first]), () if first is None else tuple(ranked[first:])
     frozen = {head: made for head in heads if isinstance(made := accepted[head], Made)}
-    patterns, output = _together([made.pattern for made in frozen.values()]), {}
-    if config.refit and patterns is not None:
-        with watch("refit"):
-            output = refit_output(model, kept, heads, patterns)
     return FreezeReport(
         heads=heads,
-        patterns=patterns,
-        output=output,
+        patterns=_together([made.pattern for made in frozen.values()]),
         fit_kl={head: made.fit_kl for head, made in frozen.items()},
         rejected={head: made.fit_kl for head, made in rejected.items()},
         deferred=deferred,

@@ -32,8 +32,6 @@ class FreezeReport:
     patterns: Pattern | list[Pattern] | None
     """`[F, T]` (dense: `[F, T, T]`) in the heads' order, with exponential ones among them a list of one pattern a head;
     None when no head was frozen, or heads were pruned."""
-    output: dict[Head, Tensor] = field(default_factory=dict)
-    """With `refit`, the columns `[D, C]` that each frozen head wrote with from this event on; empty otherwise."""
     fit_kl: dict[Head, float]
     """Row-averaged KL of each frozen head's pattern to its compact fit, in nats."""
     rejected: dict[Head, float]
@@ -49,7 +47,7 @@ class FreezeReport:
     statistics: AttentionStatistics
     config: dict[str, Any]
     seconds: dict[str, float]
-    """Wall-clock seconds of capture, statistics, score, select, fit and install or prune, of `refit` and `heldout`."""
+    """Wall-clock seconds of capture, statistics, score, select, fit and install or prune, and of `heldout`."""
     certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, dense_statistics, gate_gradients, plan_calibration, refit_output
+from saf.calibration import calibrate, dense_statistics, gate_gradients, plan_calibration
 from saf.calibration.capture import read_sequences
 from saf.calibration.layer import measure_layer, spans_of
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
-from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import FIELDS, model, tokens
 
@@ -104,15 +103,6 @@ def test_they_are_kept_with_their_counts_and_told(found, tmp_path):
         AttentionStatistics(**{**vars(found), "lengths": (40, 3)})
 
 
-def test_an_interrupted_one_goes_on_to_the_same_bits(tmp_path):
-    batches = [padded(tokens(), LENGTHS, padding=7)]
-    for _ in range(2):
-        kept = calibrate(model(), batches, folder=tmp_path / "layers")
-        assert torch.equal(kept.variance, calibrate(model(), batches).variance)
-    with pytest.raises(Exception, match="calibration of other inputs"):
-        calibrate(model(), [padded(tokens(), [40, 40, 40, 40, 26], padding=7)], folder=tmp_path / "layers")
-
-
 def test_what_is_kept_of_every_sequence_needs_one_length():
     with pytest.raises(InputError, match="rows cannot be collected of sequences of unequal lengths, 12 to 40 tokens"):
         calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=("rows",))
@@ -129,15 +119,6 @@ def test_heads_are_frozen_and_gates_measured_without_the_padding():
     assert len(report.heads) == 3
     with pytest.raises(InputError, match="one full length"):
         freeze_(model().float(), batches, FreezeConfig(rate=0.25, heldout_kl=True))
-
-
-def test_output_columns_are_refitted_on_every_token_and_on_nothing_else():
-    pattern = CompactPattern.from_parameters(torch.zeros(1, 40).double(), torch.zeros(1, 40).double())
-    batches = [[padded(tokens(), LENGTHS, padding=padding)] for padding in (7, 0)]
-    alone = [[row[None, :end] for row, end in zip(tokens(), LENGTHS, strict=True)], *batches]
-    found = [refit_output(model(), each, [(1, 2)], pattern)[1, 2] for each in alone]
-    assert torch.equal(found[1], found[2])
-    assert torch.allclose(found[0], found[1], rtol=1e-9)
 
 
 def test_batches_are_made_anew_longest_first():

@@ -133,8 +133,8 @@ def test_heldout_text_that_cannot_be_measured_is_refused_before_the_model_change
     assert_same(everything(model), before)
 
 
-def test_refitted_and_trainable_patterns_leave_nothing_behind_either(text):
-    for options in ({"refit": True}, {"trainable": True}, {"storage": "dense", "max_fit_kl": 0.2}):
+def test_trainable_and_dense_patterns_leave_nothing_behind_either(text):
+    for options in ({"trainable": True}, {"storage": "dense", "max_fit_kl": 0.2}):
         model, optimizer = trained(text)
         before, groups = everything(model, optimizer), [len(group["params"]) for group in optimizer.param_groups]
         given = {"rate": 0.5, "max_fit_kl": 9, "seed": 1, "score": "random"} | options

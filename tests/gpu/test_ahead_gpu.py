@@ -1,6 +1,4 @@
-"""On a CUDA device: an event compiles nothing where another process compiled its layouts, and outputs are refitted."""
-
-import copy
+"""On a CUDA device: an event compiles nothing where another process compiled its layouts."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ from torch._dynamo.utils import counters
 
 import saf
 from saf.adapters import adapter_for
-from saf.calibration import refit_output
 from saf.machine.execution import Execution
 from saf.models import by_layer
 from saf.train.ahead import Layouts, start
@@ -52,14 +49,3 @@ def test_an_event_finds_all_its_code_on_disk(monkeypatch, tmp_path):
     found = counters["inductor"]
     assert found["fxgraph_cache_miss"] == found["fxgraph_cache_bypass"] == 0, "something was compiled anew"
     assert found["fxgraph_cache_hit"] == 4  # two layouts, forward and backward
-
-
-def test_refitted_columns_are_those_of_float64():
-    model, ids = drawn(), torch.randint(0, 128, (8, LENGTH), generator=torch.Generator().manual_seed(2))
-    found = refit_output(model, [ids], HEADS, patterns())
-    expected = refit_output(copy.deepcopy(model).cpu().double(), [ids], HEADS, patterns().to(dtype=torch.float64))
-    for head, columns in expected.items():
-        own = model.blocks[head[0]].attention.o_proj.weight.detach().cpu().double()
-        # Errors of float32, 1e-6, grow by the condition of the equations, which the ridge keeps below 1e4.
-        change = columns - own.T.unflatten(0, (4, -1))[head[1]]
-        assert (found[head] - columns).norm() <= 1e-2 * change.norm()

@@ -87,21 +87,6 @@ def test_pruned_and_final_heads_and_trained_patterns_come_back(tmp_path):
     assert torch.equal(logits(opened(tmp_path / "trained")), logits(trained))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama-grouped"])
-def test_refitted_outputs_come_back_and_are_undone_while_a_sidecar_alone_warns(family, tmp_path):
-    model, ordinary = make(family), logits(make(family))
-    config = saf.FreezeConfig(heads=tuple(HEADS), max_fit_kl=9.0, refit=True)
-    saf.freeze_(model, [tokens()], config)
-    model.save_pretrained(tmp_path / "whole")
-    again = opened(tmp_path / "whole")
-    assert torch.equal(logits(again), logits(model))
-    saf.uninstall_(again)
-    assert torch.equal(logits(again), ordinary)
-    saf.save(model, tmp_path / "sidecar")
-    with pytest.warns(UserWarning, match="differ from those saved with the frozen heads .*layer 0: output"):
-        saf.load(make(family), tmp_path / "sidecar")
-
-
 def test_dtypes_other_models_of_the_family_and_generation(tmp_path):
     model = make("qwen3")
     freeze(model)

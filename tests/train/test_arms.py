@@ -52,7 +52,7 @@ def test_frozen_arm_is_the_same_as_one_run_that_freezes(settings, outcome):
 
 
 def test_the_rate_rises_again_after_an_event_in_an_arm_and_in_one_run_that_freezes(settings, outcome):
-    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0, refit=True)
+    freeze = FreezeConfig(rate=0.25, max_fit_kl=10.0)
     pretrain(settings("ordinary"))
     arm = continue_from(
         f"{settings('ordinary').out}/checkpoints/step-6", out=settings("arm").out, freeze=freeze, rewarm=3

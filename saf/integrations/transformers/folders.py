@@ -250,7 +250,6 @@ def freeze_folder(
             config,
             heldout=heldout,
             accept_loss=settings.accept_loss,
-            folder=settings.calibration,
             capture_bytes=limit,
             progress=progress,
         )
