@@ -26,9 +26,9 @@ from saf.adapters import adapter_for
 from saf.bench.models import ModelPlan
 from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process, wait_for
 from saf.calibration import dense_collection, plan_calibration
-from saf.calibration.capture import Wanted, capture, evaluation_mode
-from saf.calibration.layer import LayerStatistics
+from saf.calibration.capture import Slots, capture, evaluation_mode
 from saf.calibration.plan import free_bytes
+from saf.calibration.strips import LayerStatistics
 from saf.data import TokenData, calibration_windows
 from saf.errors import InputError
 from saf.fit import fit_kl, fit_with_certificate
@@ -376,7 +376,7 @@ def dense_collections(
     with torch.no_grad(), evaluation_mode(model), subject.execution.autocast():
         plan = plan_calibration(model, subject.ids)
         chosen = plan.layers[:layers]
-        wanted = {layer: Wanted.of(adapter.sites()[layer], plan.heads.in_layer(layer)) for layer in chosen}
+        wanted = {layer: Slots.of(adapter.sites()[layer], plan.heads.in_layer(layer)) for layer in chosen}
         captured = capture(adapter, wanted, subject.ids)
     times: list[float] = []
     worst, plain_worst = dict.fromkeys(LayerStatistics._fields, 0.0), 0.0
@@ -409,7 +409,7 @@ def dense_collections(
     }
 
 
-def collect(parts: Any, wanted: Wanted, dtype: torch.dtype) -> Iterator[LayerStatistics]:
+def collect(parts: Any, wanted: Slots, dtype: torch.dtype) -> Iterator[LayerStatistics]:
     """Yield the statistics of as many heads at a time as fit."""
     query, key = parts
     free = free_bytes(query.device)

@@ -1,11 +1,11 @@
-"""The same statistics from whole `T x T` patterns: the oracle, and the collection that the paper describes."""
+"""Statistics from whole `T x T` patterns: the float64 oracle, and the collection that the paper describes."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from saf.calibration.layer import LayerStatistics, diagonal_sums, floor_rows
+from saf.calibration.strips import LayerStatistics, floored_sums
 from saf.statistics import FLOOR
 
 
@@ -35,9 +35,9 @@ def dense_statistics(
     position = torch.arange(length, device=query.device)
     distance = (position[:, None] - position)[causal]
     return LayerStatistics(
-        variance=deviation.sum((1, 2)) / compared**2,
-        forward_kl=divergence.sum((1, 2)) / compared,
-        eta_abs=floored.sum(1),
+        variance=deviation.sum((1, 2)) / compared**2,  # Eq. (1)
+        forward_kl=divergence.sum((1, 2)) / compared,  # Eq. (2)
+        eta_abs=floored.sum(1),  # Eq. (4)
         eta_rel=torch.zeros_like(floored[:, 0]).index_add(1, distance, floored[:, causal]),
         row_entropy=-torch.xlogy(floored, floored).sum((1, 2)) / length,
     )
@@ -49,7 +49,7 @@ def dense_collection(
     """Measure heads from the whole pattern of one sequence after the other; holds five `[heads, T, T]` in `dtype`.
 
     Their running sum gives the mean; variance, Eq. (S.18), and divergence are differences of sums over sequences,
-    float64 sums of entries in `dtype`. The baseline of benchmarks, to be as fast as it can be in plain PyTorch.
+    float64 sums of entries in `dtype`. The baseline of benchmarks, as fast as it can be in plain PyTorch.
     """
     count, heads, length, dim = query.shape
     causal = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
@@ -65,11 +65,11 @@ def dense_collection(
     mean = total.div_(count)
     information -= count * torch.xlogy(mean, mean).sum((1, 2), dtype=torch.float64)
     square -= count * mean.square().sum((1, 2), dtype=torch.float64)
-    floored = floor_rows(mean, causal)
+    sums = floored_sums(mean, causal)
     return LayerStatistics(
         variance=square / (max(count - 1, 1) * length**2),
         forward_kl=information / (count * length),
-        eta_abs=floored.sum(1, dtype=torch.float64),
-        eta_rel=diagonal_sums(floored),
-        row_entropy=-torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64) / length,
+        eta_abs=sums.eta_abs,
+        eta_rel=sums.eta_rel,
+        row_entropy=sums.entropy / length,
     )

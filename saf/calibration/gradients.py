@@ -1,7 +1,6 @@
-"""What scores read of gradients: the running average of Q/K gradients, and the gradients of gates on head outputs.
+"""Gradients that scores read: the running average of Q/K gradients, and those of gates on head outputs.
 
-`QKGradient` (paper, Eqs. 8 and 9) is fed once an update by the training loop; `gate_gradients` (Eq. 19) runs the model
-over calibration sequences.
+The training loop feeds `QKGradient` once an update; `gate_gradients` runs the model over calibration sequences.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, Rows, Site, adapter_for, rows_of
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_rows, read_targets
+from saf.adapters import Rows, Site, adapter_for, rows_of
+from saf.calibration.capture import check_vocabulary, evaluation_mode
+from saf.calibration.sequences import IGNORED, Batch, read_sequences
 from saf.errors import CheckpointError, InputError
 
 BETA = 0.9
-"""Weight of the past in the average: that of the paper."""
+"""Weight of the past in the average, as in the paper."""
 Loss = Callable[[Any, Tensor], Tensor]
 
 
 class QKGradient:
-    """Average each head's relative query and key gradient norm exponentially, Eq. (9).
+    """Exponential average of each head's relative query and key gradient norm, Eq. (9).
 
     Call `update()` after `backward` and before the optimiser's step. Norms are taken on the device and nothing waits
     for them. Factors common to all heads (clipping, loss scaling, accumulation) cancel; an update whose gradients are
@@ -50,25 +50,22 @@ class QKGradient:
         self._average = self._average.to(norms.device)
         mean = norms.nanmean()
         relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
-        blended = self.beta * self._average + (1 - self.beta) * relative
+        blended = self.beta * self._average + (1 - self.beta) * relative  # Eq. (9)
         new = torch.where(self._average.isnan(), relative, blended)
         self._average = torch.where(mean.isfinite() & norms.isfinite(), new, self._average)
         self.updates += 1
 
     def scores(self) -> Tensor:
-        """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
-        scores = self._average.cpu().clone()
-        for layer, site in enumerate(adapter_for(self.model).sites()):
-            scores[layer, _edited(site)] = torch.nan
-        return scores
+        """Average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
+        return _live_only(self._average.cpu().clone(), adapter_for(self.model).sites())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and its settings as JSON values."""
+        """Average and settings as JSON values."""
         rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
         return {"beta": self.beta, "updates": self.updates, "average": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; raise CheckpointError when it belongs to another shape of model or beta."""
+        """Go on from a `state_dict()`; raise CheckpointError when it is of another shape of model or beta."""
         try:
             rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
             average, updates = torch.tensor(rows, dtype=torch.float64), int(state["updates"])
@@ -77,14 +74,14 @@ class QKGradient:
             raise CheckpointError(f"state must hold an average of gradients, its updates and beta; {error!r}") from None
         if average.shape != self._average.shape or beta != self.beta:
             raise CheckpointError(
-                f"expected a gradient average of heads {list(self._average.shape)} with beta={self.beta}; "
+                f"state must be of heads {list(self._average.shape)} with beta={self.beta}; "
                 f"got {list(average.shape)} with beta={beta}"
             )
         self._average, self.updates = average, updates
 
 
 def head_norms(site: Site) -> Tensor:
-    """Return Eq. (8) of one layer's heads, `[H]` float64; NaN for frozen heads.
+    """Query and key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN for frozen heads.
 
     With grouped queries a query head takes the key gradient of its group.
     """
@@ -100,7 +97,7 @@ def head_norms(site: Site) -> Tensor:
 
 
 def _block_norms(rows: Rows, head_dim: int) -> Tensor:
-    """Return the norm of each head's block of a role's gradient; raise InputError when there is none."""
+    """Norm of each head's block of a projection's gradient; raise InputError when there is none."""
     if rows.parameter.grad is None:
         raise InputError(
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
@@ -111,55 +108,48 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
 
 
 def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
-    """Return the importance I of Eq. (19), `[L, H]` float64 on the CPU; NaN for frozen heads.
+    """Importance I of Eq. (19): the mean over sequences of absolute gate gradients, `[L, H]` float64 on the CPU.
 
-    A gate multiplies a head's output just before the output projection, so its gradient is the inner product of the
-    head's block of output weights with that block's gradient: exact, and the same for every model family.
+    A gate multiplies a head's output just before the output projection, so that its gradient is the inner product of
+    the head's block of output weights with that block's gradient: exact, and the same for every model family.
+    Frozen heads are NaN.
 
     Args:
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
-        batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`, and `targets` of the same shape where
-            the loss is of other tokens than every next one (-100 is no target). Sequences are run one by one, without
-            their padding, since the absolute value is taken of each one's gradient.
-        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; that of the targets, or of the next token,
-            if not given.
+        batches: As for `calibrate`, with `targets [B, T]` where the loss is of other tokens than every next one (-100
+            does not count). Each sequence is run by itself, without padding.
+        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; by default at the targets or next tokens.
 
     Raises:
-        InputError: Batches that cannot be used, as in `calibrate`; targets in some batches, of another shape or of no
-            token that counts; targets beside a loss.
+        InputError: Batches as in `calibrate`; a sequence without a target; targets beside `loss`.
     """
-    adapter = adapter_for(model)
-    kept = batches if isinstance(batches, Tensor | Mapping) else list(batches)
-    ids, lengths = read_rows(kept)
-    targets = read_targets(kept, ids) if isinstance(kept, list) else None
-    if loss is not None and targets is not None:
+    adapter, sequences = adapter_for(model), read_sequences(batches)
+    if loss is not None and sequences.targets is not None:
         raise InputError("targets have no effect beside loss=; leave one of them out")
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
-    count = 0
-    with torch.enable_grad(), evaluation_mode(model), requiring_gradients(weights):
-        check_vocabulary(adapter, ids)
-        for number, batch in enumerate(ids):
-            counted = None if targets is None else targets[number].to(adapter.device)
-            for row, padded in enumerate(batch.to(adapter.device).split(1)):
-                sequence = padded[:, : (length := lengths[number][row])]
-                if loss is not None:
-                    value = loss(adapter.model, sequence)
-                elif counted is not None:
-                    value = adapter.next_token_loss(sequence, counted[row : row + 1, :length])
-                else:
-                    value = _next_token_loss(adapter, sequence)
-                gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
-                total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
-                count += 1
-    for layer, site in enumerate(sites):
-        total[layer, _edited(site)] = torch.nan
-    return total / count
+    with torch.enable_grad(), evaluation_mode(model), _requiring_gradients(weights):
+        check_vocabulary(adapter, sequences.ids)
+        for row, targets in sequences.rows():
+            ids = row[None].to(adapter.device)
+            if loss is not None:
+                value = loss(adapter.model, ids)
+            elif targets is None:
+                if len(row) < 2:
+                    raise InputError(f"a next-token loss needs sequences of two tokens or more; got {len(row)}")
+                value = adapter.next_token_loss(ids[:, :-1], ids[:, 1:])
+            else:
+                if bool((targets == IGNORED).all()):
+                    raise InputError(f"every sequence needs a target that counts; one has none but {IGNORED}")
+                value = adapter.next_token_loss(ids, targets[None].to(adapter.device))
+            gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
+            total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
+    return _live_only(total / len(sequences.lengths), sites)
 
 
 def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
-    """Return the derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
+    """Derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
     weight, dimension = site.projections()["output"]
     product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
     slots = torch.tensor(site.layout.slots, dtype=torch.long, device=product.device)
@@ -167,20 +157,15 @@ def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
     return product.new_zeros(site.layout.num_heads).index_copy_(0, slots, by_slot)
 
 
-def _edited(site: Site) -> list[int]:
-    """Return the heads of a layer that are not live."""
-    return [head for head in range(site.layout.num_heads) if head not in site.layout.live]
-
-
-def _next_token_loss(adapter: Adapter, ids: Tensor) -> Tensor:
-    """Return the mean negative log-likelihood (nats per token) of `ids[:, 1:]` given what precedes each."""
-    if ids.shape[1] < 2:
-        raise InputError(f"a next-token loss needs sequences of two tokens or more; got {ids.shape[1]}")
-    return adapter.next_token_loss(ids[:, :-1], ids[:, 1:])
+def _live_only(values: Tensor, sites: Sequence[Site]) -> Tensor:
+    """Set `[L, H]` to NaN where heads are frozen or pruned, in place."""
+    for layer, site in enumerate(sites):
+        values[layer, [head for head in range(site.layout.num_heads) if head not in site.layout.live]] = torch.nan
+    return values
 
 
 @contextmanager
-def requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let parameters take part in gradients, and give each its own setting back afterwards."""
     fixed = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in fixed:

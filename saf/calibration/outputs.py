@@ -1,14 +1,15 @@
-"""What heads write into the residual stream of held-out sequences, and how that changes with their mean pattern."""
+"""Contributions of heads to the residual stream of held-out sequences, and their changes with the mean pattern."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for, unwrap
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_batches
-from saf.calibration.watch import Modules, Seen, modules_of, values_of, watch
+from saf.adapters import Site, adapter_for, find_rows, rows_of, unwrap
+from saf.calibration.capture import check_vocabulary, evaluation_mode
+from saf.calibration.sequences import Batch, read_batches
 from saf.errors import InputError, UnsupportedError
 from saf.ops.live import capped, score_scale
 from saf.scores import HeadOutputs
@@ -16,7 +17,7 @@ from saf.statistics import AttentionStatistics
 
 
 def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
-    """Measure the contributions C of all live heads, and those of `C~ = mean pattern · V · W_O` in their place.
+    """Measure the contributions of all live heads, and those of their mean pattern in their place.
 
     Args:
         model: A supported model, run in evaluation mode and left as it was.
@@ -30,80 +31,91 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         InputError: Statistics without `mean_rows`, or sequences of another length.
         UnsupportedError: A model whose values cannot be seen.
     """
-    adapter = adapter_for(model)
+    adapter, batches = adapter_for(model), read_batches(batches)
     sites = adapter.sites()
-    ids = read_batches(batches)
-    check_vocabulary(adapter, ids)
+    check_vocabulary(adapter, batches)
     if "mean_rows" not in statistics.collected:
         raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics lack them")
-    if ids[0].shape[1] != statistics.length:
-        raise InputError(f"expected sequences of {statistics.length} tokens, as calibrated; got {ids[0].shape[1]}")
-    device = adapter.device
+    if batches[0].shape[1] != statistics.length:
+        raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
     if any(site.norm_after for site in sites):
         raise UnsupportedError(
-            "what heads write into the residual stream cannot be told apart where a norm follows the attention layer "
-            "(Gemma 2 and 3); use a score of attention patterns, such as 'variance'"
+            "contributions of heads cannot be separated where a norm follows the attention layer (Gemma 2 and 3); use "
+            "a score of attention patterns, such as 'variance'"
         )
-    found = [modules_of(unwrap(model), site) for site in sites]
-    layers = [
-        _Layer(site, modules, number, statistics, device)
-        for number, (site, modules) in enumerate(zip(sites, found, strict=True))
-    ]
+    layers = [_Layer(unwrap(model), site, number, statistics) for number, site in enumerate(sites)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(watch(layer.site, layer.modules, layer.take))
-        for batch in ids:
-            adapter.run(batch.to(device))
-    samples = sum(len(batch) for batch in ids) * len(statistics.positions)
+            layer.hook(stack)
+        for batch in batches:
+            adapter.run(batch.to(adapter.device))
+    samples = sum(map(len, batches)) * len(statistics.positions)
     return HeadOutputs(
-        gram=torch.stack([layer.full(layer.gram, 2) for layer in layers]),
-        change=torch.stack([layer.samples(layer.change, samples) for layer in layers]),
-        residual_change=torch.stack([layer.samples(layer.residual_change, samples) for layer in layers]),
-        residual=torch.stack([layer.totals(layer.residual, samples) for layer in layers]),
-        output=torch.stack([layer.totals(layer.output, samples) for layer in layers]),
+        gram=torch.stack([layer.all_heads(layer.gram, 2) for layer in layers]),
+        change=torch.stack([layer.all_heads(layer.samples("change", samples)) for layer in layers]),
+        residual_change=torch.stack([layer.all_heads(layer.samples("residual_change", samples)) for layer in layers]),
+        residual=torch.stack([layer.samples("residual", samples) for layer in layers]),
+        output=torch.stack([layer.samples("output", samples) for layer in layers]),
         hidden_size=layers[0].weight.shape[-1],
     )
 
 
 class _Layer:
-    """Add up one layer, sequence by sequence."""
+    """Sums of one layer, added up sequence by sequence by hooks around its attention."""
 
-    def __init__(
-        self, site: Site, modules: Modules, number: int, statistics: AttentionStatistics, device: torch.device
-    ):
-        self.site, self.modules = site, modules
-        self.live = list(site.layout.live)
+    def __init__(self, model: nn.Module, site: Site, number: int, statistics: AttentionStatistics):
+        self.site, self.live, self.rows = site, list(site.layout.live), list(statistics.positions)
+        self.attention, self.layer = _modules(model, site)
         weight, dimension = site.projections()["output"]
         self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
         self.weight = by_slot[: len(self.live)].to(self.wide)
-        self.rows = list(statistics.positions)
         mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)
-        held = [head for head in self.live if (number, head) in statistics.collected_heads]
-        if held:
+        if held := [head for head in self.live if (number, head) in statistics.collected_heads]:
             slots = [self.live.index(head) for head in held]
             mean[slots] = statistics.take("mean_rows", [(number, head) for head in held]).to(self.wide)
-        self.mean = mean.to(device)
-        self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=device)
-        self.change, self.residual_change, self.residual, self.output = [], [], [], []
+        self.mean = mean.to(weight.device)
+        self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=weight.device)
+        self.parts: dict[str, list[Tensor]] = {"change": [], "residual_change": [], "residual": [], "output": []}
+        self._seen: dict[str, Tensor] = {}
 
-    def take(self, seen: Seen) -> None:
-        """Add the sequences of one forward pass."""
-        groups = list(self.site.layout.kv_head[: len(self.live)])
-        keys = list(self.site.layout.key_head)
-        rows = self.rows
-        with torch.autocast(seen.query.device.type, enabled=False):
-            for n in range(len(seen.query)):
-                self._add(
-                    seen.query[n][:, rows].to(self.wide),
-                    seen.key[n][keys].to(self.wide),
-                    values_of(self.site, seen.normed[n], self.wide)[groups],
-                    seen.residual[n][rows].to(self.wide),
-                    seen.output[n][rows].to(self.wide),
+    def hook(self, stack: ExitStack) -> None:
+        """Add every forward pass until the stack is closed."""
+
+        def keep_input(name: str) -> Any:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+            return hook
+
+        def keep_queries(query: Tensor, key: Tensor) -> None:
+            self._seen |= {"query": query.detach(), "key": key.detach()}
+
+        def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
+            if "query" in self._seen:  # a layer without live heads computes none
+                self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
+            self._seen = {}
+
+        for module, name in ((self.layer, "residual"), (self.attention, "normed")):
+            stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
+        stack.enter_context(self.site.capture(keep_queries))
+        stack.callback(self.attention.register_forward_hook(attention_output).remove)
+
+    def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
+        """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
+        layout, wide, rows = self.site.layout, self.wide, self.rows
+        groups, keys = list(layout.kv_head[: len(self.live)]), list(layout.key_head)
+        with torch.autocast(query.device.type, enabled=False):
+            for n in range(len(query)):
+                self._add_sequence(
+                    query[n][:, rows].to(wide),
+                    key[n][keys].to(wide),
+                    _values(self.site, normed[n], wide)[groups],
+                    residual[n][rows].to(wide),
+                    output[n][rows].to(wide),
                 )
 
-    def _add(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
-        """Add one sequence: contributions of every live head at the sampled rows, and their changes."""
+    def _add_sequence(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
         scale = score_scale(self.site.scale, query.shape[-1])
         logits = capped(query @ key.mT * scale, self.site.soft_cap)
         position = torch.arange(key.shape[1], device=key.device)
@@ -114,23 +126,46 @@ class _Layer:
         flat = contribution.flatten(1).double()
         after = (residual + output).double()
         self.gram += flat @ flat.T
-        self.change.append(change.norm(dim=-1).cpu())
-        self.residual_change.append((change * after).sum(-1).cpu())
-        self.residual.append(after.norm(dim=-1).cpu())
-        self.output.append(output.double().norm(dim=-1).cpu())
+        self.parts["change"].append(change.norm(dim=-1).cpu())
+        self.parts["residual_change"].append((change * after).sum(-1).cpu())
+        self.parts["residual"].append(after.norm(dim=-1).cpu())
+        self.parts["output"].append(output.double().norm(dim=-1).cpu())
 
-    def full(self, tensor: Tensor, dimensions: int) -> Tensor:
+    def samples(self, name: str, samples: int) -> Tensor:
+        """Sums of all samples, `[live, S]` or `[S]`; NaN for a layer without live heads, which was not measured."""
+        if self.parts[name]:
+            return torch.cat(self.parts[name], -1)
+        shape = (0, samples) if "change" in name else (samples,)
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def all_heads(self, tensor: Tensor, dimensions: int = 1) -> Tensor:
         """Spread `[live, ...]` over all heads along the first dimensions, NaN elsewhere."""
-        heads = self.site.layout.num_heads
+        heads, index = self.site.layout.num_heads, torch.tensor(self.live, dtype=torch.long)
         whole = torch.full([heads] * dimensions + list(tensor.shape[dimensions:]), torch.nan, dtype=torch.float64)
-        index = torch.tensor(self.live, dtype=torch.long)
         whole[(index[:, None], index) if dimensions == 2 else index] = tensor.cpu()
         return whole
 
-    def samples(self, parts: list[Tensor], samples: int) -> Tensor:
-        """Return `[H, S]`."""
-        return self.full(torch.cat(parts, 1) if parts else torch.zeros(0, samples, dtype=torch.float64), 1)
 
-    def totals(self, parts: list[Tensor], samples: int) -> Tensor:
-        """Return `[S]`; NaN for a layer without live heads, whose queries nobody computes."""
-        return torch.cat(parts) if parts else torch.full((samples,), torch.nan, dtype=torch.float64)
+def _modules(model: nn.Module, site: Site) -> tuple[nn.Module, nn.Module]:
+    """Find a site's attention module and decoder layer by the parameters of its projections."""
+    owners = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), name)
+    value, output = (rows_of(site, role).parameter for role in ("value", "output"))
+    if id(value) not in owners or id(output) not in owners:
+        raise UnsupportedError("this attention layer keeps values or output projection in no parameter of their own")
+    path = owners[id(output)].split(".")
+    if len(path) < 3:
+        raise UnsupportedError(f"expected layer.attention.projection with its own values; got {'.'.join(path)}")
+    return model.get_submodule(".".join(path[:-1])), model.get_submodule(".".join(path[:-2]))
+
+
+def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:
+    """Values `[H_kv, T, D]` of the projections' input `[T, channels]`, computed in `wide`."""
+    rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
+    weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
+    values = normed.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        values = values + bias.of(bias.parameter).to(wide)
+    return values.unflatten(-1, (-1, site.head_dim)).transpose(-3, -2)

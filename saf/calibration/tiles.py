@@ -1,7 +1,4 @@
-"""One layer's statistics by Triton kernels: tiles outside, sequences inside, no pattern in memory.
-
-How the loop is cut into programs (`TileConfig`), what it writes (`Sums`), and what is made of that.
-"""
+"""One layer's statistics by Triton kernels: tiles outside, sequences inside, no pattern in memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.calibration.kernels import lse_kernel, tile_kernel
-from saf.calibration.layer import MAX_DIM, LayerStatistics, compared_rows, spans_of
+from saf.calibration.strips import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
 from saf.ops.live import score_scale
@@ -29,35 +26,23 @@ FLOAT32_BYTES = 160 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """Say how the loop is cut into programs.
-
-    Attributes:
-        block_m: Query rows of a tile.
-        block_n: Keys of a tile; divides `block_m`.
-        num_warps: Warps a program.
-        num_stages: Depth of the software pipeline over sequences.
-        max_registers: Registers a thread of the tile kernel at most, 0 for no limit.
-        precision: Of float32 products: "ieee", "tf32x3" or "tf32".
-    """
+    """How the loop is cut into programs."""
 
     block_m: int = 64
+    """Query rows of a tile, a power of two."""
     block_n: int = 64
+    """Keys of a tile, a power of two of at most `block_m`."""
     num_warps: int = 4
     num_stages: int = 2
+    """Depth of the software pipeline over sequences."""
     max_registers: int = 0
+    """Registers a thread of the tile kernel at most, 0 for no limit."""
     precision: str = "tf32x3"
-
-    def __post_init__(self):
-        """Raise InputError for blocks the kernels cannot take."""
-        if any(size & (size - 1) or size < 16 for size in (self.block_m, self.block_n)) or self.block_m < self.block_n:
-            raise InputError(
-                "block_m and block_n must be powers of two of at least 16, block_m no smaller than block_n; got "
-                f"{self.block_m} and {self.block_n}"
-            )
+    """Of float32 products: "ieee", "tf32x3" or "tf32"."""
 
 
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
-    """Pick a configuration for D channels by rule, as measured on an H200 (docs/log.md).
+    """Pick a configuration for D channels, as measured on an H200 (docs/log.md).
 
     float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. Where
     a program may have fewer `shared` bytes of memory than they take there, tiles are smaller: compiled to fit 99 KiB.
@@ -77,7 +62,7 @@ def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEM
 
 
 def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int | bool | str]:
-    """Return the compile-time arguments that both kernels share."""
+    """Compile-time arguments that both kernels share."""
     padded = max(16, 1 << (dim - 1).bit_length())
     half = padded // 2
     rest = max(16, 1 << (dim - half - 1).bit_length()) if dim > half else 0
@@ -89,31 +74,18 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
     }  # fmt: skip
 
 
-class Sums(NamedTuple):
-    """Hold sums over the tiles of a band of row blocks; R = block_m / block_n, J key blocks."""
-
-    scalar: Tensor
-    """`[2, heads]` float64: squared deviations from the mean; A log2(A / mean)."""
-    row: Tensor
-    """`[2, heads, rows]` float64: the floored mean F; F log2 F."""
-    column: Tensor
-    """`[heads, blocks, T]` float32: F, summed over the rows of a block."""
-    diagonal: Tensor
-    """`[heads, blocks, R + 1, J, block_n]` float32: F, summed over those of one distance."""
-
-
 def measure_by_kernel(
     query: Tensor,
     key: Tensor,
     *,
     kv_head: Sequence[int],
     scale: float | None = None,
+    lengths: Sequence[int] | None = None,
     config: TileConfig | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     tolerance: float = TOLERANCE,
-    lengths: Sequence[int] | None = None,
 ) -> LayerStatistics:
-    """Measure heads as `measure_layer` does, from `query [N, heads, T, D]` and `key [N, K, T, D]` of one dtype.
+    """Measure heads as `measure_layer` does, from queries and keys of one dtype; D up to 256.
 
     Row log-sum-exps first, then every causal tile once, all sequences inside: products in the inputs' dtype, float32
     sums over a tile, float64 sums over tiles in a fixed order, so that equal inputs give equal bits. Variance and
@@ -124,31 +96,13 @@ def measure_by_kernel(
     normalisers: relative error at most half the spread within a block, which is at most T * 1e-9. Where that could
     exceed `tolerance` (at its default from T = 10,000 on) the spread is read, and if it does, the band of rows is
     taken again with each row's own weight.
-
-    Args:
-        query: Rotated queries; bfloat16, float16 or float32, D up to 256.
-        key: Rotated keys of the same dtype.
-        kv_head: The key head of each head.
-        scale: Factor of the products, D ** -0.5 if not given.
-        config: How to run; `choose_tile_config` if not given.
-        scratch_bytes: Memory for the sums of tiles, about.
-        tolerance: Largest relative error of the marginals from normalising a block of rows as one.
-        lengths: Tokens of each sequence, longest first; T each if not given.
-
-    Raises:
-        InputError: Other dtypes or more channels.
     """
     if query.dtype not in TRITON_DTYPES or key.dtype != query.dtype or query.shape[-1] > MAX_DIM:
-        raise InputError(
-            f"queries and keys must be both bfloat16, float16 or float32 with at most {MAX_DIM} channels, got "
-            f"{query.dtype} {tuple(query.shape)} and {key.dtype} {tuple(key.shape)}"
-        )
+        raise InputError(f"queries and keys must be float32 or in 16 bits, D <= {MAX_DIM}; got {query.dtype}")
     count, heads, length, dim = query.shape
-    if config is None:
-        config = choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
-    factor = score_scale(scale, dim)
     lengths = lengths or [length] * count
-    loop = _Loop(query, key, kv_head, factor / math.log(2), config, lengths)
+    config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
+    loop = _Loop(query, key, kv_head, score_scale(scale, dim) / math.log(2), config, lengths)
     size = config.block_m
     totals = query.new_zeros(3, heads, dtype=torch.float64)
     etas = query.new_zeros(2, heads, loop.blocks * size, dtype=torch.float64)
@@ -169,14 +123,27 @@ def measure_by_kernel(
     return LayerStatistics(
         variance=totals[0] / (others * compared**2),  # Eq. (1)
         forward_kl=totals[1] * (math.log(2) / (every * compared)),  # Eq. (2)
-        eta_abs=etas[0, :, :length],
+        eta_abs=etas[0, :, :length],  # Eq. (4)
         eta_rel=etas[1, :, :length],
         row_entropy=totals[2] * (math.log(2) / length),
     )
 
 
+class _Sums(NamedTuple):
+    """Sums over the tiles of a band of row blocks; R = block_m / block_n, J key blocks, F the floored mean."""
+
+    scalar: Tensor
+    """`[2, heads]` float64: squared deviations from the mean; A log2(A / mean)."""
+    row: Tensor
+    """`[2, heads, rows]` float64: F; F log2 F."""
+    column: Tensor
+    """`[heads, blocks, T]` float32: F, summed over the rows of a block."""
+    diagonal: Tensor
+    """`[heads, blocks, R + 1, J, block_n]` float32: F, summed over those of one distance."""
+
+
 class _Loop:
-    """Hold the operands of one layer, and launch over them."""
+    """Operands of one layer, and launches over them."""
 
     def __init__(
         self,
@@ -209,7 +176,7 @@ class _Loop:
         size = max(1, scratch_bytes // (4 * self.heads * self.length * (3 * ratio + 2)))
         return [(first, min(first + size, self.blocks)) for first in range(0, self.blocks, size)]
 
-    def band(self, first: int, last: int, weight: Tensor) -> Sums:
+    def band(self, first: int, last: int, weight: Tensor) -> _Sums:
         """Measure row blocks `first` to `last`, rows weighted by `weight [heads, T]` in the marginals."""
         heads, rows, width = self.heads, self.config.block_m, self.config.block_n
         ratio = rows // width
@@ -229,18 +196,18 @@ class _Loop:
                     num_warps=self.config.num_warps, device=self.device, **options,
                 )  # fmt: skip
         row = row[..., : self.length - first * rows]
-        return Sums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
+        return _Sums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
 
 
 def _middle(normaliser: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the middle of the normalisers `[heads, rows]` of each block of rows, and half their relative spread."""
+    """Middle of the normalisers `[heads, rows]` of each block of rows, and half their relative spread."""
     missing = -normaliser.shape[-1] % size
     edge = normaliser[:, -1:].expand(-1, missing)
     low, high = torch.cat([normaliser, edge], 1).unflatten(1, (-1, size)).aminmax(dim=-1)
     return (low + high) / 2, (high - low) / (low + high)
 
 
-def _add_marginals(etas: Tensor, sums: Sums, weight: Tensor) -> None:
+def _add_marginals(etas: Tensor, sums: _Sums, weight: Tensor) -> None:
     """Add a band's column and diagonal sums, row blocks weighted by `weight [heads, blocks]`, to `etas`."""
     etas[0, :, : sums.column.shape[-1]] += (sums.column * weight[..., None]).sum(1)
     heads, _, turns, blocks, width = sums.diagonal.shape

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
-from saf.calibration import QKGradient, gate_gradients, head_outputs
-from saf.calibration.capture import Batch, read_sequences
+from saf.calibration import Batch, QKGradient, gate_gradients, head_outputs, read_sequences
 from saf.calibration.capture import check_heads as check_measured
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freezing.config import COMPARING, REPLACING, FreezeConfig
@@ -172,8 +171,9 @@ def gather(
         if key == "gates" and source is None:
             found[key] = gate_gradients(model, batches)
         elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
-            texts = list(source)
-            if name in REPLACING and read_sequences([*batches, *texts]).num_different < 2:
+            texts = read_sequences(source)
+            together = [*read_sequences(batches).without_padding(), *texts.without_padding()]
+            if name in REPLACING and read_sequences(together).num_different < 2:
                 raise InputError(f"score {name!r} compares sequences: two must differ, got copies of one")
             found[key] = head_outputs(model, texts, statistics)
         elif source is not None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for
-from saf.calibration import calibrate
-from saf.calibration.capture import Batch, read_batches
+from saf.calibration import Batch, calibrate, read_batches
 from saf.errors import InputError
 from saf.fit import check_fitter_options, fit_compact, fit_kl
 from saf.heads import Head, HeadSet

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from saf.adapters import adapter_for
-from saf.calibration.capture import Batch, check_vocabulary, evaluation_mode, read_sequences
+from saf.calibration import Batch, read_sequences
+from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError
 
 MAX_RISE = 0.05

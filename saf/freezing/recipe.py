@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from saf.adapters import adapter_for, rows_of
-from saf.calibration import calibrate, calibrate_together, heads_at_a_time
-from saf.calibration.capture import Batch, read_batches, read_sequences, unwrapped
+from saf.calibration import (
+    Batch,
+    Sequences,
+    calibrate,
+    calibrate_together,
+    heads_at_a_time,
+    read_batches,
+    read_sequences,
+)
 from saf.errors import InputError, LossError, SafWarning
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
 from saf.freezing.choice import (
@@ -113,7 +120,7 @@ def freeze_(
     before = None if text is None else loss()
     given = needed or {}
     options = {"collect": scores_collect(config, given), "capture_bytes": capture_bytes, "progress": progress}
-    statistics = calibrate_together(model, kept, watch=watch, **options)
+    statistics = calibrate_together(model, kept, timer=watch, **options)
     asked = {"first": first, "may_be_none": may_be_none}
     report = done_once(lambda: _decide(model, kept, statistics, config, text, given, watch, **asked))
     with watch("prune" if config.operation == "prune" else "install"), _in_all_or_none(model, report.heads, optimizer):
@@ -195,10 +202,9 @@ def _checked(
     config: FreezeConfig,
     longest: int | None,
     heldout: Iterable[Batch] | None,
-) -> list[Batch]:
-    """Return the batches as a list; raise a SafError for what cannot be measured or frozen, before anything is."""
-    kept = batches if isinstance(batches, Tensor | Mapping) else [unwrapped(batch) for batch in batches]
-    sequences = read_sequences(kept)
+) -> Sequences:
+    """Return the batches, read once; raise a SafError for what cannot be measured or frozen, before anything is."""
+    sequences = read_sequences(batches)
     length = sequences.length
     if config.operation != "prune":  # pruned heads have no pattern that ends anywhere
         _warn_of_length(length, longest)
@@ -214,12 +220,12 @@ def _checked(
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
-    return list(kept)
+    return sequences
 
 
 def _decide(
     model: nn.Module,
-    kept: list[Batch],
+    kept: Sequences,
     statistics: AttentionStatistics,
     config: FreezeConfig,
     heldout: Iterable[Batch] | None,
@@ -296,7 +302,7 @@ def make_patterns(
     made: dict[Head, Made] = {}
     size = heads_at_a_time(model, names, sequences=statistics.num_sequences, length=statistics.length)
     for some in _chunks(heads, size):
-        found = calibrate(model, batches, collect=names, heads=some, watch=watch) if names else statistics
+        found = calibrate(model, batches, collect=names, heads=some, timer=watch) if names else statistics
         with watch("fit"):
             made |= _make(found, some, config, adapter_for(model).device)
     return made

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from saf.calibration.capture import Batch
+from saf.calibration import Batch
 from saf.errors import CheckpointError, InputError
 from saf.machine.execution import Execution
 from saf.models import GPT

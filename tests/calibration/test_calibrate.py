@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from saf.calibration import calibrate, dense_collection, dense_statistics
-from saf.calibration.layer import diagonal_sums, measure_layer
-from saf.errors import CheckpointError, InputError
+from saf.calibration.strips import diagonal_sums, measure_by_strips
+from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
@@ -21,10 +22,10 @@ from saf.surgery import install_
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
 
-def model(**overrides) -> GPT:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 30, "num_layers": 3, "num_heads": 4, "hidden_size": 32, "max_length": 40}
-    made = GPT(GPTConfig(**(shape | overrides))).double()
+def model(dtype: torch.dtype = torch.float64) -> GPT:
+    """Three layers of four heads, with queries large enough for uneven attention."""
+    made = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=40)).to(dtype)
+    made.reset_parameters(torch.Generator().manual_seed(0))
     for block in made.blocks:
         block.attention.q_proj.weight.data *= 40
     return made
@@ -34,46 +35,36 @@ def tokens(count: int = 5, length: int = 40) -> torch.Tensor:
     return torch.randint(0, 30, (count, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("count", "length"), [(5, 70), (2, 128), (3, 1), (7, 200)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_strips_equal_the_dense_oracle(count, length, dtype, tolerance, generator):
-    query = 2 * torch.randn(count, 4, length, 16, generator=generator, dtype=dtype)
-    key = 2 * torch.randn(count, 2, length, 16, generator=generator, dtype=dtype)
-    found = measure_layer(query, key, kv_head=[0, 0, 1, 1], rows=32, strip_elements=count * 32 * length * 3)
-    expected = dense_statistics(query, key, kv_head=[0, 0, 1, 1])
-    for name in FIELDS:
-        one, other = getattr(found, name), getattr(expected, name)
-        assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
-def test_collecting_whole_patterns_one_after_the_other_equals_the_oracle(dtype, tolerance, generator):
-    query = 2 * torch.randn(5, 4, 70, 16, generator=generator, dtype=torch.float64)
-    key = 2 * torch.randn(5, 2, 70, 16, generator=generator, dtype=torch.float64)
-    found = dense_collection(query, key, kv_head=[0, 0, 1, 1], dtype=dtype)
-    expected = dense_statistics(query, key, kv_head=[0, 0, 1, 1])
+def check_close(found, expected, tolerance: float) -> None:
+    """Errors relative to the largest entry of each statistic."""
     for name in FIELDS:
         one, other = getattr(found, name), getattr(expected, name)
         assert one.dtype == torch.float64
         assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
 
 
-@given(rows=st.integers(5, 80), strip=st.integers(10**3, 10**5), seed=st.integers(0, 50))
-def test_results_do_not_depend_on_tile_size_or_order(rows, strip, seed):
+@pytest.mark.parametrize("lengths", [[70] * 5, [128] * 2, [1] * 3, [200] * 7, [70, 70, 33, 5, 1], [70, 69, 1], [70]])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
+    count, length = len(lengths), lengths[0]
+    query = 2 * torch.randn(count, 4, length, 16, generator=generator, dtype=dtype)
+    key = 2 * torch.randn(count, 2, length, 16, generator=generator, dtype=dtype)
+    for place, end in enumerate(lengths):  # what stands behind a sequence never enters
+        query[place, :, end:] = key[place, :, end:] = torch.nan
+    operands = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
+    expected = dense_statistics(query, key, **operands)
+    check_close(measure_by_strips(query, key, strip_elements=count * 32 * length, **operands), expected, tolerance)
+    if lengths[-1] == length:
+        check_close(dense_collection(query, key, kv_head=[0, 0, 1, 1], dtype=dtype), expected, 10 * tolerance)
+
+
+@given(strip=st.integers(10**3, 10**5), seed=st.integers(0, 50))
+def test_results_do_not_depend_on_tile_size_or_order(strip, seed):
     generator = torch.Generator().manual_seed(seed)
     query, key = torch.randn(2, 4, 3, 67, 8, generator=generator, dtype=torch.float64) * 2
-    whole = measure_layer(query, key, kv_head=range(3))
     order = torch.randperm(4, generator=generator)
-    other = measure_layer(query[order], key[order], kv_head=range(3), rows=rows, strip_elements=strip)
-    for one, two in zip(whole, other, strict=True):
-        assert ((one - two).abs() <= 1e-10 * one.abs().max()).all()
-
-
-def test_one_sequence_has_no_variance_and_no_divergence(generator):
-    query, key = torch.randn(2, 1, 3, 90, 8, generator=generator) * 5
-    found = measure_layer(query, key, kv_head=range(3))
-    assert not found.variance.any()
-    assert not found.forward_kl.any()
+    other = measure_by_strips(query[order], key[order], kv_head=range(3), strip_elements=strip)
+    check_close(other, measure_by_strips(query, key, kv_head=range(3)), 1e-10)
 
 
 def test_scores_follow_the_papers_formulae(generator):
@@ -83,18 +74,20 @@ def test_scores_follow_the_papers_formulae(generator):
     mean = patterns.mean(0)
     variance = sum(float(torch.linalg.matrix_norm(p - mean) ** 2) for p in patterns) / (3 * 12**2)
     kl = sum(float(p[i, j] * (p[i, j] / mean[i, j]).log()) for p in patterns for i in range(12) for j in range(i + 1))
-    found = measure_layer(query, key, kv_head=[0])
+    found = measure_by_strips(query, key, kv_head=[0])
     assert found.variance.item() == pytest.approx(variance, rel=1e-12)
     assert found.forward_kl.item() == pytest.approx(kl / (4 * 12), rel=1e-12)
 
 
-def test_a_very_low_variance_stays_positive():
-    query = torch.ones(6, 1, 64, 8)
-    query += 1e-5 * torch.randn(6, 1, 64, 8, generator=torch.Generator().manual_seed(0))
-    key = torch.randn(1, 1, 64, 8, generator=torch.Generator().manual_seed(1)).expand(6, -1, -1, -1)
-    exact = dense_statistics(query, key, kv_head=[0]).variance
-    found = measure_layer(query, key, kv_head=[0]).variance
-    assert 0 < found.item() == pytest.approx(exact.item(), rel=0.05)
+def test_no_variance_is_exactly_zero_and_a_very_low_one_stays_positive(generator):
+    query, key = torch.randn(2, 1, 3, 90, 8, generator=generator) * 5
+    found = measure_by_strips(query, key, kv_head=range(3))
+    assert not found.variance.any()
+    assert not found.forward_kl.any()
+    query = 1 + 1e-5 * torch.randn(6, 1, 64, 8, generator=generator)
+    key = torch.randn(1, 1, 64, 8, generator=generator).expand(6, -1, -1, -1)
+    exact = dense_statistics(query, key, kv_head=[0]).variance.item()
+    assert 0 < measure_by_strips(query, key, kv_head=[0]).variance.item() == pytest.approx(exact, rel=0.05)
 
 
 @given(heads=st.integers(1, 3), rows=st.integers(1, 9), before=st.integers(0, 9))
@@ -110,39 +103,35 @@ def test_diagonal_sums_add_equal_distances(heads, rows, before):
 
 def test_the_model_is_measured_as_its_own_attention_computes_it():
     made, ids = model(), tokens()
-    kept = {}
+    seen = {}
     for layer, block in enumerate(made.blocks):
-        block.attention.live.register_forward_pre_hook(lambda _, inputs, at=layer: kept.update({at: inputs[:2]}))
+        block.attention.live.register_forward_pre_hook(lambda _, inputs, at=layer: seen.update({at: inputs[:2]}))
     made(ids)
-    seen = dict(kept)
+    expected = [dense_statistics(*(each.detach() for each in seen[layer]), kv_head=range(4)) for layer in range(3)]
     found = calibrate(made, [ids[:2], {"input_ids": ids[2:]}])
     assert (found.length, found.num_sequences) == (40, 5)
-    for layer, (query, key) in seen.items():
-        expected = dense_statistics(query.detach(), key.detach(), kv_head=range(4))
+    for name in FIELDS:
+        whole = torch.stack([getattr(layer, name) for layer in expected])
+        torch.testing.assert_close(getattr(found, name), whole, rtol=1e-9, atol=1e-12)
+
+
+def test_layers_at_a_time_batches_and_named_heads_change_nothing():
+    made, ids, seen = model(), tokens(), []
+    whole, one_layer = calibrate(made, [ids]), 2 * 5 * 40 * 32 * 8
+    split = calibrate(made, [ids], capture_bytes=one_layer, progress=lambda *done: seen.append(done))
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert all(torch.equal(getattr(whole, name), getattr(split, name)) for name in FIELDS)
+    check_close(calibrate(made, list(ids.flip(0).split(2))), whole, 1e-10)
+    heads = HeadSet([(0, 2), (1, 0), (2, 1)])
+    some = calibrate(made, (batch for batch in [ids]), heads=heads)
+    assert HeadSet(map(tuple, some.measured.nonzero().tolist())) == heads
+    for layer, head in heads:
         for name in FIELDS:
-            torch.testing.assert_close(getattr(found, name)[layer], getattr(expected, name), rtol=1e-9, atol=1e-12)
+            one, other = getattr(some, name)[layer, head], getattr(whole, name)[layer, head]
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
 
 
-def test_few_layers_at_a_time_give_the_same_statistics():
-    made, ids = model(), tokens()
-    one_layer = 2 * 5 * 40 * 32 * 8
-    whole, split = calibrate(made, [ids]), calibrate(made, [ids], capture_bytes=one_layer)
-    for name in FIELDS:
-        assert torch.equal(getattr(whole, name), getattr(split, name))
-
-
-@given(cuts=st.sets(st.integers(1, 4)), seed=st.integers(0, 5))
-def test_statistics_do_not_depend_on_batches_or_order(cuts, seed):
-    made, ids = model(), tokens()
-    whole = calibrate(made, [ids])
-    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
-    other = calibrate(made, list(ids[order].tensor_split(sorted(cuts))))
-    for name in FIELDS:
-        one, two = getattr(whole, name), getattr(other, name)
-        assert ((one - two).abs() <= 1e-10 * one.abs().max()).all(), name
-
-
-def test_calibration_leaves_no_trace(monkeypatch):
+def test_calibration_leaves_no_trace():
     made, ids = model(), tokens()
     made.train()
     made.blocks[1].eval()
@@ -161,10 +150,22 @@ def test_calibration_leaves_no_trace(monkeypatch):
     before = state()
     calibrate(made, [ids])
     assert state() == before
-    monkeypatch.setattr("saf.calibration.driver.check_vocabulary", lambda *_: None)
-    with pytest.raises(IndexError):  # in the middle of the forward pass
-        calibrate(made, [ids + 1000])
+
+    def fail(*_: object) -> None:
+        raise KeyError("in the middle of a forward pass")
+
+    handle = made.blocks[2].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        calibrate(made, [ids])
+    handle.remove()
     assert state() == before
+
+
+def test_attention_that_is_not_finite_is_refused():
+    made = model()
+    made.blocks[1].attention.q_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(DivergenceError, match="layer 1 is not finite"):
+        calibrate(made, [tokens()])
 
 
 def test_frozen_heads_are_not_measured_and_the_others_see_them():
@@ -178,84 +179,76 @@ def test_frozen_heads_are_not_measured_and_the_others_see_them():
 
 
 def test_statistics_join_over_heads_save_and_load(tmp_path):
-    whole = calibrate(model(), [tokens()])
-    parts = []
-    for keep in (0, 1):
-        chosen = torch.zeros(3, 4, dtype=torch.bool)
-        chosen[:, keep::2] = True
-        tensors = {name: getattr(whole, name).clone() for name in FIELDS}
-        for tensor in tensors.values():
-            tensor[~chosen] = torch.nan
-        parts.append(AttentionStatistics(**tensors, length=40, num_sequences=5, sequences_hash=whole.sequences_hash))
-    joined = AttentionStatistics.join(parts)
-    joined.save(tmp_path / "statistics.safetensors")
-    loaded = AttentionStatistics.load(tmp_path / "statistics.safetensors")
-    for name in FIELDS:
-        assert torch.equal(getattr(loaded, name), getattr(whole, name))
-    assert loaded.sequences_hash == whole.sequences_hash
-    with pytest.raises(InputError, match="measure some heads twice"):
-        AttentionStatistics.join([whole, parts[0]])
-    other = calibrate(model(), [tokens(3)])
-    with pytest.raises(InputError, match="different calibration inputs"):
-        AttentionStatistics.join([parts[0], other])
-    from safetensors.torch import save_file
-
-    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match="does not hold attention statistics"):
-        AttentionStatistics.load(tmp_path / "other.safetensors")
-    content = bytearray((tmp_path / "statistics.safetensors").read_bytes())
-    content[-3] ^= 1
-    (tmp_path / "changed.safetensors").write_bytes(bytes(content))
-    with pytest.raises(
-        CheckpointError, match=r"changed.safetensors cannot be trusted: expected SHA-256.*measure again"
-    ):
-        AttentionStatistics.load(tmp_path / "changed.safetensors")
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "statistics.safetensors").read_bytes()[:-100])
-    for name, reason in (("cut", "is not a readable safetensors file"), ("missing", "does not exist")):
-        with pytest.raises(CheckpointError, match=f"{name}.safetensors {reason}.*AttentionStatistics.save"):
-            AttentionStatistics.load(tmp_path / f"{name}.safetensors")
-
-
-def test_statistics_cut_off_while_written_leave_the_file_that_was_there(tmp_path, monkeypatch):
-    path, found = tmp_path / "statistics.safetensors", calibrate(model(), [tokens()])
-    found.save(path)
-    before = path.read_bytes()
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("saf.records.files.os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model(), [tokens(2)]).save(path)
-    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
-
-
-def test_bad_batches_are_refused():
     made, ids = model(), tokens()
-    for batches, message in [
-        ([], "at least one sequence"),
-        ([ids.float()], "integer tensors"),
-        ([ids[0]], "integer tensors"),
-        ([ids > 3], r"integer tensors \[B, T\] .* got torch.bool \[5, 40\]"),
-        ([{"labels": ids}], "integer tensors .*; got NoneType"),
-        ([ids[:, :0]], "at least one token"),
-        ([{"input_ids": ids, "attention_mask": (ids > 3).long()}], "must stand behind"),
-        ([{"input_ids": ids, "attention_mask": torch.ones(5, 39)}], r"shape of input_ids, \[5, 40\]"),
-        ([{"input_ids": ids, "attention_mask": torch.zeros(5, 40)}], "at least one token"),
-        ([{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "several documents in a row"),
-        ([{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "several documents in a row"),
-        ([{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "several documents in a row"),
-        ([{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "several documents in a row"),
-        (["a text"], r"token ids, .*text_sequences makes them"),
-        ([ids[0]], r"got torch.int64 \[40\]; of text, saf.integrations.transformers.text_sequences"),
-        (ids, r"such as a list of one; got a bare torch.int64 \[5, 40\]"),
-        ([ids - 1_000], r"must lie in \[0, \d+\); got -\d+"),
-        ([ids + 1_000_000], r"must lie in \[0, \d+\); got 10\d+"),
+    collect = {"collect": ("mean", "mean_rows", "sharp_row_entropy"), "positions": (0, 7, 39)}
+    whole = calibrate(made, [ids], **collect)
+    parts = [calibrate(made, [ids], heads=some, **collect) for some in (list(whole.collected_heads)[5:], [(0, 1)])]
+    rest = [head for head in whole.collected_heads if head not in {*parts[0].collected_heads, (0, 1)}]
+    joined = AttentionStatistics.join([*parts, calibrate(made, [ids], heads=rest, **collect)])
+    path = tmp_path / "statistics.safetensors"
+    joined.save(path)
+    loaded = AttentionStatistics.load(path)
+    check_close(loaded, whole, 1e-12)
+    for name, values in loaded.collected.items():
+        assert torch.equal(values, joined.collected[name])
+        torch.testing.assert_close(values, whole.collected[name], rtol=1e-10, atol=1e-15)
+    for name in ("sequences_hash", "collected_heads", "positions", "length", "num_sequences", "lengths"):
+        assert getattr(loaded, name) == getattr(whole, name)
+    for others, message in [
+        ([whole, parts[0]], "some heads twice"),
+        ([parts[0], calibrate(made, [tokens(3)], heads=[(0, 1)])], "different calibration inputs"),
+        ([parts[0], calibrate(made, [ids], heads=[(0, 1)])], "cannot be joined"),
     ]:
         with pytest.raises(InputError, match=message):
-            calibrate(made, batches)
+            AttentionStatistics.join(others)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    (tmp_path / "changed").write_bytes(content)
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:-100])
+    save_file({"x": torch.zeros(1)}, tmp_path / "other")
+    for name in ("changed", "cut", "other", "missing"):
+        with pytest.raises(CheckpointError, match=name):
+            AttentionStatistics.load(tmp_path / name)
+
+
+MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: [], "at least one sequence"),
+        (lambda ids: [ids.float()], "integer tensors"),
+        (lambda ids: [ids[0]], "text_sequences"),
+        (lambda ids: [ids > 3], "torch.bool"),
+        (lambda ids: ["a text"], "text_sequences"),
+        (lambda ids: [{"labels": ids}], "integer tensors"),
+        (lambda ids: ids, "list of one"),
+        (lambda ids: [ids[:, :0]], "at least one token"),
+        (lambda ids: [{"input_ids": ids, "attention_mask": MASK.flip(1)}], "pad on the right"),
+        (lambda ids: [{"input_ids": ids, "attention_mask": MASK[:, 1:]}], "shape of input_ids"),
+        (lambda ids: [{"input_ids": ids, "attention_mask": torch.zeros(5, 40)}], "at least one token"),
+        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "several documents"),
+        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "several documents"),
+        (lambda ids: [{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "several documents"),
+        (lambda ids: [{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "several documents"),
+        (lambda ids: [ids - 1_000], "must lie in"),
+        (lambda ids: [ids + 1_000_000], "must lie in"),
+    ],
+)
+def test_bad_batches_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        calibrate(model(), change(tokens()))
+
+
+def test_an_iterator_is_read_once_and_other_forms_of_the_same_tokens_are_equal():
+    made, ids, once = model(), tokens(), iter([tokens()])
+    whole = calibrate(made, once)
+    with pytest.raises(InputError, match="an iterator is read once"):
+        calibrate(made, once)
     begins = torch.tensor([0, 40, 80, 120, 160, 200, 200])  # as long as the most documents, the rest without tokens
     positions = {"position_ids": torch.arange(40)[None], "cu_seq_lens_q": begins, "max_length_q": 40}
-    whole, short = calibrate(made, [{"input_ids": ids, **positions}]), calibrate(made, [ids.to(torch.int16)])
-    assert torch.equal(whole.variance, short.variance)
-    assert whole.sequences_hash == short.sequences_hash
+    for batches in ([{"input_ids": ids, **positions}], [ids.to(torch.int16)], [[ids]]):
+        other = calibrate(made, batches)
+        assert torch.equal(whole.variance, other.variance)
+        assert whole.sequences_hash == other.sequences_hash

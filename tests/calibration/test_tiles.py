@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.calibration.layer import measure_layer
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 
 FOLDER = Path(__file__).parent
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
@@ -93,24 +92,10 @@ def test_fits_hopper(compiled):
         assert 3 * compiled[name]["shared"] <= 232448
 
 
-def test_a_backend_is_taken_or_refused_by_name(generator):
-    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator)
-    with pytest.raises(InputError, match="one of"):
-        measure_layer(query, key, kv_head=[0, 1], backend="tritonn")
-    with pytest.raises(UnsupportedError, match="need CUDA tensors and Triton"):
-        measure_layer(query, key, kv_head=[0, 1], backend="triton")
-    for one, two in zip(
-        *(measure_layer(query, key, kv_head=[0, 1], backend=b) for b in ("auto", "strips")), strict=True
-    ):
-        assert torch.equal(one, two)
-
-
 def test_kernels_refuse_operands_that_they_cannot_take(generator):
     pytest.importorskip("triton")
-    from saf.calibration.tiles import TileConfig, measure_by_kernel
+    from saf.calibration.tiles import measure_by_kernel
 
-    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator)
+    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator, dtype=torch.float64)
     with pytest.raises(InputError, match="float64"):
-        measure_by_kernel(query.double(), key.double(), kv_head=[0, 1])
-    with pytest.raises(InputError, match="powers of two"):
-        TileConfig(block_m=32, block_n=64)
+        measure_by_kernel(query, key, kv_head=[0, 1])

@@ -1,44 +1,28 @@
-"""Calibration on sequences of unequal lengths: a row is measured over the sequences that reach it, without padding."""
+"""Sequences of unequal lengths: a row is measured over the sequences that reach it, without padding."""
 
 import pytest
 import torch
 
-from saf.calibration import calibrate, dense_statistics, gate_gradients, plan_calibration
-from saf.calibration.capture import read_sequences
-from saf.calibration.layer import measure_layer, spans_of
+from saf.calibration import calibrate, gate_gradients, plan_calibration, read_sequences
+from saf.calibration.strips import spans_of
 from saf.errors import InputError
 from saf.freezing.config import FreezeConfig
 from saf.freezing.recipe import freeze_
 from saf.statistics import AttentionStatistics
-from tests.calibration.test_calibrate import FIELDS, model, tokens
+from tests.calibration.test_calibrate import FIELDS, check_close, model, tokens
 
 LENGTHS = [31, 12, 40, 12, 26]
 
 
 def padded(ids: torch.Tensor, lengths: list[int], *, padding: int) -> dict[str, torch.Tensor]:
-    """A batch whose rows end after so many tokens, with a mask that says so."""
+    """A batch whose rows end after so many tokens, with a mask of them."""
     mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     return {"input_ids": torch.where(mask, ids, padding), "attention_mask": mask.long()}
 
 
 @pytest.fixture(scope="module")
 def found() -> AttentionStatistics:
-    collect = ("mean", "entry_variance", "row_variance", "sharp_row_entropy")
-    return calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=collect)
-
-
-@pytest.mark.parametrize("lengths", [[70, 70, 33, 5, 1], [70, 1], [70], [70, 69, 68]])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
-    query = 2 * torch.randn(len(lengths), 4, 70, 16, generator=generator, dtype=dtype)
-    key = 2 * torch.randn(len(lengths), 2, 70, 16, generator=generator, dtype=dtype)
-    for place, end in enumerate(lengths):
-        query[place, :, end:] = key[place, :, end:] = torch.nan
-    given = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
-    measured, expected = measure_layer(query, key, rows=32, **given), dense_statistics(query, key, **given)
-    for name in FIELDS:
-        one, other = getattr(measured, name), getattr(expected, name)
-        assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
+    return calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=("mean", "entry_variance"))
 
 
 def test_rows_are_measured_over_the_sequences_that_reach_them(found):
@@ -67,13 +51,12 @@ def test_padding_never_enters_and_order_does_not_matter(found):
     ids = tokens()
     other = calibrate(model(), [padded(ids, LENGTHS, padding=0)])
     separate = calibrate(model(), [row[None, :end] for row, end in zip(ids, LENGTHS, strict=True)])
-    for name in FIELDS:
-        assert torch.equal(getattr(other, name), getattr(found, name))
-        assert torch.allclose(getattr(separate, name), getattr(found, name), rtol=1e-9, atol=1e-12)
+    assert all(torch.equal(getattr(other, name), getattr(found, name)) for name in FIELDS)
+    check_close(separate, found, 1e-10)
     assert found.sequences_hash == other.sequences_hash == separate.sequences_hash
 
 
-def test_equal_lengths_are_the_same_numbers_with_or_without_padding(generator):
+def test_equal_lengths_are_the_same_numbers_with_or_without_padding():
     ids = tokens(4, 24)
     whole = calibrate(model(), [ids[:3], ids[3:]])
     wide = torch.cat([ids, torch.full((4, 5), 3)], 1)
@@ -87,44 +70,43 @@ def test_equal_lengths_are_the_same_numbers_with_or_without_padding(generator):
     assert whole.row_counts.tolist() == [4] * 24
 
 
-def test_they_are_kept_with_their_counts_and_told(found, tmp_path):
+def test_lengths_are_saved_joined_and_shown(found, tmp_path):
     found.save(tmp_path / "statistics.safetensors")
     again = AttentionStatistics.load(tmp_path / "statistics.safetensors")
     assert again.lengths == found.lengths
     assert torch.equal(again.row_counts, found.row_counts)
-    assert "5 sequences of 12 to 40 tokens (31 rows are reached by two or more)" in repr(again)
-    plan = plan_calibration(model(), [padded(tokens(), LENGTHS, padding=7)])
-    assert "12 heads on 5 sequences of 12 to 40 tokens" in str(plan)
-    first, second = (
-        calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], heads=[head]) for head in ((0, 1), (2, 3))
-    )
-    assert AttentionStatistics.join([first, second]).lengths == found.lengths
-    with pytest.raises(InputError, match="lengths must be of 5 sequences"):
+    assert "5 sequences of 12 to 40 tokens" in repr(again)
+    batches = [padded(tokens(), LENGTHS, padding=7)]
+    assert "5 sequences of 12 to 40 tokens" in str(plan_calibration(model(), batches))
+    parts = [calibrate(model(), batches, heads=[head]) for head in ((0, 1), (2, 3))]
+    assert AttentionStatistics.join(parts).lengths == found.lengths
+    with pytest.raises(InputError, match="lengths must be"):
         AttentionStatistics(**{**vars(found), "lengths": (40, 3)})
-
-
-def test_what_is_kept_of_every_sequence_needs_one_length():
-    with pytest.raises(InputError, match="rows cannot be collected of sequences of unequal lengths, 12 to 40 tokens"):
-        calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=("rows",))
+    with pytest.raises(InputError, match="rows cannot be collected"):
+        calibrate(model(), batches, collect=("rows",))
 
 
 def test_heads_are_frozen_and_gates_measured_without_the_padding():
     batches = [padded(tokens(), LENGTHS, padding=7)]
     gates = [gate_gradients(model(), each) for each in (batches, [padded(tokens(), LENGTHS, padding=0)])]
     assert torch.equal(*gates)
-    made = model().float()
-    report = freeze_(made, batches, FreezeConfig(rate=0.25, max_fit_kl=10.0))
+    report = freeze_(model(torch.float32), iter(batches), FreezeConfig(rate=0.25, max_fit_kl=10.0))
     assert report.to_dict()["lengths"] == sorted(LENGTHS, reverse=True)
     assert report.patterns.length == 40
     assert len(report.heads) == 3
     with pytest.raises(InputError, match="one full length"):
-        freeze_(model().float(), batches, FreezeConfig(rate=0.25, heldout_kl=True))
+        freeze_(model(torch.float32), batches, FreezeConfig(rate=0.25, heldout_kl=True))
 
 
-def test_batches_are_made_anew_longest_first():
+def test_batches_are_sorted_longest_first_with_their_targets_and_read_again():
     ids = tokens()
-    read = read_sequences([padded(ids[:2], LENGTHS[:2], padding=9), padded(ids[2:], LENGTHS[2:], padding=9)])
+    batches = [padded(ids[:2], LENGTHS[:2], padding=9), padded(ids[2:], LENGTHS[2:], padding=9)]
+    read = read_sequences([batch | {"targets": batch["input_ids"] + 1} for batch in batches])
     assert [list(batch.shape) for batch in read.ids] == [[2, 40], [3, 26]]
     assert read.lengths == (40, 31, 26, 12, 12)
     assert torch.equal(read.ids[0][0], ids[2])
+    assert all(torch.equal(row + 1, targets) for row, targets in read.rows())
     assert [span.count for span in spans_of(read.lengths)] == [5, 3, 2, 1]
+    again = read_sequences(list(read))
+    assert (again.lengths, again.hash, again.num_different) == (read.lengths, read.hash, 5)
+    assert all(torch.equal(*pair) for pair in zip(again.targets[0], read.targets[0], strict=True))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, plan_calibration
-from saf.calibration.layer import measure_layer
-from saf.errors import UnsupportedError
+from saf.calibration.strips import measure_by_strips, measure_layer
 from saf.models import GPT, GPTConfig, preset
 
+measure_by_kernel = pytest.importorskip("saf.calibration.tiles").measure_by_kernel
 pytestmark = pytest.mark.gpu
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
@@ -39,7 +39,7 @@ def worst(found, expected) -> dict[str, float]:
 @pytest.mark.usefixtures("nan_empty")
 def test_agrees_with_float64_from_the_same_queries_and_keys(count, length, dim, dtype):
     query, key = operands(count, 4, 2, length, dim, dtype)
-    found = measure_layer(query, key, kv_head=[0, 0, 1, 1], backend="triton")
+    found = measure_by_kernel(query, key, kv_head=[0, 0, 1, 1])
     errors = worst(found, measure_layer(query.double(), key.double(), kv_head=[0, 0, 1, 1]))
     if length == 1:  # one key: nothing varies, but for rounding of the log-sum-exps
         assert found.variance.max() <= 1e-12
@@ -57,7 +57,7 @@ def test_sequences_of_unequal_lengths_agree_with_float64(dim, dtype):
     for place, end in enumerate(lengths):
         query[place, :, end:] = key[place, :, end:] = torch.nan
     given = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
-    found = measure_layer(query, key, backend="triton", **given)
+    found = measure_by_kernel(query, key, **given)
     errors = worst(found, measure_layer(query.double(), key.double(), **given))
     assert max(errors.values()) <= 1e-5, errors
 
@@ -65,7 +65,7 @@ def test_sequences_of_unequal_lengths_agree_with_float64(dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_scores_of_one_sequence_are_exactly_zero(dtype):
     query, key = operands(1, 2, 2, 300, 64, dtype, spread=20.0)
-    found = measure_layer(query, key, kv_head=[0, 1], backend="triton")
+    found = measure_by_kernel(query, key, kv_head=[0, 1])
     assert not found.variance.any()
     assert not found.forward_kl.any()
 
@@ -75,23 +75,21 @@ def test_a_very_low_variance_stays_positive():
     query = 1 + 1e-5 * torch.randn(6, 1, 512, 64, device="cuda", generator=generator)
     key = torch.randn(1, 1, 512, 64, device="cuda", generator=generator).expand(6, -1, -1, -1)
     exact = measure_layer(query.double(), key.double(), kv_head=[0]).variance.item()
-    assert (
-        0 < measure_layer(query, key, kv_head=[0], backend="triton").variance.item() == pytest.approx(exact, rel=0.05)
-    )
+    assert 0 < measure_by_kernel(query, key, kv_head=[0]).variance.item() == pytest.approx(exact, rel=0.05)
 
 
 def test_rows_that_need_different_normalisers():
     """At 16,384 positions a sharp head's normalisers can differ by more than the marginals may."""
     query, key = operands(2, 1, 1, 16384, 64, torch.bfloat16, spread=30.0)
     exact = measure_layer(query.double(), key.double(), kv_head=[0])
-    errors = worst(measure_layer(query, key, kv_head=[0], backend="triton"), exact)
+    errors = worst(measure_by_kernel(query, key, kv_head=[0]), exact)
     assert max(errors.values()) <= 1e-5, errors
 
 
 def test_64k_tokens_agree_with_float64():
     query, key = operands(2, 2, 1, 65536, 64, torch.bfloat16)
     exact = measure_layer(query.double(), key.double(), kv_head=[0, 0])
-    errors = worst(measure_layer(query, key, kv_head=[0, 0], backend="triton"), exact)
+    errors = worst(measure_by_kernel(query, key, kv_head=[0, 0]), exact)
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -111,20 +109,22 @@ def test_memory_stays_within_what_was_planned():
 
 def test_auto_takes_the_kernels_and_repeats_to_the_bit():
     query, key = operands(3, 2, 2, 300, 64, torch.bfloat16)
-    runs = {name: measure_layer(query, key, kv_head=[0, 1], backend=name) for name in ("auto", "triton", "strips")}
-    assert all(torch.equal(one, two) for one, two in zip(runs["auto"], runs["triton"], strict=True))
-    assert not torch.equal(runs["auto"].variance, runs["strips"].variance)
+    auto, again, kernel, strips = (
+        measure(query, key, kv_head=[0, 1])
+        for measure in (measure_layer, measure_layer, measure_by_kernel, measure_by_strips)
+    )
+    for other in (again, kernel):
+        assert all(torch.equal(one, two) for one, two in zip(auto, other, strict=True))
+    assert not torch.equal(auto.variance, strips.variance)
 
 
 def test_strips_serve_what_the_kernels_cannot():
     query, key = operands(3, 2, 2, 300, 64, torch.bfloat16)
     seen = []
-    measure_layer(query, key, kv_head=[0, 1], take=lambda at, strip: seen.append(strip.end))
+    measure_layer(query, key, kv_head=[0, 1], take=lambda strip: seen.append(strip.end))
     assert seen[-1] == 300
-    with pytest.raises(UnsupportedError, match="whole rows"):
-        measure_layer(query, key, kv_head=[0, 1], take=lambda at, strip: None, backend="triton")
-    with pytest.raises(UnsupportedError, match="float64"):
-        measure_layer(query.double(), key.double(), kv_head=[0, 1], backend="triton")
+    wide = measure_layer(query.double(), key.double(), kv_head=[0, 1])
+    assert torch.equal(wide.variance, measure_by_strips(query.double(), key.double(), kv_head=[0, 1]).variance)
 
 
 def test_a_model_is_measured_alike_by_both(monkeypatch):
@@ -133,8 +133,7 @@ def test_a_model_is_measured_alike_by_both(monkeypatch):
     tokens = torch.randint(0, 512, (4, 256))
     with torch.autocast("cuda", torch.bfloat16):
         found = calibrate(model, [tokens])
-        strips = functools.partial(measure_layer, backend="strips")
-        monkeypatch.setattr("saf.calibration.driver.measure_layer", strips)
+        monkeypatch.setattr("saf.calibration.driver.measure_layer", measure_by_strips)
         expected = calibrate(model, [tokens])
     pairs = [[getattr(statistics, name) for name in FIELDS] for statistics in (found, expected)]
     errors = worst(*pairs)
@@ -161,8 +160,8 @@ def milliseconds(run) -> float:
 def test_a_layer_is_measured_faster_than_by_strips(heads, length, dim, count, record_property):
     query, key = operands(count, heads, heads, length, dim, torch.bfloat16)
     took = {
-        name: milliseconds(functools.partial(measure_layer, query, key, kv_head=range(heads), backend=name))
-        for name in ("triton", "strips")
+        name: milliseconds(functools.partial(measure, query, key, kv_head=range(heads)))
+        for name, measure in (("triton", measure_by_kernel), ("strips", measure_by_strips))
     }
     print({name: f"{value:.2f} ms a layer" for name, value in took.items()})
     record_property("milliseconds", took)

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 import saf
-from saf.calibration.layer import LayerStatistics
+from saf.calibration.strips import LayerStatistics
 from saf.errors import SafError, SelectionError
 from saf.machine.processes import done_once
 from saf.patterns import CompactPattern

@@ -168,7 +168,7 @@ def failures(rank: int, told: dict, config, tell) -> None:
     tell()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("saf.calibration.together.calibrate", lambda *inputs, **options: os._exit(9))
+            patch.setattr("saf.calibration.driver.calibrate", lambda *inputs, **options: os._exit(9))
         told["lost"] = raised(lambda: joined_again(lambda: pretrain(config("lost", freeze=FREEZE))))
         tell()
 

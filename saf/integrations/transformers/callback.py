@@ -20,7 +20,8 @@ from saf.adapters import adapter_for
 from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.entrance import covered
 from saf.adapters.transformers.folder import mark_of
-from saf.calibration.capture import check_vocabulary, read_sequences
+from saf.calibration import read_sequences
+from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freezing.choice import check_heads_of, check_room
 from saf.freezing.config import FreezeConfig

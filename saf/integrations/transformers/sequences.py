@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.calibration.capture import read_batches
+from saf.calibration import read_batches
 from saf.errors import InputError
 
 

@@ -1,0 +1,181 @@
+"""Calibration sequences: the user's batches, read once, as token ids on the CPU with the length of every sequence."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from saf.adapters.documents import documents_told
+from saf.errors import InputError, shown
+
+Batch = Tensor | Mapping[str, Any]
+"""Token ids `[B, T]`, or a mapping with `input_ids` and, where there are any, `attention_mask` and `targets`."""
+IGNORED = -100
+"""A target that does not count."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences in batches, longest first; a batch again for every reader, so that a generator serves all of them."""
+
+    ids: list[Tensor]
+    """LongTensors `[B, T]`; shorter sequences are padded behind with zeros, which never enter."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    targets: list[Tensor] | None = None
+    """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.lengths[0]
+
+    @property
+    def unequal(self) -> tuple[int, ...]:
+        """Lengths where they differ; empty where all are the same."""
+        return self.lengths if self.lengths[-1] < self.lengths[0] else ()
+
+    @property
+    def num_different(self) -> int:
+        """Number of sequences that are neither equal to another one nor its beginning, which attends as that does."""
+        different: list[Tensor] = []
+        for row, _ in self.rows():
+            if not any(torch.equal(row, longer[: len(row)]) for longer in different):
+                different.append(row)
+        return len(different)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the tokens, and of the lengths where they differ."""
+        parts = [torch.tensor(self.lengths)] if self.unequal else []
+        tokens = torch.cat([*parts, *(row for row, _ in self.rows())])
+        return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield the tokens of each sequence, without padding, and its targets."""
+        number = 0
+        for at, batch in enumerate(self.ids):
+            for row, tokens in enumerate(batch):
+                end = self.lengths[number]
+                yield tokens[:end], None if self.targets is None else self.targets[at][row, :end]
+                number += 1
+
+    def without_padding(self) -> list[Tensor]:
+        """Batches of tokens alone: those of one length as they are, otherwise each sequence by itself."""
+        return [row[None] for row, _ in self.rows()] if self.unequal else self.ids
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches as mappings."""
+        start = 0
+        for at, ids in enumerate(self.ids):
+            ends = torch.tensor(self.lengths[start : start + len(ids)])
+            start += len(ids)
+            batch = {"input_ids": ids, "attention_mask": torch.arange(ids.shape[1]) < ends[:, None]}
+            yield batch if self.targets is None else batch | {"targets": self.targets[at]}
+
+
+def read_sequences(batches: Iterable[Batch]) -> Sequences:
+    """Read batches to their end; sequences of one length stay in the batches that they come in.
+
+    Raises InputError for no sequences, ids that are no integer `[B, T]`, a mask with a gap or of another shape, a
+    sequence without a token or of several documents, targets of another shape or in some batches alone.
+    """
+    if isinstance(batches, Sequences):
+        return batches
+    if isinstance(batches, Tensor | Mapping):
+        raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
+    ids, lengths, targets = [], [], []
+    item: Any
+    for item in batches:
+        # The loader of a TensorDataset hands a batch in a list of one.
+        batch = item[0] if isinstance(item, list | tuple) and len(item) == 1 else item
+        fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        tokens = fields.get("input_ids")
+        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
+            raise InputError(
+                "batches must be token ids, integer tensors [B, T] or mappings with such input_ids; got "
+                f"{shown(tokens)}; of text, saf.integrations.transformers.text_sequences makes them"
+            )
+        ends = _ends(fields.get("attention_mask"), tokens)
+        _check_one_document(fields, ends)
+        ids.append(tokens.long().cpu())
+        lengths += ends
+        targets.append(_targets(fields, tokens))
+    if not lengths:
+        raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
+    if 0 in lengths:
+        raise InputError("calibration sequences need at least one token; got none")
+    given = [each for each in targets if each is not None]
+    if given and len(given) < len(ids):
+        raise InputError("targets must be in every batch or in none")
+    if len({*lengths, *(batch.shape[1] for batch in ids)}) == 1:
+        return Sequences(ids, tuple(lengths), given or None)
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    targets = _repack(given, lengths, order, padding=IGNORED) if given else None
+    return Sequences(_repack(ids, lengths, order, padding=0), tuple(lengths[at] for at in order), targets)
+
+
+def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
+    """Read the token ids of batches whose sequences have one length; raise InputError for others."""
+    sequences = read_sequences(batches)
+    if sequences.unequal:
+        raise InputError(f"sequences must have one full length here; got {sequences.lengths[-1]} to {sequences.length}")
+    return sequences.ids
+
+
+def _repack(batches: list[Tensor], lengths: list[int], order: list[int], *, padding: int) -> list[Tensor]:
+    """Batches of the same sizes with their rows in another order, each cut to its length and padded behind."""
+    rows = [row for batch in batches for row in batch]
+    rows = [rows[number][: lengths[number]] for number in order]
+    parts, start = [], 0
+    for size in filter(None, map(len, batches)):
+        parts.append(pad_sequence(rows[start : start + size], batch_first=True, padding_value=padding))
+        start += size
+    return parts
+
+
+def _ends(mask: Any, tokens: Tensor) -> list[int]:
+    """Count the tokens of each row that a mask keeps; raise InputError unless they are the row's first ones."""
+    if mask is None:
+        return [tokens.shape[1]] * len(tokens)
+    mask = torch.as_tensor(mask).cpu().bool()
+    if mask.shape != tokens.shape:
+        raise InputError(f"attention_mask must have the shape of input_ids, {list(tokens.shape)}; got {shown(mask)}")
+    ends = mask.sum(1)
+    if not torch.equal(mask, torch.arange(mask.shape[1]) < ends[:, None]):
+        raise InputError("padding of calibration sequences must stand behind their tokens; pad on the right")
+    return ends.tolist()
+
+
+def _targets(fields: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
+    targets = fields.get("targets")
+    if targets is None:
+        return None
+    if not isinstance(targets, Tensor) or targets.shape != tokens.shape or targets.dtype not in _INTEGERS:
+        raise InputError(f"targets must be integers of the shape of input_ids, {shown(tokens)}; got {shown(targets)}")
+    return targets.long().cpu()
+
+
+def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
+    """Raise InputError for rows of several documents, by `cu_seq_lens_q`, `seq_lengths` or positions that restart."""
+    positions, begins = fields.get("position_ids"), fields.get("cu_seq_lens_q")
+    several = begins is not None and documents_told(begins) > len(ends)
+    several |= any(len(row) > 1 for row in fields.get("seq_lengths") or ())
+    if positions is not None:
+        positions = torch.as_tensor(positions).cpu()
+        rows = positions.expand(len(ends), -1) if positions.dim() == 2 and len(positions) == 1 else positions
+        numbers = torch.arange(positions.shape[-1])
+        several |= len(rows) != len(ends) or not all(
+            row.shape == numbers.shape and torch.equal(row[:end].long(), numbers[:end])
+            for row, end in zip(rows, ends, strict=True)
+        )
+    if several:
+        raise InputError(
+            "position_ids, cu_seq_lens_q or seq_lengths list several documents in a row, and calibration measures "
+            "one sequence a row: give each document a row of its own, padded behind it where they differ in length"
+        )

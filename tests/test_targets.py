@@ -1,0 +1,343 @@
+"""Targets: causal rows that sum to one, one draw for a seed and a head, the paper's distributions and identities."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.analyses.geometry import pattern_distances
+from saf.errors import InputError
+from saf.fit import fit_compact, fit_kl, marginals
+from saf.heads import HeadSet
+from saf.patterns import CompactPattern
+from saf.statistics import AttentionStatistics
+from saf.targets import (
+    TARGETS,
+    collect_for,
+    concentration,
+    dense_pattern,
+    dirichlet,
+    exact_pattern,
+    gaussian,
+    target,
+    target_of,
+)
+
+HEADS = HeadSet([(0, 1), (2, 1), (2, 3)])
+SAMPLED = ("gaussian", "dirichlet", "structured_random")
+DRAWS = 1000
+
+
+def make_logits(count: int = 6, length: int = 20, *, spread: float = 1.5, seed: int = 0) -> torch.Tensor:
+    """Logits `[3, N, T, T]` that share a part over sequences, -inf above the diagonal."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(len(HEADS), 1, length, length, generator=generator, dtype=torch.float64)
+    own = torch.randn(len(HEADS), count, length, length, generator=generator, dtype=torch.float64)
+    return (shared + spread * own).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+
+def make_statistics(logits: torch.Tensor) -> AttentionStatistics:
+    """Statistics of the three heads, with all that a pattern may read."""
+    count, length = logits.shape[1], logits.shape[-1]
+
+    def variance(values: torch.Tensor) -> torch.Tensor:
+        return values.var(1) if count > 1 else torch.zeros_like(values[:, 0])
+
+    pattern, finite = logits.softmax(-1), logits.masked_fill(logits == -torch.inf, 0)
+    whole = {}
+    for name, values in target_of(pattern.mean(1))._asdict().items():
+        whole[name] = torch.full((3, 4, *values.shape[1:]), torch.nan, dtype=torch.float64)
+        whole[name][[layer for layer, _ in HEADS], [head for _, head in HEADS]] = values
+    return AttentionStatistics(
+        variance=whole["row_entropy"],
+        forward_kl=whole["row_entropy"],
+        **whole,
+        length=length,
+        num_sequences=count,
+        sequences_hash="",
+        collected={
+            "mean": pattern.mean(1),
+            "row_variance": variance(pattern).sum(-1),
+            "logit_mean": finite.mean(1),
+            "logit_variance": variance(finite),
+            **{f"sharp_{key}": each for key, each in target_of(logits.mean(1).softmax(-1))._asdict().items()},
+        },
+        collected_heads=HEADS,
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(("count", "length"), [(6, 20), (1, 2), (6, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_are_causal_and_sum_to_one(name, count, length, dtype):
+    pattern = dense_pattern(make_statistics(make_logits(count, length)), HEADS, name, dtype=dtype)
+    assert pattern.weights.shape == (3, length, length)
+    assert pattern.weights.dtype == dtype
+    assert not pattern.weights.triu(1).any()
+    tolerance = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
+    assert ((pattern.weights.double().sum(-1) - 1).abs() <= tolerance).all()
+    assert (pattern.weights >= 0).all()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("storage", ["dense", "compact"])
+def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage):
+    found = make_statistics(make_logits())
+    names = collect_for(name, storage)
+    make = dense_pattern if storage == "dense" else target
+    make(replace(found, collected={key: found.collected[key] for key in names}), HEADS, name)
+    for key in names:
+        lacking = {other: tensor for other, tensor in found.collected.items() if other != key}
+        with pytest.raises(InputError, match=rf"no '{key}' of heads .*collect=\('{key}',\)"):
+            make(replace(found, collected=lacking), HEADS, name)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_draw_depends_on_seed_layer_and_head_alone(name):
+    found = make_statistics(make_logits())
+    state = torch.get_rng_state()
+    whole = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=5).weights
+    for number, head in enumerate(HEADS):
+        assert torch.equal(dense_pattern(found, [head], name, dtype=torch.float64, seed=5).weights[0], whole[number])
+    other = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=6).weights
+    assert (other - whole).abs().amax((1, 2)).min() > 1e-3
+    assert (whole[0] - whole[1]).abs().max() > 1e-3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_generator_draws_one_seed_for_all_heads(name):
+    found = make_statistics(make_logits())
+    generator, twin, third, fourth = (torch.Generator().manual_seed(7) for _ in range(4))
+    state = torch.get_rng_state()
+    whole = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=generator).weights
+    # A head draws the same alone as with the others, from a generator in the same state.
+    last = list(HEADS)[-1]
+    assert torch.equal(dense_pattern(found, [last], name, dtype=torch.float64, seed=twin).weights[0], whole[-1])
+    if (exact := exact_pattern(found, HEADS, name, seed=fourth)) is not None:
+        torch.testing.assert_close(exact.dense(), whole, rtol=0, atol=1e-12)
+    for one, other in zip(target(found, HEADS, name, seed=third), target_of(whole), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    # The generators have moved on alike, the global one has not.
+    assert torch.equal(generator.get_state(), twin.get_state())
+    assert torch.equal(generator.get_state(), third.get_state())
+    again = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=generator).weights
+    assert (again - whole).abs().amax((1, 2)).min() > 1e-3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_compact_target_is_that_of_the_dense_pattern(name):
+    found = make_statistics(make_logits())
+    dense = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=2).weights
+    if (exact := exact_pattern(found, HEADS, name, seed=2)) is not None:
+        torch.testing.assert_close(exact.dense(), dense, rtol=0, atol=1e-12)
+        return
+    compact = target(found, HEADS, name, seed=2)
+    for one, other in zip(compact, target_of(dense), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    fitted = fit_compact(compact.eta_abs, compact.eta_rel)
+    entry = torch.xlogy(dense, dense) - torch.xlogy(dense, fitted.dense())
+    torch.testing.assert_close(fit_kl(fitted, *compact), entry.sum((1, 2)) / 20, rtol=1e-4, atol=1e-6)
+
+
+def test_the_target_of_a_compact_pattern_is_itself():
+    pattern = CompactPattern.from_parameters(*torch.randn(2, 3, 30, dtype=torch.float64))
+    goal = target_of(pattern.dense())
+    for one, other in zip(goal[:2], marginals(pattern), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert fit_kl(pattern, *goal).abs().max() < 1e-6
+
+
+def test_zeros_are_floored_before_marginals_are_taken():
+    weights = torch.eye(6, dtype=torch.float64)[None]
+    goal = target_of(weights)
+    assert (goal.eta_abs > 0).all()
+    assert goal.eta_rel[0, 1:].tolist() == pytest.approx([5e-9, 4e-9, 3e-9, 2e-9, 1e-9], rel=1e-6)
+    assert 0 < goal.row_entropy.item() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["sharp_mean", "gaussian", "dirichlet"])
+def test_with_one_sequence_nothing_is_left_to_sample(name):
+    logits = make_logits(count=1)
+    found = dense_pattern(make_statistics(logits), HEADS, name, dtype=torch.float64, seed=3)
+    torch.testing.assert_close(found.weights, logits[:, 0].softmax(-1), rtol=1e-12, atol=1e-15)
+
+
+def test_wrong_requests_are_refused():
+    found = make_statistics(make_logits())
+    for arguments, options, message in [
+        ((HEADS, "median"), {}, "unknown pattern 'median'"),
+        ((HEADS, "gaussian"), {"scale": 2}, "'gaussian' takes seed; got scale"),
+        ((HEADS, "mean"), {"scale": 2}, "'mean' takes no options"),
+        (([], "mean"), {}, "at least one head"),
+        ((HEADS, "dirichlet"), {"scale": 0}, "scale must be above 0"),
+        ((HEADS, "dirichlet"), {"bounds": (2, 1)}, "bounds ascending above 0"),
+        ((HEADS, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
+    ]:
+        for make in (dense_pattern, target):
+            with pytest.raises(InputError, match=message):
+                make(found, *arguments, **options)
+    with pytest.raises(InputError, match="unknown pattern"):
+        collect_for("median")
+
+
+# --- the distributions that sampled patterns are drawn from
+
+
+def distance_from_normal(values: torch.Tensor) -> float:
+    """Return the Kolmogorov-Smirnov distance of a sample from the standard normal distribution."""
+    values = values.sort().values
+    below = 0.5 * (1 + torch.erf(values / math.sqrt(2)))
+    steps = torch.arange(len(values) + 1) / len(values)
+    return torch.maximum((below - steps[:-1]).abs(), (steps[1:] - below).abs()).max().item()
+
+
+def test_gaussian_logits_have_their_means_and_variances():
+    found = make_statistics(make_logits(length=3))
+    head = list(HEADS)[1]
+    drawn = torch.stack([gaussian(found, [head], seed=seed)[0] for seed in range(DRAWS)])
+    mean, variance = found.take("logit_mean", [head])[0], found.take("logit_variance", [head])[0]
+    # Differences of log-probabilities within a row are differences of logits, each drawn by itself.
+    for row, one, other in [(1, 0, 1), (2, 0, 1), (2, 1, 2)]:
+        difference = drawn[:, row, one].log() - drawn[:, row, other].log()
+        scale = (variance[row, one] + variance[row, other]).sqrt()
+        # 1.95 / sqrt(n) is exceeded with probability 0.001.
+        assert distance_from_normal((difference - (mean[row, one] - mean[row, other])) / scale) < 1.95 / DRAWS**0.5
+    assert (drawn[:, 0, 0] == 1).all()
+
+
+def test_dirichlet_rows_have_the_moments_of_eq_18():
+    found = make_statistics(make_logits(count=8, length=5))
+    head = list(HEADS)[2]
+    mean, spread = found.take("mean", [head])[0], found.take("row_variance", [head])[0]
+    strength = concentration(mean, spread)
+    for scale in (1.0, 16.0):
+        drawn = torch.stack([dirichlet(found, [head], seed=seed, scale=scale)[0] for seed in range(DRAWS)])
+        for row in range(1, 5):
+            rows, m, c = drawn[:, row, : row + 1], mean[row, : row + 1], scale * strength[row]
+            covariance = (torch.diag(m) - torch.outer(m, m)) / (c + 1)
+            error = 5 * (covariance.diag() / DRAWS).sqrt()
+            assert ((rows.mean(0) - m).abs() < error).all()
+            measured = rows.T.cov()
+            assert ((measured - covariance).abs() < 0.2 * covariance.diag().max()).all()
+    # The moment estimate matches the summed variance of the sequences.
+    for row in range(1, 5):
+        m = mean[row]
+        assert ((m * (1 - m)).sum() / (strength[row] + 1)).item() == pytest.approx(spread[row].item(), rel=1e-10)
+
+
+def test_a_larger_scale_stays_closer_to_the_mean():
+    found = make_statistics(make_logits())
+    mean = found.take("mean", HEADS)
+    near, far = (
+        (dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=scale).weights - mean).square().sum()
+        for scale in (64.0, 4.0)
+    )
+    assert near < far / 4
+    default = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64).weights
+    assert torch.equal(default, dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=16.0).weights)
+
+
+def test_concentrations_are_bounded():
+    found = make_statistics(make_logits())
+    mean = found.take("mean", HEADS)
+    exact = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=1e30).weights
+    assert 1e-5 < (exact - mean).abs().max() < 1e-2, "1e6 is the largest concentration"
+    loose = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=1e-30).weights
+    assert loose.isfinite().all()
+    assert (loose.amax(-1) > 0.999).double().mean() > 0.9, "at 1e-2 nearly every row is one key"
+
+
+def test_rows_that_are_nearly_deterministic_or_never_vary_are_their_mean():
+    logits = make_logits(length=6)
+    logits[:, :, 3, 1] = 16 + logits[:, :, 3].amax(-1)
+    logits[:, :, 4] = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, -torch.inf])
+    found = make_statistics(logits)
+    drawn = dirichlet(found, HEADS)
+    for row in (0, 3, 4):
+        assert torch.equal(drawn[:, row], found.take("mean", HEADS)[:, row])
+    assert not torch.equal(drawn[:, 5], found.take("mean", HEADS)[:, 5])
+
+
+def test_structured_random_parameters_are_normal_and_a_prefix_for_shorter_inputs():
+    long = exact_pattern(make_statistics(make_logits(length=40)), HEADS, "structured_random", seed=1)
+    short = exact_pattern(make_statistics(make_logits(length=12)), HEADS, "structured_random", seed=1)
+    assert torch.equal(long.alpha[:, :12], short.alpha)
+    assert torch.equal(long.rho[:, :12], short.rho)
+    patterns = [
+        exact_pattern(make_statistics(make_logits(length=50)), HEADS, "structured_random", seed=s) for s in range(10)
+    ]
+    drawn = torch.cat([torch.stack([pattern.alpha, pattern.rho]).flatten() for pattern in patterns])
+    assert len(drawn.unique()) == len(drawn) == 3000
+    assert distance_from_normal(drawn) < 1.95 / 3000**0.5
+
+
+# --- identities of the paper's appendix B, Eqs. (13) to (16)
+
+
+def logits_of(seed: int, count: int, length: int) -> torch.Tensor:
+    drawn = torch.randn(count, length, length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (2 * drawn).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+
+def kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return KL(first || second) of every row."""
+    return (torch.xlogy(first, first) - torch.xlogy(first, second)).sum(-1)
+
+
+def risk(patterns: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
+    """Eq. (13) over the patterns as the whole population."""
+    return (patterns - fixed).square().sum((1, 2)).mean() / fixed.shape[-1] ** 2
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 7), length=st.integers(1, 12))
+def test_bias_and_variance_add_up(seed, count, length):
+    patterns = logits_of(seed, count, length).softmax(-1)
+    fixed = logits_of(seed + 1, 1, length)[0].softmax(-1)
+    mean = patterns.mean(0)
+    expected = risk(patterns, mean) + (fixed - mean).square().sum() / length**2
+    torch.testing.assert_close(risk(patterns, fixed), expected, rtol=1e-10, atol=1e-14)
+    assert risk(patterns, mean) <= risk(patterns, fixed) + 1e-15
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 7), length=st.integers(1, 12))
+def test_the_mean_is_the_forward_kl_barycentre(seed, count, length):
+    patterns = logits_of(seed, count, length).softmax(-1)
+    fixed = logits_of(seed + 1, 1, length)[0].softmax(-1)
+    mean = patterns.mean(0)
+    excess = kl(patterns, fixed).mean(0) - kl(patterns, mean).mean(0)
+    torch.testing.assert_close(excess, kl(mean, fixed), rtol=1e-9, atol=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 7), length=st.integers(1, 12))
+def test_the_sharp_mean_is_the_reverse_kl_barycentre(seed, count, length):
+    logits = logits_of(seed, count, length)
+    patterns = logits.softmax(-1)
+    fixed = logits_of(seed + 1, 1, length)[0].softmax(-1)
+    sharp = logits.mean(0).softmax(-1)
+    geometric = patterns.log().mean(0).exp()
+    torch.testing.assert_close(sharp, geometric / geometric.sum(-1, keepdim=True), rtol=1e-10, atol=1e-15)
+    excess = kl(fixed, patterns).mean(0) - kl(sharp, patterns).mean(0)
+    torch.testing.assert_close(excess, kl(fixed, sharp), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_identities_hold_for_every_pattern(name):
+    """What a pattern costs beyond the best fixed one is its distance from that one: Eqs. (14), (15) and (16)."""
+    logits = make_logits()
+    found, patterns = make_statistics(logits), logits.softmax(-1)
+    fixed = dense_pattern(found, HEADS, name, dtype=torch.float64)
+    mean, sharp = (dense_pattern(found, HEADS, each, dtype=torch.float64).weights for each in ("mean", "sharp_mean"))
+    squared = pattern_distances(mean, fixed)["squared_error"]
+    for number, matrix in enumerate(fixed.weights):
+        each = patterns[number]
+        excess = risk(each, matrix) - risk(each, mean[number])
+        assert excess.item() == pytest.approx(squared[number].item(), rel=1e-9, abs=1e-15)
+        forward = kl(each, matrix).mean(0) - kl(each, mean[number]).mean(0)
+        torch.testing.assert_close(forward, kl(mean[number], matrix), rtol=1e-8, atol=1e-11)
+        reverse = kl(matrix, each).mean(0) - kl(sharp[number], each).mean(0)
+        torch.testing.assert_close(reverse, kl(matrix, sharp[number]), rtol=1e-8, atol=1e-11)
