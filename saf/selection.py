@@ -1,6 +1,7 @@
-"""The order in which heads may be frozen: by ascending score over the whole model, one by one or by KV groups."""
+"""Selection takes heads in ascending order of their score over the whole model, one by one or by KV groups."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -9,27 +10,101 @@ from saf.heads import Head, HeadSet, head_pairs
 
 Unit = tuple[Head, ...]
 """Heads that are chosen together: one, or the live heads of a KV group."""
+Limits = int | Mapping[int, int]
+"""Most heads to choose in a layer: one number for all, or by layer; layers left out of a mapping have no limit."""
+
+
+def select(
+    scores: Tensor,
+    rate: float | None = None,
+    *,
+    count: int | None = None,
+    exclude: Iterable[Head] = (),
+    only: Iterable[Head] | None = None,
+    max_per_layer: Limits | None = None,
+    match: Iterable[Head] | None = None,
+    group_size: int = 1,
+) -> HeadSet:
+    """Choose the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
+
+    Args:
+        scores: `[L, H]`, NaN for heads that cannot be chosen.
+        rate: Share of all heads: `round(rate * L * H)` of them, halves to even.
+        count: Their number, instead of a rate.
+        exclude: Heads that stay live.
+        only: The heads that may be chosen; all by default.
+        max_per_layer: Most heads in a layer, one number or by layer.
+        match: Take as many from each layer as this set has, instead of a rate: the random control.
+        group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
+            scores; as many groups as stay within the budget.
+
+    Raises:
+        InputError: Not exactly one of rate, count and match, heads that do not exist, groups that do not divide.
+        SelectionError: Too few heads can be chosen under these conditions.
+    """
+    conditions: dict[str, Any] = {"exclude": exclude, "only": only, "max_per_layer": max_per_layer, "match": match}
+    choose = chooser(scores, rate, count=count, group_size=group_size, **conditions)
+    for unit in choose.propose():
+        choose.accept(unit)
+    if not choose.attained(len(choose)):
+        raise SelectionError(
+            f"{choose.total} heads must be chosen, and {len(choose)} of {scores.numel()} can be under these "
+            "conditions: lower the rate or count"
+        )
+    return HeadSet(choose)
+
+
+def chooser(
+    scores: Tensor,
+    rate: float | None = None,
+    *,
+    count: int | None = None,
+    exclude: Iterable[Head] = (),
+    only: Iterable[Head] | None = None,
+    max_per_layer: Limits | None = None,
+    match: Iterable[Head] | None = None,
+    group_size: int = 1,
+) -> "Chooser":
+    """Return a `Chooser` under the conditions of `select`."""
+    if sum(each is not None for each in (rate, count, match)) != 1:
+        raise InputError("give either rate or count, or a set of heads to match by layer")
+    if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
+        raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
+    if match is not None:
+        if max_per_layer is not None:
+            raise InputError("match sets the number of heads of each layer; max_per_layer cannot be given with it")
+        matched = existing(scores, match)
+        max_per_layer = {layer: sum(at == layer for at, _ in matched) for layer in range(len(scores))}
+        count = len(matched)
+    total = budget(rate or 0.0, scores.numel()) if count is None else count
+    if total < 0:
+        raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
+    order = units(scores, ranking(scores, exclude, only=only), group_size)
+    # A matched set has the same number of heads in every layer; any other may end short of a whole group.
+    return Chooser(order, total, _limits(scores, max_per_layer), group_size if match is None else 1)
+
+
+def budget(rate: float, num_heads: int) -> int:
+    """Number of heads k = round(rate * heads), halves to even."""
+    if not 0 <= rate <= 1:
+        raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
+    return round(rate * num_heads)
 
 
 def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head] | None = None) -> list[Head]:
-    """Return `(layer, head)` by ascending score, ties by layer and head.
-
-    NaN scores and `exclude` are left out; `only` names the heads that may be chosen, all if not given. Raises
-    InputError for heads that do not exist.
-    """
-    left_out = existing(scores, exclude)
-    allowed = None if only is None else existing(scores, only)
+    """List `(layer, head)` by ascending score, ties by layer and head, without NaN scores and `exclude`."""
+    excluded, allowed = existing(scores, exclude), None if only is None else existing(scores, only)
     heads = [
         (value, layer, head)
         for layer, row in enumerate(scores.tolist())
         for head, value in enumerate(row)
-        if value == value and (layer, head) not in left_out and (allowed is None or (layer, head) in allowed)
+        if value == value and (layer, head) not in excluded and (allowed is None or (layer, head) in allowed)
     ]
     return [(layer, head) for _, layer, head in sorted(heads)]
 
 
 def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Unit]:
-    """Return the ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
+    """Ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
 
     A group's live heads come together, by ascending mean of their scores, ties by layer and head; a group with a live
     head that is missing from `order` is left out.
@@ -38,14 +113,13 @@ def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Un
         raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
     if group_size == 1:
         return [(head,) for head in order]
-    eligible = set(order)
-    found = []
+    eligible, groups = set(order), []
     for layer in range(scores.shape[0]):
         for first in range(0, scores.shape[1], group_size):
             unit = [(layer, head) for head in range(first, first + group_size) if not scores[layer, head].isnan()]
             if unit and eligible.issuperset(unit):
-                found.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
-    return [unit for _, unit in sorted(found)]
+                groups.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
+    return [unit for _, unit in sorted(groups)]
 
 
 def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
@@ -57,19 +131,8 @@ def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
     return set(HeadSet(named))
 
 
-Limits = int | Mapping[int, int]
-"""Most heads to choose in a layer: one number for all, or by layer; layers left out of a mapping have no limit."""
-
-
-def budget(rate: float, num_heads: int) -> int:
-    """Return k = round(rate * heads), halves to even; raise InputError for a rate outside [0, 1]."""
-    if not 0 <= rate <= 1:
-        raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
-    return round(rate * num_heads)
-
-
 class Chooser:
-    """Propose units in order while a total and limits by layer allow; what is rejected makes room for the next.
+    """Propose units in order while a total and limits by layer allow; a rejected one makes room for the next.
 
     Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
     disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
@@ -84,17 +147,18 @@ class Chooser:
 
     def propose(self) -> list[Unit]:
         """Return the next units that would all be chosen if none were rejected; they wait no longer."""
-        taken, proposed, left = list(self._chosen), [], []
+        taken, proposed, skipped = list(self._chosen), [], []
         for unit in self._waiting:
-            if not self._fits(taken, unit):
-                left.append(unit)
+            layer = unit[0][0]
+            if sum(at == layer for at, _ in taken) + len(unit) > self._limits[layer]:
+                skipped.append(unit)
                 continue
             # Groups stop at the first that is too large, so that sets of growing budgets are nested.
             if len(taken) + len(unit) > self.total:
                 break
             taken += unit
             proposed.append(unit)
-        self._waiting = left + self._waiting[len(left) + len(proposed) :]
+        self._waiting = skipped + self._waiting[len(skipped) + len(proposed) :]
         return proposed
 
     def accept(self, unit: Unit) -> None:
@@ -103,17 +167,12 @@ class Chooser:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no head may be chosen, or none is left that waits."""
+        """Whether no head may be chosen, or none is left that waits."""
         return not self._waiting
 
     def attained(self, count: int) -> bool:
-        """Return whether `count` heads exhaust the total: no further group would stay within it."""
+        """Whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size
-
-    def _fits(self, taken: list[Head], unit: Unit) -> bool:
-        """Return whether a unit stays within its layer's limit, beside the heads taken."""
-        layer = unit[0][0]
-        return sum(at == layer for at, _ in taken) + len(unit) <= self._limits[layer]
 
     def __iter__(self) -> Iterator[Head]:
         return iter(self._chosen)
@@ -122,91 +181,10 @@ class Chooser:
         return len(self._chosen)
 
 
-def chooser(
-    scores: Tensor,
-    rate: float | None = None,
-    *,
-    count: int | None = None,
-    exclude: Iterable[Head] = (),
-    only: Iterable[Head] | None = None,
-    max_per_layer: Limits | None = None,
-    match: Iterable[Head] | None = None,
-    group_size: int = 1,
-) -> Chooser:
-    """Return what chooses heads under the conditions of `select`, one proposal after another."""
-    if sum(given is not None for given in (rate, count, match)) != 1:
-        raise InputError("give either rate or count, or a set of heads to match by layer")
-    if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
-        raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
-    if count is not None and count < 0:
-        raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
-    if match is not None:
-        if max_per_layer is not None:
-            raise InputError("match sets the number of heads of each layer; max_per_layer cannot be given with it")
-        wanted = existing(scores, match)
-        max_per_layer = {layer: sum(at == layer for at, _ in wanted) for layer in range(scores.shape[0])}
-        count = len(wanted)
-    limits = _limits(scores, max_per_layer)
-    total = count if count is not None else budget(rate or 0.0, scores.numel())
-    order = units(scores, ranking(scores, exclude, only=only), group_size)
-    # A matched set has the same number of heads in every layer; any other may end short of a whole group.
-    return Chooser(order, total, limits, group_size if match is None else 1)
-
-
 def _limits(scores: Tensor, most: Limits | None) -> list[int]:
-    """Return how many heads of each layer may be chosen: at most `most` of those that have scores."""
+    """Most heads of each layer that may be chosen: at most `most` of those that have scores."""
     live: list[int] = (~scores.isnan()).sum(1).tolist()
-    by_layer: dict[int, int] = dict(most) if isinstance(most, Mapping) else {}
-    if isinstance(most, int):
-        by_layer |= dict.fromkeys(range(len(live)), most)
+    by_layer = dict.fromkeys(range(len(live)), most) if isinstance(most, int) else dict(most or {})
     if strange := {layer: limit for layer, limit in by_layer.items() if not (0 <= layer < len(live) and limit >= 0)}:
         raise InputError(f"max_per_layer gives {len(live)} layers limits of 0 or more; got {strange}")
     return [min(by_layer.get(layer, count), count) for layer, count in enumerate(live)]
-
-
-def select(
-    scores: Tensor,
-    rate: float | None = None,
-    *,
-    count: int | None = None,
-    exclude: Iterable[Head] = (),
-    only: Iterable[Head] | None = None,
-    max_per_layer: Limits | None = None,
-    match: Iterable[Head] | None = None,
-    group_size: int = 1,
-) -> HeadSet:
-    """Return the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
-
-    Args:
-        scores: `[L, H]`, NaN for heads that cannot be chosen.
-        rate: Share of all heads: `round(rate * L * H)` of them, halves to even.
-        count: Their number, instead of a rate.
-        exclude: Heads that stay live.
-        only: The heads that may be chosen; all if not given.
-        max_per_layer: Most heads in a layer, one number or by layer.
-        match: Take as many from each layer as this set has, instead of a rate: the random control.
-        group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
-            scores; as many groups as stay within the budget.
-
-    Raises:
-        InputError: Not exactly one of rate, count and match, heads that do not exist, groups that do not divide.
-        SelectionError: Too few heads can be chosen under these conditions.
-    """
-    choose = chooser(
-        scores,
-        rate,
-        count=count,
-        exclude=exclude,
-        only=only,
-        max_per_layer=max_per_layer,
-        match=match,
-        group_size=group_size,
-    )
-    for unit in choose.propose():
-        choose.accept(unit)
-    if not choose.attained(len(choose)):
-        raise SelectionError(
-            f"{choose.total} heads asked for; {len(choose)} of {scores.numel()} can be chosen under these conditions: "
-            "lower the rate or count"
-        )
-    return HeadSet(choose)

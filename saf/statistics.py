@@ -1,9 +1,10 @@
-"""What calibration measures of every head; scores, patterns and fitters read it."""
+"""`AttentionStatistics`, the measurements of every head by calibration; scores, targets and fitters read them."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ COLLECTIONS = {
     "rows": "FNRT",
     "logit_rows": "FNRT",
 }
-"""What `calibrate(collect=...)` can keep beside the statistics, with its shape: F heads, N sequences, R positions, T.
+"""Names that `calibrate(collect=...)` can keep, with their shapes: F heads, N sequences, R positions, T tokens.
 
 Means and variances over the sequences (dividing by N - 1) of each entry of the pattern, of its logits (0 above the
 diagonal); `row_variance` sums `entry_variance` over keys. `sharp_*` are the marginals and entropy (nats) of the
@@ -40,7 +41,7 @@ diagonal) those of every sequence.
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStatistics:
-    """Hold statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
+    """Statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
 
     The mean pattern is floored at 1e-9 and row-normalised before the last three are taken. Statistics of different
     sequences cannot be merged (the variance of a union is not a sum); those of different heads can, see `join`.
@@ -65,7 +66,7 @@ class AttentionStatistics:
     variance are over the sequences that reach it, see `row_counts`; `variance` and `forward_kl` average the rows that
     two or more reach, the others all rows of the mean pattern alike."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
-    """What was asked for by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
+    """Tensors by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
     positions: tuple[int, ...] = ()
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
@@ -73,55 +74,47 @@ class AttentionStatistics:
     def __post_init__(self):
         """Raise InputError unless the tensors have the shapes that belong together."""
         heads = self.variance.shape
-        if self.length < 1 or self.num_sequences < 1:
-            raise InputError(f"length and num_sequences must be at least 1; got {self.length} and {self.num_sequences}")
-        if self.lengths and (len(self.lengths) != self.num_sequences or max(self.lengths) != self.length):
-            raise InputError(f"lengths must be of {self.num_sequences} sequences, at most {self.length} tokens each")
-        if len(heads) != 2:
-            raise InputError(f"variance must be [L, H]; got {list(heads)}")
         for name in _TENSORS:
             expected = (*heads, self.length) if name.startswith("eta") else tuple(heads)
             values = getattr(self, name)
-            if tuple(values.shape) != expected or not values.is_floating_point():
-                raise InputError(f"{name} must be floating point {list(expected)}; got {shown(values)}")
-        if strange := sorted(set(self.collected) - set(COLLECTIONS)):
-            raise InputError(f"collected must hold some of {', '.join(COLLECTIONS)}; got {strange}")
+            if len(heads) != 2 or tuple(values.shape) != expected or not values.is_floating_point():
+                raise InputError(f"{name} must be floating point, [L, H] or [L, H, {self.length}]; got {shown(values)}")
+        if self.lengths and (len(self.lengths) != self.num_sequences or max(self.lengths) != self.length):
+            raise InputError(f"lengths must be of {self.num_sequences} sequences, at most {self.length} tokens each")
         for name, values in self.collected.items():
-            if not values.dim() or len(values) != len(self.collected_heads):
+            if name not in COLLECTIONS or not values.dim() or len(values) != len(self.collected_heads):
                 raise InputError(
-                    f"collected {name!r} must have one entry for each of {len(self.collected_heads)} collected_heads; "
-                    f"got {list(values.shape)}"
+                    f"collected must be of {', '.join(COLLECTIONS)}, one entry for each of {len(self.collected_heads)} "
+                    f"collected_heads; got {name!r} {list(values.shape)}"
                 )
 
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
-        kept = f", with {', '.join(self.collected)}" if self.collected else ""
+        collected = f", with {', '.join(self.collected)}" if self.collected else ""
         measured = sequences_in_words(self.num_sequences, self.length, self.lengths)
-        return f"AttentionStatistics({layers} x {heads} heads, {measured}{kept})"
+        return f"AttentionStatistics({layers} x {heads} heads, {measured}{collected})"
 
     @property
     def row_counts(self) -> Tensor:
-        """Return how many sequences reach each row, int64 `[T]`."""
+        """Number of sequences that reach each row, int64 `[T]`."""
         reached = torch.tensor(self.lengths or (self.length,) * self.num_sequences)
         return (reached[:, None] > torch.arange(self.length)).sum(0)
 
     @property
     def measured(self) -> Tensor:
-        """Return whether each head was measured, `[L, H]`."""
+        """Whether each head was measured, `[L, H]`."""
         return ~self.variance.isnan()
 
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
-        """Return what was collected under `name` for `heads`, in their order, `[F, ...]`.
+        """Return the tensor collected under `name` for `heads`, in their order, `[F, ...]`.
 
         Raises InputError that says how to collect it when it is missing.
         """
         wanted = head_pairs(heads)
-        HeadSet(wanted)
         held = self.collected_heads if name in self.collected else HeadSet()
-        lacking = [head for head in wanted if head not in held]
-        if lacking:
+        if missing := [head for head in wanted if head not in held]:
             raise InputError(
-                f"these statistics hold no {name!r} of heads {lacking[:4]}{'...' if len(lacking) > 4 else ''}; "
+                f"these statistics hold no {name!r} of heads {missing[:4]}{'...' if len(missing) > 4 else ''}; "
                 f"measure it with calibrate(model, batches, collect=({name!r},), heads=...)"
             )
         return self.collected[name][[self.collected_heads.index(head) for head in wanted]]
@@ -129,11 +122,9 @@ class AttentionStatistics:
     @classmethod
     def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
         """Merge statistics of different heads of the same sequences; raise InputError when they overlap or differ."""
-        if not parts:
-            raise InputError("parts must be statistics, one at least; got none")
-        first = parts[0]
-        for part in parts[1:]:
-            same = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
+        first, *others = parts
+        same = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
+        for part in others:
             differing = [name for name in same if getattr(part, name) != getattr(first, name)]
             if differing or set(part.collected) != set(first.collected):
                 raise InputError(
@@ -143,31 +134,20 @@ class AttentionStatistics:
         if (torch.stack([part.measured.int() for part in parts]).sum(0) > 1).any():
             raise InputError("statistics to join measure some heads twice; give each head to one part")
         merged = {name: getattr(first, name).clone() for name in _TENSORS}
-        for part in parts[1:]:
+        for part in others:
             for name, tensor in merged.items():
                 tensor[part.measured] = getattr(part, name)[part.measured]
-        given = [head for part in parts for head in part.collected_heads]
-        order = [given.index(head) for head in HeadSet(given)]
+        heads = [head for part in parts for head in part.collected_heads]
+        order = [heads.index(head) for head in HeadSet(heads)]
         collected = {name: torch.cat([part.collected[name] for part in parts])[order] for name in first.collected}
-        return cls(
-            **merged,
-            length=first.length,
-            num_sequences=first.num_sequences,
-            sequences_hash=first.sequences_hash,
-            lengths=first.lengths,
-            collected=collected,
-            collected_heads=HeadSet(given),
-            positions=first.positions,
-        )
+        return replace(first, **merged, collected=collected, collected_heads=HeadSet(heads))
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, whole or not at all."""
-        names = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
-        meta = {name: getattr(self, name) for name in names}
-        meta |= {"schema": SCHEMA, "collected_heads": self.collected_heads.to_list()}
+        meta = {name: getattr(self, name) for name in _NUMBERS}
         tensors = {name: getattr(self, name) for name in _TENSORS}
         tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
-        meta["sha256"] = tensors_hash(tensors)
+        meta |= {"collected_heads": self.collected_heads.to_list(), "schema": SCHEMA, "sha256": tensors_hash(tensors)}
         meta["hash"] = entries_hash(meta)
         write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
 
@@ -179,26 +159,19 @@ class AttentionStatistics:
         try:
             meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: what it says of its tensors is not JSON ({error})") from error
+            raise CheckpointError(f"{path}: its metadata are not JSON ({error})") from error
         if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
             raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
-        if meta.get("hash") != entries_hash(meta):
-            was = "was changed since" if "hash" in meta else "has no sum in what an earlier version wrote"
-            raise CheckpointError(f"{path} cannot be trusted: what it says of its tensors {was}; measure again")
-        del meta["schema"], meta["hash"]
-        recorded, found = meta.pop("sha256", None), tensors_hash(tensors)
-        if recorded != found:
-            raise CheckpointError(
-                f"{path} cannot be trusted: expected SHA-256 {recorded}, its tensors have {found}; measure again"
-            )
-        meta["collected_heads"] = HeadSet.from_list(meta.get("collected_heads", ()))
-        meta |= {name: tuple(meta.get(name, ())) for name in ("lengths", "positions")}
+        if meta.get("hash") != entries_hash(meta) or meta["sha256"] != tensors_hash(tensors):
+            raise CheckpointError(f"{path} was changed since it was saved: its checksums differ; measure again")
+        values: dict[str, Any] = {name: meta[name] for name in _NUMBERS} | {name: tensors[name] for name in _TENSORS}
+        values |= {name: tuple(meta[name]) for name in ("lengths", "positions")}
         collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}
-        return cls(**{name: tensors[name] for name in _TENSORS}, **meta, collected=collected)
+        return cls(**values, collected=collected, collected_heads=HeadSet.from_list(meta["collected_heads"]))
 
 
 def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:
-    """Return how many sequences there are of how many tokens, and where they are unequal how far two of them reach.
+    """Number of sequences and their tokens in words; where lengths differ, how far two of them reach.
 
     >>> sequences_in_words(3, 9, (9, 7, 2))
     '3 sequences of 2 to 9 tokens (7 rows are reached by two or more)'
@@ -210,3 +183,4 @@ def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> 
 
 
 _TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)
+_NUMBERS = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
