@@ -366,7 +366,9 @@ class _Model:
         if self.free_keys < self.length:
             # The projection and its change lie in the span of the trends; their constant is the gauge that ends at 0.
             tail = alpha[:, self.free_keys :]
-            coefficients = torch.linalg.lstsq(self.trends.mT.expand(len(tail), -1, -1), tail[..., None]).solution
+            # The default driver, gelsy, reads pivots that torch leaves uninitialised: last bits vary by call.
+            decays = self.trends.mT.expand(len(tail), -1, -1)
+            coefficients = torch.linalg.lstsq(decays, tail[..., None], driver="gels").solution
             later, constant = coefficients.squeeze(-1).split([len(TRENDS), 1], -1)
             alpha = alpha - constant
             damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=alpha.device)).expand_as(later)
