@@ -32,9 +32,9 @@ from saf.calibration.strips import LayerStatistics
 from saf.data import TokenData, calibration_windows
 from saf.errors import InputError
 from saf.fit import fit_kl, fit_with_certificate
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import freeze_
-from saf.freezing.report import FreezeReport
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
+from saf.freeze_report import FreezeReport
 from saf.machine.execution import Execution
 from saf.models import GPT
 from saf.opening import find_model

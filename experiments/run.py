@@ -25,7 +25,7 @@ from experiments.scales import BRANCHES, Scale, scale_named
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.execution import visible_devices
 from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json, write_json

@@ -10,11 +10,10 @@ from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.freeze_settings import CheckpointFreezing, check_length, check_new, check_some
-from saf.freezing.choice import check_heads, scores_collect
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import freeze_
-from saf.freezing.report import FreezeReport
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
+from saf.freeze_report import FreezeReport
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.machine.execution import autocast, pick_device
 from saf.models import GPT
 from saf.opening import ModelFolder, find_model, open_data, trained_data
@@ -61,11 +60,10 @@ def freeze_checkpoint(
             optimizer=optimizer,
             heldout=heldout,
             accept_loss=settings.accept_loss,
-            needed=needed,
+            score_inputs=needed,
             capture_bytes=limit,
             progress=progress,
         )
-    check_some(report)
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
@@ -135,7 +133,7 @@ def _plans(
     model: GPT, batches: list[Tensor], config: FreezeConfig, needed: dict[str, Any], limit: int | None
 ) -> Iterator[str]:
     """Yield what is held at once: by the calibration, and by a second one when the pattern reads more of its heads."""
-    plan = plan_calibration(model, batches, collect=scores_collect(config, needed), capture_bytes=limit)
+    plan = plan_calibration(model, batches, collect=calibration_collect(config, needed), capture_bytes=limit)
     yield str(plan)
     if not (names := collect_for(config.pattern, config.storage)):
         return

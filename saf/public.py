@@ -4,11 +4,9 @@ from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
 from saf.fit import fit_compact, fit_exponential, fit_kl
-from saf.freezing.config import FreezeConfig
-from saf.freezing.heldout import fit_heldout
-from saf.freezing.recipe import freeze_
-from saf.freezing.report import FreezeReport
-from saf.freezing.storage import storage_report
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
+from saf.freeze_report import FreezeReport
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
@@ -19,6 +17,7 @@ from saf.scores import score
 from saf.selection import select
 from saf.sidecar import load, save
 from saf.statistics import AttentionStatistics
+from saf.storage import storage_report
 from saf.surgery import finalize_, install_, prune_, uninstall_
 from saf.targets import dense_pattern
 
@@ -47,7 +46,6 @@ __all__ = [
     "fit",
     "fit_compact",
     "fit_exponential",
-    "fit_heldout",
     "fit_kl",
     "freeze_",
     "frozen_attention",

@@ -106,7 +106,7 @@ def test_blocks_share_names_and_a_failure_has_the_line_of_the_document(document)
         ("hasattr(backend, 'step')", "saf/ops/layer.py", 1),
         ("hasattr(optimizer, 'step')", "saf/surgery/optimizer.py", 0),
         ("isinstance(model, (int, models.GPT))\nisinstance(model, nn.Module | GPT)", "saf/surgery/apply.py", 2),
-        ("isinstance(one, TrainablePattern)\nisinstance(one, Pattern)", "saf/patterns/trainable.py", 1),
+        ("isinstance(one, TrainablePattern)\nisinstance(one, Pattern)", "saf/patterns.py", 1),
         ("import numpy as np\nnp.random.seed(0)", "saf/data/windows.py", 1),
         ("import torch\n'torch.save'  # torch.load\ntorch.Generator().manual_seed(0)", "saf/data/windows.py", 0),
     ],

@@ -11,7 +11,7 @@ import saf
 NAMES = """
 GPT AttentionStatistics CompactPattern DensePattern ExponentialPattern FreezeConfig FreezeReport FrozenHeads GPTConfig
 Gradual HeadLayout HeadSet OneTime Prefill QKGradient SafError TrainLoss ValidationBudget calibrate dense_pattern
-finalize_ fit fit_compact fit_exponential fit_heldout fit_kl freeze_ frozen_attention gate_gradients head_outputs
+finalize_ fit fit_compact fit_exponential fit_kl freeze_ frozen_attention gate_gradients head_outputs
 install_ load mixed_attention ops preset prune_ save score select storage_report uninstall_
 """
 COMMANDS = "data pretrain finetune freeze evaluate compare report inspect bench doctor"

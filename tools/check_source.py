@@ -37,7 +37,7 @@ CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
     "GPT": (("saf/adapters/", "saf/models/"), "adapters answer for a model; nothing else asks for its class"),
     **dict.fromkeys(
         ("CompactPattern", "DensePattern", "TrainablePattern"),
-        ((), "every kind of pattern answers by the protocol in saf/patterns/pattern.py"),
+        ((), "every kind of pattern answers by the protocol in saf/patterns.py"),
     ),
 }
 

@@ -10,8 +10,8 @@ from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
 from saf.evaluate.paired import paired_delta_ppl
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import make_patterns
+from saf.freeze import fit_heads
+from saf.freeze_config import FreezeConfig
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
 from saf.records.quantities import signed
@@ -40,9 +40,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     ids, config = opened.calibration(), FreezeConfig()
     with opened.autocast:
         statistics = calibrate(opened.model, ids)
-        fits = make_patterns(opened.model, ids, statistics, first | second, config, Stopwatch())
+        fits = fit_heads(opened.model, ids, statistics, first | second, config, Stopwatch())
         meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
-        patterns = {head: each.pattern for head, each in fits.items()}
+        patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
         one, other = (meter.log_probs(heads, patterns) for heads in (first, second))
     values = {
         "heads": [first.to_list(), second.to_list()],

@@ -25,12 +25,11 @@ from experiments.analyses.common import (
     table,
     without_empty,
 )
+from experiments.analyses.fits import CONSTANT_AFTER, fit_variants
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.evaluate.paired import block_length, bootstrap_means, window_losses
-from saf.fit import CONSTANT_AFTER, fit_variants
-from saf.freezing.choice import Made
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import make_patterns
+from saf.freeze import FittedHead, fit_heads
+from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.records import paper
@@ -103,7 +102,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         costs = {}
         for fit, options in variants.items():
             config = FreezeConfig(max_fit_kl=settings.max_fit_kl, fitter_options=options)
-            fits = make_patterns(opened.model, ids, statistics, live, config, Stopwatch())
+            fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
             costs[fit] = one_head_costs(meter, fits, config, tuple(statistics.variance.shape))
     free, structured = costs["free"], costs.get("structured")
     baseline = float(window_losses(meter.baseline).mean())
@@ -134,12 +133,15 @@ def available_scores(
     }
 
 
-def one_head_costs(meter: CostMeter, fits: dict[Head, Made], config: FreezeConfig, shape: tuple[int, ...]) -> Costs:
+def one_head_costs(
+    meter: CostMeter, fits: dict[Head, FittedHead], config: FreezeConfig, shape: tuple[int, ...]
+) -> Costs:
     """Freeze each head alone by its fitted pattern and measure the meter's windows."""
     baseline = window_losses(meter.baseline)
     by_window = torch.full((*shape, len(baseline)), torch.nan, dtype=torch.float64)
     fit_kl = torch.full(shape, torch.nan, dtype=torch.float64)
     for head, fit in tqdm(fits.items(), "heads", mininterval=5):
+        assert fit.pattern is not None
         log_probs = meter.log_probs(HeadSet([head]), {head: fit.pattern}, backend=config.backend)
         fit_kl[head], by_window[head] = fit.fit_kl, window_losses(log_probs) - baseline
     return Costs(by_window, fit_kl, HeadSet(head for head in fits if fit_kl[head] <= config.max_fit_kl))

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from experiments.analyses.common import Output, Part, Record, header, subplots, table
 from saf.adapters import adapter_for
 from saf.errors import InputError
-from saf.freezing.storage import storage_report
 from saf.opening import find_model
 from saf.records import paper
+from saf.storage import storage_report
 
 FORMS = {
     "dense_by_layer": "a matrix for every head of a layer with frozen heads",

@@ -32,9 +32,8 @@ from saf.data import calibration_windows
 from saf.errors import InputError
 from saf.evaluate.evaluated import precision_in_use
 from saf.evaluate.zero_shot import TaskAnswers, Told, TooLong, counted, paired_tasks
-from saf.freezing.choice import Judged, Made, accept, choose_by
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import make_patterns
+from saf.freeze import FittedHead, accept_fits, fit_heads, head_order
+from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
 from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
@@ -210,7 +209,7 @@ def _frozen(opened: OpenedModel, settings: Settings, record: Record, ordinary: T
         statistics = calibrate(model, ids)
         total = statistics.variance.numel()
         for place, name in enumerate(settings.scores):
-            fitted: dict[Head, Made] = {}
+            fitted: dict[Head, FittedHead] = {}
             for rate in settings.rates[max(0, done - place * len(settings.rates)) :]:
                 config = FreezeConfig(score=name, rate=rate, max_fit_kl=settings.max_fit_kl)
                 accepted, rejected = _choose(model, ids, statistics, config, fitted)
@@ -230,21 +229,24 @@ def _choose(
     ids: list[Tensor],
     statistics: AttentionStatistics,
     config: FreezeConfig,
-    fitted: dict[Head, Made],
-) -> tuple[dict[Head, Judged], dict[Head, Judged]]:
+    fitted: dict[Head, FittedHead],
+) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
     """Return the heads that an arm freezes and those whose fits are rejected; fits stay in `fitted` for later arms."""
 
-    def fit(heads: HeadSet) -> dict[Head, Made]:
+    def fit(heads: HeadSet) -> dict[Head, FittedHead]:
         if missing := HeadSet(head for head in heads if head not in fitted):
-            fitted.update(make_patterns(model, ids, statistics, missing, config, Stopwatch()))
+            fitted.update(fit_heads(model, ids, statistics, missing, config, Stopwatch()))
         return {head: fitted[head] for head in heads}
 
-    choose = choose_by({config.score: score(statistics, config.score)}, config, group_size=1)
-    return accept(choose, fit, config, before=0)
+    order = head_order({config.score: score(statistics, config.score)}, config)
+    return accept_fits(order, fit, config, allow_empty=True)
 
 
 def _described(
-    heads: HeadSet, fitted: Mapping[Head, Made], rejected: Mapping[Head, Judged], statistics: AttentionStatistics
+    heads: HeadSet,
+    fitted: Mapping[Head, FittedHead],
+    rejected: Mapping[Head, FittedHead],
+    statistics: AttentionStatistics,
 ) -> dict[str, Any]:
     """Return the counts of heads by thirds of the layers, and the medians of their fits' KL and of their scores."""
     layers = len(statistics.variance)

@@ -44,8 +44,7 @@ from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
-from saf.patterns import Pattern
-from saf.patterns.pattern import pattern_for_each_head
+from saf.patterns import Pattern, pattern_for_each_head
 
 Patterns = Sequence[Pattern]
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}

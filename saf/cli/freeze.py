@@ -8,8 +8,8 @@ import tyro
 
 from saf.cli.output import LayerProgress, show
 from saf.freeze_checkpoint import freeze_checkpoint
+from saf.freeze_config import FreezeConfig
 from saf.freeze_settings import CheckpointFreezing
-from saf.freezing.config import FreezeConfig
 from saf.integrations.models import transformers_folders
 from saf.records.paths import means_transformers
 

@@ -11,7 +11,7 @@ import tyro
 from saf.calibration.plan import readable
 from saf.cli.output import show
 from saf.errors import CheckpointError
-from saf.freezing.report import exponential_words
+from saf.freeze_report import exponential_words
 from saf.inspection import inspect
 from saf.records.table import Part, Table
 

@@ -11,7 +11,7 @@ import tyro
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.recall import not_learnt, recall_tables
-from saf.freezing.config import BUDGETS, FreezeConfig
+from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.machine.processes import is_first, joined
 from saf.records.events import beside_earlier, head_counts, heads_in_words
 from saf.records.quantities import seconds, signed

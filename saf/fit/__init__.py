@@ -1,8 +1,7 @@
-"""Fit compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
+"""`fit_compact` fits compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
 
-A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` is what they minimise and
-how far a fit is from its target, `certificate` the evidence, `structured` the fit with fewer parameters. `exponential`
-fits patterns that run in linear time, and `lbfgs` minimises for it.
+A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` holds what they minimise
+and how close a fit is. `exponential` fits patterns that run in linear time.
 """
 
 import warnings
@@ -11,24 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import SafWarning, check_keywords, check_name
+from saf.errors import InputError, SafWarning, check_keywords, check_name
 from saf.fit.adam import fit_adam
-from saf.fit.certificate import TOLERANCE, Certificate, certify
 from saf.fit.dense import fit_dense
 from saf.fit.exponential import ExponentialFit, fit_exponential, fit_exponential_heads
-from saf.fit.objective import MAX_FIT_KL, accepted, check_targets, fit_kl, fit_loss, marginals
+from saf.fit.objective import TOLERANCE, Certificate, certify, check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
-from saf.fit.structured import CONSTANT_AFTER, check_constant_after, fit_variants
 from saf.patterns import CompactPattern
 
 __all__ = [
-    "CONSTANT_AFTER",
     "FITTERS",
-    "MAX_FIT_KL",
     "Certificate",
     "ExponentialFit",
-    "accepted",
     "certify",
+    "check_constant_after",
     "check_fitter_options",
     "check_targets",
     "fit_compact",
@@ -36,7 +31,6 @@ __all__ = [
     "fit_exponential_heads",
     "fit_kl",
     "fit_loss",
-    "fit_variants",
     "fit_with_certificate",
     "marginals",
     "warn_of_missed",
@@ -72,10 +66,10 @@ def warn_of_missed(certificate: Certificate, fitter: str) -> None:
     """Warn the caller's caller of fits that stopped before their marginals agreed; `adam` never promises that."""
     missed = int((~certificate.converged).sum())
     if missed and fitter != "adam":
-        worst = certificate.max_relative.max().item()
         warnings.warn(
             f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
-            f"{certificate.tolerance:g} (worst {worst:.2g}); allow more sweeps, or look at their KL",
+            f"{certificate.tolerance:g} (worst {certificate.max_relative.max():.2g}); allow more sweeps, or look at "
+            "their KL",
             SafWarning,
             stacklevel=3,
         )
@@ -106,6 +100,13 @@ def fit_with_certificate(
 
 
 def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
-    """Raise InputError for an unknown fitter, and for options that it does not take or values that it cannot use."""
+    """Raise InputError for an unknown fitter, and for options that it does not take."""
     check_name("fitter", fitter, FITTERS)
     check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])
+
+
+def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:
+    """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
+    # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
+    if not (after == 0 or 0 < 4 * after < length):
+        raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: give {(length - 1) // 4} or less")

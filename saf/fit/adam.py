@@ -5,7 +5,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.fit.objective import initial_parameters
-from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
+from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 STEPS, LEARNING_RATE = 400, 0.05
 """The paper's numbers."""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saf.damped_cosines import DampedCosines
 from saf.errors import InputError
 from saf.fit.lbfgs import minimize
 from saf.fit.objective import check_targets, fit_loss
 from saf.fit.proportional import fit_proportional
 from saf.patterns import CompactPattern, ExponentialPattern
-from saf.patterns.exponential import DampedCosines
 
 MAX_EXTRA_KL = 0.02
 """Nats per row that an exponential pattern may be further from its target than the compact fit is."""

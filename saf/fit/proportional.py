@@ -11,9 +11,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from saf.fit.certificate import TOLERANCE, meaningful, pool_tail
-from saf.fit.objective import fit_loss, initial_parameters
-from saf.patterns.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
+from saf.fit.objective import TOLERANCE, fit_loss, initial_parameters, meaningful, pool_tail
+from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 # Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
 # 500 are for heads that nobody has seen yet.

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from saf.errors import InputError, check_name
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.execution import Compile, Device, Precision
 from saf.models import PRESETS
 from saf.ops.live import KERNELS

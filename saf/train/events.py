@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from saf.calibration import QKGradient, plan_calibration
 from saf.errors import InputError
-from saf.freezing.choice import scores_collect
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import freeze_
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig, calibration_collect
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed, done_once
@@ -143,14 +142,14 @@ def _carry_out_(run: Run, event: Event) -> Outcome:
 
 def _freeze_(run: Trained, event: Freeze) -> Change:
     """Freeze or prune the event's share of heads by the recipe that the run's settings describe."""
-    freeze = run.config.freeze
+    freeze, schedule = run.config.freeze, run.config.schedule
     assert freeze is not None
     batches = run.task.calibration()
-    needed = {"gradient": run.updater.gradient} if run.updater.gradient else {}
+    inputs = {"gradient": run.updater.gradient} if run.updater.gradient else {}
     if "outputs" in freeze.needs:
-        needed["outputs"] = run.task.heldout()
+        inputs["outputs"] = run.task.heldout()
     with run.execution.autocast():
-        plan = plan_calibration(run.model, batches, collect=scores_collect(freeze, needed))
+        plan = plan_calibration(run.model, batches, collect=calibration_collect(freeze, inputs))
         run.say(str(plan))
         report = freeze_(
             run.model,
@@ -159,9 +158,9 @@ def _freeze_(run: Trained, event: Freeze) -> Change:
             optimizer=run.updater.optimizer,
             heldout=run.guard_sequences,
             accept_loss=False,
-            needed=needed,
-            first=event.first,
-            may_be_none=event.below is not None,
+            score_inputs=inputs,
+            max_heads=event.first,
+            allow_empty=event.below is not None or (schedule is not None and schedule.several_events),
         )
     return Change(
         heads=report.heads,

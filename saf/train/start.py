@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from saf.adapters import adapter_for
 from saf.calibration.plan import free_bytes, readable
 from saf.errors import CheckpointError, InputError
-from saf.freezing.choice import check_heads, check_room
+from saf.freeze_config import check_heads
 from saf.machine.execution import Execution
 from saf.machine.peaks import rated_flops
 from saf.machine.processes import agreed, done_once, gathered, group_place, in_group, is_first
@@ -67,7 +67,7 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
         check_freeze(config, execution)
         if freeze is not None:
-            freeze.check_calibration(sequences=config.calibration_sequences, length=task.length)
+            freeze.check_calibration(sequences=config.calibration_sequences)
         _check_launches(config, execution, parallel, trained_patterns=trained)
         own = done_once(lambda: newest(folder / "checkpoints")) if resume else None
         fresh = config.fresh and own is None
@@ -88,7 +88,6 @@ def start_run(config: TrainConfig, *, resume: bool, clock: Clock) -> Run:
         proposer = start_proposer(config, layouts, updates=config.updates, state=left)
         if freeze and proposer and own is None:
             check_heads(freeze, layouts)
-            check_room(freeze, layouts)
         gradient = start_gradient(model, config, proposer, state=state, update=update)
         graphed = _replays(config, execution, parallel, model, tokens=config.batch_size * task.length)
     start = parent["update"] if parent else 0

@@ -275,7 +275,7 @@ def test_whole_groups():
 @pytest.mark.parametrize(
     ("settings", "error", "expected"),
     [
-        ({"count": 1}, InputError, "freezes at least 2 heads, a KV group's live ones, and 1 are asked for"),
+        ({"count": 1}, InputError, "freezes at least 2 heads, got 1"),
         ({"heads": ((0, 0), (0, 1), (1, 2))}, SelectionError, "asks for 3 heads; 2 can be frozen"),
     ],
 )

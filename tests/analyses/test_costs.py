@@ -7,8 +7,8 @@ from experiments.analyses.common import CostMeter
 from experiments.analyses.one_head import fit_differences, one_head_costs, score_quality
 from saf.calibration import calibrate
 from saf.fit import fit_compact, fit_kl
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import make_patterns
+from saf.freeze import fit_heads
+from saf.freeze_config import FreezeConfig
 from saf.heads import HeadSet
 from saf.machine.stopwatch import Stopwatch
 from saf.patterns import CompactPattern
@@ -35,7 +35,7 @@ def fitted(statistics):
 def costs_of(model, ids, windows, **config):
     statistics, settings = calibrate(model, [ids]), FreezeConfig(backend="reference", **config)
     live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-    fits = make_patterns(model, [ids], statistics, live, settings, Stopwatch())
+    fits = fit_heads(model, [ids], statistics, live, settings, Stopwatch())
     meter = CostMeter(model, windows, batch_size=4)
     return one_head_costs(meter, fits, settings, tuple(statistics.variance.shape))
 

@@ -6,8 +6,8 @@ import torch
 from saf.calibration import calibrate, gate_gradients, plan_calibration, read_sequences
 from saf.calibration.strips import spans_of
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
-from saf.freezing.recipe import freeze_
+from saf.freeze import freeze_
+from saf.freeze_config import FreezeConfig
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import FIELDS, check_close, model, tokens
 
@@ -94,8 +94,6 @@ def test_heads_are_frozen_and_gates_measured_without_the_padding():
     assert report.to_dict()["lengths"] == sorted(LENGTHS, reverse=True)
     assert report.patterns.length == 40
     assert len(report.heads) == 3
-    with pytest.raises(InputError, match="one full length"):
-        freeze_(model(torch.float32), batches, FreezeConfig(rate=0.25, heldout_kl=True))
 
 
 def test_batches_are_sorted_longest_first_with_their_targets_and_read_again():

@@ -16,7 +16,7 @@ def text_data(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def arms(text_data, tmp_path_factory) -> tuple[Path, Path]:
     """A trained ordinary run and the frozen one that continues from its midpoint; do not change them."""
-    from saf.freezing.config import FreezeConfig
+    from saf.freeze_config import FreezeConfig
     from saf.train import TrainConfig, continue_from, pretrain
 
     folder = tmp_path_factory.mktemp("cli-runs")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from saf.freezing.report import FreezeReport
+from saf.freeze_report import FreezeReport
 from saf.records import events
 from saf.records.events import read_events
 from saf.records.folders import verify

@@ -8,7 +8,7 @@ from saf.cli.freeze import Command
 from saf.cli.parsing import parse, read_heads
 from saf.cli.pretrain import parse_words
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import append_event, read_events
 from saf.records.files import read_json
 from saf.train import TrainConfig
@@ -72,7 +72,7 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
         ([*train, "--batch-size", "0"], "batch_size must be at least 1"),
         ([*train, "--sampler", "shuffled", "--task", "mqar", "--model", "small"], "model must be one of"),
         ([*train, "--freeze.rate", "2"], "rate"),
-        ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "max_fit_kl is in nats"),
+        ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "max_fit_kl must be positive, in nats"),
         ([*event, "--score", "varience"], "variance"),
         ([*event, "--fitter-options", "steps"], "pairs of NAME VALUE"),
         ([*event, "--fitter-options", "steps", "200"], "fitter 'proportional' takes"),
@@ -121,11 +121,11 @@ def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(s
     common = ("--sequences", 4, "--device", "cpu")
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", "--max-fit-kl", 1e-12, *common)
     assert code == 2
-    assert "\nsaf freeze: only 0 of 2 heads could be frozen: no further head fits within 1e-12 nats\n" in f"\n{err}"
+    assert "at least 1 head must be frozen, got 0 of 2: no further head fits within 1e-12 nats" in err
     assert "Warning" not in err
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "many", "--count", 9, *common)
     assert code == 2
-    assert "9 heads asked for; 8 of 8 are live" in err
+    assert "count must be at most the 8 live heads of 8, got 9" in err
     assert not (tmp_path / "many").exists()
 
 

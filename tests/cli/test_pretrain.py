@@ -6,7 +6,7 @@ import pytest
 from saf.cli import main
 from saf.cli.pretrain import parse_words
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.train import TrainConfig

@@ -16,7 +16,7 @@ from experiments.inputs import Inputs, smoke_inputs
 from experiments.run import config_of, execute, plan, train
 from experiments.scales import scale_named
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.schedules import schedule_from_dict
 from saf.tasks import FinetuneSettings
 from saf.train import TrainConfig

@@ -1,8 +1,7 @@
 import torch
 
 from saf.fit import fit_compact, fit_with_certificate, marginals
-from saf.fit.certificate import certify, meaningful
-from saf.fit.objective import fit_loss
+from saf.fit.objective import certify, fit_loss, meaningful
 from saf.patterns import CompactPattern
 
 

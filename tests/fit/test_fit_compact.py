@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.errors import InputError
-from saf.fit import FITTERS, accepted, fit_compact, fit_kl, fit_with_certificate, marginals
+from saf.fit import FITTERS, fit_compact, fit_kl, fit_with_certificate, marginals
 from saf.patterns import CompactPattern
 
 # How far each fitter may stay above the minimum (nats per row), and its marginals from the targets (L1 per row).
@@ -122,12 +122,3 @@ def test_stopping_short_warns(make_target):
         warnings.simplefilter("error")
         fit_compact(target.eta_abs, target.eta_rel)
         fit_compact(target.eta_abs, target.eta_rel, fitter="adam")
-
-
-def test_acceptance_is_at_most_the_tolerance_and_never_nan():
-    kl = torch.tensor([0.1, 0.2, 0.2001, torch.nan], dtype=torch.float64)
-    assert accepted(kl).tolist() == [True, True, False, False]
-    assert accepted(kl, max_fit_kl=0.15).tolist() == [True, False, False, False]
-    for tolerance in (0.0, -1.0, float("nan")):
-        with pytest.raises(InputError, match="max_fit_kl must be"):
-            accepted(kl, max_fit_kl=tolerance)

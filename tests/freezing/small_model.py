@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from saf.freezing.config import fits_nothing
+from saf.freeze_config import unfitted_reason
 from saf.models import GPT, GPTConfig
 from saf.targets import Storage
 
@@ -26,4 +26,4 @@ def tokens(count: int = 6) -> torch.Tensor:
 
 def accepting(pattern: str = "mean", storage: Storage = "compact") -> dict[str, Any]:
     """Settings of FreezeConfig that accept any fit, where patterns are fitted."""
-    return {} if fits_nothing(storage, pattern) else {"max_fit_kl": 100}
+    return {} if unfitted_reason(storage, pattern) else {"max_fit_kl": 100}

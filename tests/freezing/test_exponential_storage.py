@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import saf
-from saf.errors import InputError
 from saf.models import GPT, GPTConfig
 from tests import transformers_models
 
@@ -78,14 +77,6 @@ def test_a_head_that_the_sum_does_not_fit_stays_compact():
     assert {head: fit["kind"] for head, fit in report.exponential.items()} == kinds
     assert report.fit_kl[worse] <= limit < free.fit_kl[worse]
     assert report.tensors()["rho"].shape == (2, LENGTH)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"pattern": "structured_random"}, {"trainable": True}, {"operation": "prune"}, {"heldout_kl": True}]
-)
-def test_settings_that_exponential_storage_cannot_take(settings):
-    with pytest.raises(InputError):
-        saf.FreezeConfig(storage="exponential", **settings)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-grouped"])

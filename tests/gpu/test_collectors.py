@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.calibration import QKGradient, gate_gradients, head_outputs
-from saf.freezing.config import fits_nothing
+from saf.freeze_config import unfitted_reason
 from saf.models import GPT, GPTConfig
 from saf.statistics import COLLECTIONS
 from saf.targets import TARGETS
@@ -57,7 +57,7 @@ def test_collections_outputs_gates_and_gradients_equal_those_on_the_cpu():
 @pytest.mark.parametrize("storage", ["compact", "dense"])
 def test_every_pattern_is_installed_and_executed(pattern, storage):
     model, ids = make("cuda").float(), tokens(1)
-    gate = {} if fits_nothing(storage, pattern) else {"max_fit_kl": 100}
+    gate = {} if unfitted_reason(storage, pattern) else {"max_fit_kl": 100}
     saf.freeze_(model, [ids], saf.FreezeConfig(pattern=pattern, storage=storage, **gate))
     loss = model(ids[:, :-1].cuda(), ids[:, 1:].cuda())
     loss.backward()

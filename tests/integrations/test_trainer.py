@@ -267,7 +267,7 @@ def test_what_cannot_work_is_refused_before_training(hf, tmp_path, monkeypatch):
     refuses(InputError, r"an update in \[0, 8\]; got 20", callback(saf.OneTime(20)))
     refuses(InputError, r"heads must exist, .*got \[\(9, 0\)\]", callback(config=saf.FreezeConfig(heads=((9, 0),))))
     refuses(InputError, "must have two different ones, got 1", FreezeCallback(CONFIG, [tokens()[:1]]))
-    refuses(InputError, "99 heads asked for; 12 of 12 are live", callback(config=saf.FreezeConfig(count=99)))
+    refuses(InputError, "count must be at most the 12 live heads", callback(config=saf.FreezeConfig(count=99)))
     windowed = callback(config=saf.FreezeConfig(heads=((3, 1),)))
     refuses(UnsupportedError, "layer 3 attends within a sliding window", windowed, family="gemma3")
     labels = transformers.LlamaForSequenceClassification(make("llama").config)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.errors import InputError
-from saf.patterns.log_sums import log_causal_convolution, log_column_sums, log_diagonal_sums, log_row_sums
+from saf.log_sums import log_causal_convolution, log_column_sums, log_diagonal_sums, log_row_sums
 
 LENGTHS = [1, 2, 63, 64, 65, 129, 300]
 

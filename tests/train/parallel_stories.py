@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import saf
-import saf.freezing.recipe as recipe
+import saf.freeze as recipe
 import saf.train.loop as loop
 from saf.data import TokenData
 from saf.errors import UnsupportedError
 from saf.evaluate.continuations import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.processes import _ended_peers_told, done_once
 from saf.schedules import ValidationBudget
 from saf.train import TrainConfig, pretrain

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 import saf
 from saf.adapters import adapter_for
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import by_layer
 from saf.train import ahead, pretrain

@@ -14,7 +14,7 @@ import saf.train.run
 import saf.train.updater
 from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import SCHEMA
 from saf.schedules import Gradual, OneTime, TrainLoss

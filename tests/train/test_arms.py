@@ -11,7 +11,7 @@ from saf.cli.training import result_table
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.compare import differences
 from saf.evaluate.perplexity import read_evaluation
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun

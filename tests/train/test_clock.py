@@ -13,7 +13,7 @@ import saf.train.loop as loop
 import saf.train.run
 import saf.train.updater
 from saf.cli.training import result_table
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_lines
 from saf.records.run import RecordedRun
 from saf.schedules import OneTime

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.schedules import OneTime
 from saf.train import TrainConfig, pretrain
 

@@ -8,7 +8,7 @@ import pytest
 
 import saf.train.loop as loop
 from saf.errors import InputError, SafWarning, SelectionError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.schedules import Freeze, Prune, Undo
 from saf.surgery import state_of
@@ -131,7 +131,7 @@ def test_a_schedule_hears_what_came_of_its_proposals(settings, monkeypatch):
 @pytest.mark.parametrize(
     ("event", "error", "message"),
     [
-        (Prune(), InputError, "with operation='prune' leave max_fit_kl out"),
+        (Prune(), InputError, "pruned heads have no patterns: leave max_fit_kl out"),
         (Undo(event=1), InputError, r"undoes an event of its own, one of \[\]; got event 1"),
     ],
 )

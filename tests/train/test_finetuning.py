@@ -10,7 +10,7 @@ import torch
 from saf.cli import main
 from saf.errors import CompareError, InputError
 from saf.evaluate.answers import compare_answers
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
 from saf.surgery import pattern_parameters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from saf.train import latest, pretrain

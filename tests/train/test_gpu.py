@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_lines
 from saf.train import TrainConfig, continue_from, load_model, pretrain
 

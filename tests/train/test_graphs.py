@@ -14,7 +14,7 @@ import saf.train.graphs as graphs
 import saf.train.loop as loop
 from saf.cli.training import result_table
 from saf.errors import SafWarning, UnsupportedError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.heads import HeadSet
 from saf.machine.execution import Execution
 from saf.patterns import CompactPattern

@@ -17,7 +17,7 @@ import saf
 import saf.train.loop as loop
 from saf.bench import Prefill, Update, measure
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.models import GPT, preset
 from saf.records.events import read_events

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json
 from saf.train import pretrain
 from saf.train.observer import Observer, Progress, duration

@@ -16,7 +16,7 @@ from saf.cli import main
 from saf.cli.parsing import read_heads
 from saf.cli.training import result_table
 from saf.errors import InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
@@ -265,7 +265,7 @@ def test_pruned_from_initialisation_a_run_trains_like_a_model_built_smaller(sett
 @pytest.mark.parametrize(
     ("freeze", "schedule", "message"),
     [
-        ({"rate": 1.0}, OneTime(), "pruning 8 of 8 heads would leave the model none, and no token would read another"),
+        ({"rate": 1.0}, OneTime(), "pruning must leave the model a head, got 8 of 8"),
         ({"rate": 0.75}, ValidationBudget(), "ask for 6 of 8 heads; .* freezes at most 4"),
         ({"heads": ((0, 4),)}, OneTime(), "heads must exist"),
         ({"rate": 0.5, "max_per_layer": 1, "strict": True}, OneTime(), "4 heads are to be pruned, and .* leave 2: ask"),
@@ -299,5 +299,5 @@ def test_heads_pruned_by_a_parent_are_not_pruned_again(settings, finished):
     )
     with pytest.raises(InputError, match="are frozen or pruned already"):
         pretrain(arm)
-    with pytest.raises(InputError, match="would leave the model none"):
+    with pytest.raises(InputError, match="must leave the model a head"):
         pretrain(replace(arm, freeze=FreezeConfig(operation="prune", count=4)))

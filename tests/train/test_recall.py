@@ -16,7 +16,7 @@ from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, CompareError, InputError, SafWarning
 from saf.evaluate.compare_recall import compare_recall, paired_tests, recall_comparison_tables
 from saf.evaluate.recall import not_learnt
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, write_json
 from saf.records.run import RecordedRun

@@ -12,7 +12,7 @@ import saf.train.observer
 import saf.train.run
 import saf.train.start as start
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import LineLog, read_json, read_lines
 from saf.records.folders import lock_folder
 from saf.records.run import RecordedRun

@@ -12,7 +12,7 @@ from saf.cli import main
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.machine.execution import Execution
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines

@@ -9,7 +9,7 @@ import saf.train.events as events
 import saf.train.loop as loop
 from saf.data import TokenData, sequential_windows
 from saf.errors import DataError, InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.schedules import OneTime
 from saf.tasks.text import heldout_batches

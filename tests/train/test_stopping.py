@@ -17,7 +17,7 @@ import saf.train.observer
 import saf.train.results
 import saf.train.updater
 from saf.errors import CheckpointError, DivergenceError, InputError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.train import EXIT_STOPPED, continue_from, latest, load_model, pretrain
 from saf.train.loop import StopRequest, run_update

@@ -11,7 +11,7 @@ import saf.train.events as events
 import saf.train.loop as loop
 from saf.cli import main
 from saf.errors import InputError, UnsupportedError
-from saf.freezing.config import FreezeConfig
+from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
 from saf.surgery import pattern_parameters
@@ -146,7 +146,7 @@ def test_commands_take_the_setting(settings, tmp_path, capsys):
     [
         ({"heads": ((9, 0),)}, r"2 layers of 4 heads; got \[\(9, 0\)\]"),
         ({"exclude": ((1, 7),)}, r"2 layers of 4 heads; got \[\(1, 7\)\]"),
-        ({"count": 99}, "99 heads asked for; 8 of 8 are live"),
+        ({"count": 99}, "count must be at most the 8 live heads of 8, got 99"),
     ],
 )
 def test_heads_that_are_not_there_are_told_before_training(settings, freeze, message):

@@ -21,17 +21,17 @@ from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.entrance import covered
 from saf.adapters.transformers.folder import mark_of
 from saf.calibration import read_sequences
+from saf.calibration.capture import check_heads as check_measurable
 from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
-from saf.freezing.choice import check_heads_of, check_room
-from saf.freezing.config import FreezeConfig
-from saf.freezing.loss import heldout_loss
+from saf.freeze_config import FreezeConfig, check_heads
 from saf.heads import EDITED
 from saf.integrations.transformers.editing import Editing
 from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
 from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of, stored_in, warn_of_others
 from saf.integrations.transformers.sequences import sequences
 from saf.integrations.transformers.trainer import check_arguments, check_wrappers, join_trainers, rewrap_
+from saf.loss_guard import heldout_loss
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed
 from saf.records.events import EventRecord
@@ -224,18 +224,18 @@ class FreezeCallback(Editing, ExportableState):
         tokenizer = self._tokenizer or given.get("processing_class")
         task = _Sequences(batches=self._sequences("calibration", tokenizer), held_out=self._heldout(tokenizer))
         stored = stored_in(state, type(self).__name__) if state.global_step else None
-        if stored is None:  # others were checked when they began
-            check_heads_of(model, self.config)
-        updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         adapter = adapter_for(model)
+        layouts = [site.layout for site in adapter.sites()]
+        if stored is None:  # others were checked when they began
+            check_heads(self.config, layouts)
+            if self.config.heads is not None:
+                check_measurable(adapter, self.config.heads)
+        updates = state.max_steps if stored is None else moments_of(stored, self._settings(), state.max_steps)
         check_vocabulary(adapter, [*task.batches, *task.held_out])
         different = read_sequences(task.batches).num_different
-        self.config.check_calibration(sequences=different, length=task.batches[0].shape[-1])
+        self.config.check_calibration(sequences=different)
         if task.held_out or "gates" in self.config.needs:
             adapter.check_next_token()
-        layouts = [site.layout for site in adapter.sites()]
-        if stored is None:
-            check_room(self.config, layouts)
         proposer = start_proposer(settings, layouts, updates=updates, state=stored and stored["schedule"])
         assert proposer is not None
         warn_of_others(stored, task.sum(), proposer)

@@ -21,10 +21,10 @@ from saf.calibration import plan_calibration
 from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
-from saf.freeze_settings import CheckpointFreezing, check_length, check_new, check_some
-from saf.freezing.choice import check_heads, scores_collect
-from saf.freezing.recipe import freeze_
-from saf.freezing.report import FreezeReport
+from saf.freeze import freeze_
+from saf.freeze_config import calibration_collect, check_heads
+from saf.freeze_report import FreezeReport
+from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.heads import HeadLayout
 from saf.integrations.models import Encoder
 from saf.machine.execution import autocast, device_name, pick_device
@@ -243,7 +243,7 @@ def freeze_folder(
     batches, heldout = _batches(settings, data, length=length, seed=seed, bos=bos)
     limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(device, settings.precision):
-        say(str(plan_calibration(model, batches, collect=scores_collect(config, {}), capture_bytes=limit)))
+        say(str(plan_calibration(model, batches, collect=calibration_collect(config, {}), capture_bytes=limit)))
         report = freeze_(
             model,
             batches,
@@ -253,7 +253,6 @@ def freeze_folder(
             capture_bytes=limit,
             progress=progress,
         )
-    check_some(report)
     if settings.finalize:
         finalize_(model)
     tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saf.damped_cosines import DampedCosines
 from saf.errors import UnsupportedError
 from saf.ops.heads import heads_like
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.patterns import ExponentialPattern
-from saf.patterns.exponential import DampedCosines
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 """Dtypes of values. Sums of poles in float16 would need a range that it does not have."""

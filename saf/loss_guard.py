@@ -1,7 +1,7 @@
-"""The loss guard: held-out loss around an event, and the layer to blame where it rises too far."""
+"""The loss guard measures held-out loss around an event, and finds the layer to blame where it rises too far."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from saf.adapters import adapter_for
 from saf.calibration import Batch, read_sequences
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError
+from saf.heads import HeadSet
 
 MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
@@ -46,3 +47,22 @@ def perplexity_rise(before: float | None, after: float | None) -> float:
         return math.expm1(after - before)
     except OverflowError:
         return math.inf
+
+
+def worst_layer(
+    model: nn.Module,
+    heads: HeadSet,
+    batches: Iterable[Batch],
+    edit_: Callable[[HeadSet], None],
+    undo_: Callable[[HeadSet], None],
+) -> tuple[int, float]:
+    """Return the layer whose heads, edited alone, cost most, and the loss with them, nats; NaN costs more than any."""
+    losses: dict[int, float] = {}
+    for layer in sorted({layer for layer, _ in heads}):
+        own = HeadSet((layer, head) for head in heads.in_layer(layer))
+        edit_(own)
+        try:
+            losses[layer] = heldout_loss(model, batches)
+        finally:
+            undo_(own)
+    return max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))

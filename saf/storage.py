@@ -1,4 +1,4 @@
-"""How many bytes the patterns of frozen heads take: as vectors, as matrices, and as a backend holds them to execute."""
+"""`storage_report` counts the bytes of frozen heads' patterns: as vectors, as matrices, and as a backend holds them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class StorageReport:
     """Key logits, distance logits and normalisers of the frozen heads."""
     parameters: int | None = None
     """Numbers of the patterns as a model saves them: of exponential ones alpha, the band and the poles.
-    None where no model is given."""
+    None without a model."""
     allocated: int | None = None
-    """What a model's layers hold to execute them: tables for every dtype of values, and trained logits. None where no
-    model is given. The patterns as they were made, and rows removed for undoing, are kept on the CPU beside it."""
+    """What a model's layers hold to execute them: tables for every dtype of values, and trained logits. None without a
+    model. The original patterns and the rows removed for undoing are on the CPU beside it."""
 
     @property
     def ratio(self) -> float:
@@ -57,7 +57,7 @@ def storage_report(
     parameters = allocated = None
     if isinstance(heads, nn.Module):
         if length is not None or num_heads is not None:
-            raise InputError("a model tells its own length and number of heads; leave both out")
+            raise InputError("length and num_heads must be left out with a model, which has its own")
         adapter = adapter_for(heads)
         sites = adapter.sites()
         frozen = [site.frozen for site in sites if site.frozen is not None]
@@ -66,16 +66,13 @@ def storage_report(
         heads, allocated = adapter.frozen_heads(), sum(one.allocated for one in frozen)
         parameters = sum(pattern_bytes(pattern) for one in frozen for pattern in one.patterns)
     heads = HeadSet(heads)
-    if length is None or num_heads is None:
-        raise InputError("heads alone do not tell the size of their patterns: give length and num_heads, or a model")
-    if length < 1 or num_heads < 1 or any(head >= num_heads for _, head in heads):
+    if length is None or num_heads is None or length < 1 or any(head >= num_heads for _, head in heads):
         raise InputError(
-            f"expected length >= 1 and heads below {num_heads} (num_heads); got {length} and {heads.to_list()}"
+            f"heads must go with a length and lie below num_heads, or be a model, got {length}, {num_heads}"
         )
-    layers = {layer for layer, _ in heads}
     matrix = length * length * dtype.itemsize
     return StorageReport(
-        dense_by_layer=len(layers) * num_heads * matrix,
+        dense_by_layer=len({layer for layer, _ in heads}) * num_heads * matrix,
         dense_packed=len(heads) * matrix,
         compact=len(heads) * 3 * length * dtype.itemsize,
         parameters=parameters,

@@ -1,0 +1,459 @@
+"""`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
+
+Its settings are `FreezeConfig` (saf/freeze_config.py), its outcome a `FreezeReport` (saf/freeze_report.py), and
+saf/loss_guard.py measures what it costs on held-out text.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.adapters import Adapter, adapter_for, rows_of
+from saf.calibration import (
+    Batch,
+    QKGradient,
+    Sequences,
+    calibrate,
+    calibrate_together,
+    gate_gradients,
+    head_outputs,
+    heads_at_a_time,
+    read_sequences,
+)
+from saf.calibration.capture import check_heads as check_measurable
+from saf.errors import InputError, LossError, SafWarning, SelectionError
+from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
+from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
+from saf.freeze_report import FreezeReport
+from saf.heads import EDITED, Head, HeadSet
+from saf.loss_guard import MAX_RISE, heldout_loss, perplexity_rise, worst_layer
+from saf.machine.processes import agreed, done_once
+from saf.machine.stopwatch import Stopwatch
+from saf.ops import choose_backend
+from saf.patterns import Pattern
+from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
+from saf.selection import Chooser, chooser, ranking, select
+from saf.statistics import AttentionStatistics
+from saf.surgery import check_editable, install_, prune_, uninstall_
+from saf.surgery.edit import value_dtypes
+from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
+
+_REPLACING = ("residual_cosine", "relative_output_change")
+"""Scores of how the mean pattern changes held-out sequences: nothing where these are the calibration's one sequence."""
+
+
+def freeze_(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    config: FreezeConfig | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    heldout: Iterable[Batch] | None = None,
+    accept_loss: bool | None = None,
+    score_inputs: Mapping[str, Any] | None = None,
+    max_heads: int | None = None,
+    allow_empty: bool = False,
+    capture_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> FreezeReport:
+    """Freeze the heads whose attention depends least on the input, changing the model in place.
+
+    With `FreezeConfig(operation="prune")` the heads chosen are removed by `prune_` instead, and nothing is fitted.
+    In a `torch.distributed` group every process calls it with the same weights, and all install what the first one
+    decides, or none where one of them fails. Wrap for data parallelism again afterwards.
+
+    Args:
+        model: The project's `GPT` or another supported causal language model.
+        batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
+            positions, so longer inputs are refused afterwards; a T below the model's own limit warns. A score that
+            reads gates takes its loss at the mappings' `targets` `[B, T]` where they have them (-100 is none), at
+            every next token otherwise.
+        config: Settings; the paper's recipe at 25% by default.
+        optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
+            logits of trainable patterns.
+        heldout: Further sequences of the same length. Their loss before and after is reported, and output-aware scores
+            read them.
+        accept_loss: Whether to keep a model whose perplexity on `heldout` rises by more than 5%. By default that is
+            refused without an `optimizer`; with one, training follows.
+        score_inputs: Inputs of the score beside the statistics, by name; `gradient` may be the `QKGradient` itself,
+            and `outputs` the held-out sequences.
+        max_heads: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the
+            others, for `FreezeConfig(only=...)` later.
+        allow_empty: Freeze no head where none may be chosen or none fits, with a warning, in place of raising.
+        capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
+        progress: Called with (layers measured, layers).
+
+    Raises:
+        InputError: Batches or settings that cannot be used, a score that lacks an input or is the same for all heads,
+            heads that do not exist or are not live, an optimiser that does not hold the model's weights.
+        UnsupportedError: A backend that cannot run the model's frozen heads, or heads that cannot be measured.
+        SelectionError: No head that may be chosen and fits; with `strict`, fewer than k. The model is unchanged.
+        LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
+    """
+    config = FreezeConfig() if config is None else config
+    check_editable(model, optimizer)  # now, not after the whole measurement
+    adapter = adapter_for(model)
+    timer = Stopwatch(adapter.device)
+    text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
+    sequences = done_once(lambda: _read(adapter, batches, config, text, allow_empty))
+    loss_before = _loss(model, text, timer)
+
+    # Measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
+    inputs = score_inputs or {}
+    options = {"collect": calibration_collect(config, inputs), "capture_bytes": capture_bytes, "progress": progress}
+    statistics = calibrate_together(model, sequences, timer=timer, **options)
+
+    # Sort the heads by score, the lowest first, and take k = round(r L H).
+    with timer("score"):
+        scores = done_once(lambda: _scores(adapter, sequences, statistics, config, text, inputs))
+    with timer("select"):
+        layout = adapter.sites()[0].layout
+        group_size = layout.num_heads // layout.num_kv_heads
+        order = head_order(scores, config, group_size=group_size, allow_empty=allow_empty)
+
+    # Fit one head after another until k are within the tolerance, or none is left.
+    def fit(heads: HeadSet) -> dict[Head, FittedHead]:
+        return fit_heads(model, sequences, statistics, heads, config, timer)
+
+    accepted, rejected = done_once(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
+    ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
+    heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
+    patterns = {head: pattern for head in heads if (pattern := accepted[head].pattern) is not None}
+
+    # Install the patterns; value and output weights and the optimiser's state stay.
+    def edit_(some: HeadSet) -> None:
+        if config.operation == "prune":
+            prune_(model, some, optimizer=optimizer)
+            return
+        execution = {"backend": config.backend, "trainable": config.trainable}
+        install_(model, some, [patterns[head] for head in some], optimizer=optimizer, **execution)
+
+    undo_ = partial(uninstall_, model, optimizer=optimizer)
+    before = {kind: count for kind in EDITED if (count := len(adapter.heads(kind)))}
+    if len(heads):
+        with timer("prune" if config.operation == "prune" else "install"), _in_all_or_none(lambda: undo_(heads)):
+            edit_(heads)
+    report = FreezeReport(
+        heads=heads,
+        patterns=_stacked(list(patterns.values())),
+        fit_kl={head: accepted[head].fit_kl for head in patterns},
+        rejected={head: one.fit_kl for head, one in rejected.items()},
+        requested=order.total,
+        before=before,
+        deferred=deferred,
+        scores=scores[config.score],
+        statistics=statistics,
+        config=config.to_dict(),
+        certificates={
+            head: one.certificate for head, one in (accepted | rejected).items() if one.certificate is not None
+        },
+        exponential={head: one for head in patterns if (one := accepted[head].exponential) is not None},
+        loss_before=loss_before,
+        seconds={},
+    )
+    if loss_before is not None:
+        accept_loss = optimizer is not None if accept_loss is None else accept_loss
+        report = _guard(model, report, text, timer, edit_=edit_, undo_=undo_, accept=accept_loss)
+    if len(heads):
+        adapter.remember(report.known())
+    return replace(report, seconds=done_once(lambda: timer.seconds))
+
+
+def _read(
+    adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, heldout: Any, allow_empty: bool
+) -> Sequences:
+    """Return the batches, read once; raise a SafError for what cannot be measured or frozen, before anything is."""
+    sequences, longest, sites = read_sequences(batches), adapter.max_length, adapter.sites()
+    length = sequences.length
+    # The fifth frame up is the caller of freeze_, past done_once. Pruned heads have no pattern that ends anywhere.
+    warn = partial(warnings.warn, category=SafWarning, stacklevel=5)
+    if config.operation == "freeze" and longest is not None and length > longest:
+        warn(
+            f"calibration has {length} tokens, the model is made for {longest}: attention is measured beyond its "
+            f"context, and patterns will cover {length} tokens; calibrate on {longest} tokens unless this is meant"
+        )
+    if config.operation == "freeze" and longest is not None and length < longest:
+        warn(
+            f"calibration has {length} tokens, the model takes up to {longest}: once heads are frozen, inputs of more "
+            f"than {length} tokens are refused; calibrate on {longest} tokens to keep them"
+        )
+    check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
+    if config.heads is not None:
+        check_measurable(adapter, config.heads)
+    config.check_calibration(sequences=sequences.num_different)
+    if heldout is not None or "gates" in config.needs:
+        adapter.check_next_token()
+    if config.operation == "freeze":
+        if heldout is not None and (most := read_sequences(heldout).length - 1) > length:
+            raise InputError(f"heldout must have inputs of at most the calibration's {length} tokens, got {most}")
+        for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
+            kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
+            choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
+    return sequences
+
+
+def _scores(
+    adapter: Adapter,
+    sequences: Sequences,
+    statistics: AttentionStatistics,
+    config: FreezeConfig,
+    heldout: Iterable[Batch] | None,
+    inputs: Mapping[str, Any],
+) -> dict[str | Score, Tensor]:
+    """Return every score that the settings name, `[L, H]`; raise InputError for one that tells no heads apart.
+
+    What scores read beside the statistics is in `inputs`, or measured here: gates on the calibration batches (paper,
+    appendix C), outputs on the held-out ones.
+    """
+    scores: dict[str | Score, Tensor] = {}
+    for name in config.score_names:
+        needed: dict[str, Any] = {"seed": config.seed} if name == "random" else {}
+        for key in required_inputs(name):
+            source = inputs.get(key, heldout if key == "outputs" else None)
+            if key == "gates" and source is None:
+                source = gate_gradients(adapter.model, sequences)
+            elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
+                texts = read_sequences(source)
+                together = [*sequences.without_padding(), *texts.without_padding()]
+                if name in _REPLACING and read_sequences(together).num_different < 2:
+                    raise InputError(f"score {name!r} compares sequences: two must differ, got copies of one")
+                source = head_outputs(adapter.model, texts, statistics)
+            elif isinstance(source, QKGradient):
+                source = source.scores()
+            needed[key] = source
+        scores[name] = score(statistics, name, **needed)
+        if config.heads is None:
+            _check_ranks(name, scores[name], statistics, adapter.dtype)
+    return scores
+
+
+def _check_ranks(name: str | Score, values: Tensor, statistics: AttentionStatistics, dtype: torch.dtype) -> None:
+    """Raise InputError for a score `[L, H]` that is the same for all heads, or differs by rounding alone.
+
+    Of N equal patterns a mean in precision eps misses each entry p by at most N eps p. Squares of a row's entries sum
+    to 1 at most, so Eq. (1) is at most N/(N-1) (N eps)^2 / T; logarithms add 2 eps |log p| to Eq. (2), whose rows are
+    at most eps (N + 2 log T). A float64 model is measured in float64.
+    """
+    live = values[~values.isnan()]
+    same = len(live) > 1 and bool((live == live[0]).all())
+    if not same and name in COMPARING:
+        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        count, length = statistics.num_sequences, statistics.length
+        if name == "forward_kl":
+            measured, rounding = statistics.forward_kl, eps * (count + 2 * math.log(length))
+        else:
+            measured, rounding = statistics.variance, count / max(count - 1, 1) * (count * eps) ** 2 / length
+        same = bool((measured[statistics.measured] <= rounding).all())
+    if same:
+        raise InputError(
+            f"score {score_name(name)!r} must differ between heads, got {live[0].item():.2g} for all of them but for "
+            "rounding; calibrate on sequences that differ"
+        )
+
+
+def head_order(
+    scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int = 1, allow_empty: bool = False
+) -> Chooser:
+    """Return the order of heads by the configured score, within its budget and limits; KV groups have `group_size`.
+
+    Raises SelectionError where the settings' `below` is why no head may be chosen.
+    """
+    ranked = scores[config.score]
+    limits: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1}
+    if config.heads is not None:
+        return chooser(ranked, count=len(config.heads), only=config.heads, **limits)
+    too_high = [] if config.below is None else (ranked >= config.below).nonzero().tolist()
+    options: dict[str, Any] = {"only": config.only, "exclude": {*config.exclude, *map(tuple, too_high)}, **limits}
+    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
+    if config.match_heads is not None:
+        order = chooser(ranked, match=config.match_heads, **options)
+    elif config.match is not None:
+        matched = select(scores[config.match], **total, **{**options, "exclude": config.exclude})
+        order = chooser(ranked, match=matched, **options)
+    else:
+        order = chooser(ranked, **total, max_per_layer=config.max_per_layer, **options)
+    lowest = ranking(ranked, config.exclude, only=config.only)[:1]
+    if config.below is not None and order.is_empty and lowest and not allow_empty:
+        unit = "KV group" if config.whole_groups else "head"
+        raise SelectionError(
+            f"no {unit} that may be {config.kind} scores below {config.below:g} by {score_name(config.score)}: the "
+            f"lowest score is {float(ranked[lowest[0]]):.6g}. Raise below, or leave it out"
+        )
+    return order
+
+
+@dataclass(frozen=True)
+class FittedHead:
+    """Hold a head's pattern, on the CPU, and how its compact fit went; a pruned head has neither."""
+
+    pattern: Pattern | None = None
+    fit_kl: float = 0.0
+    """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
+    certificate: dict[str, Any] | None = None
+    """The fit's `Certificate` in plain values; None without a fit."""
+    exponential: dict[str, Any] | None = None
+    """With exponential storage, the numbers of `saf.fit.ExponentialFit` and the pattern's kind; None otherwise."""
+
+
+def accept_fits(
+    order: Chooser,
+    fit: Callable[[HeadSet], Mapping[Head, FittedHead]],
+    config: FreezeConfig,
+    *,
+    allow_empty: bool = False,
+) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
+    """Fit heads in order until k are within the tolerance, or none is left; return these and the rejected ones.
+
+    Candidates are fitted as many at a time as are still missing. The heads of a KV group are accepted together.
+    """
+    strict, named = config.strict or config.heads is not None, config.heads is not None
+    fits: dict[Head, FittedHead] = {}
+    rejected: dict[Head, FittedHead] = {}
+    proposed = order.propose()
+    available = sum(map(len, proposed))
+    # Named heads are exactly those; a budget may end inside a KV group.
+    if strict and (available < order.total if named else not order.attained(available)):
+        raise SelectionError(f"the event asks for {order.total} heads; {available} can be {config.kind}")
+    while proposed:
+        fits |= fit(HeadSet(head for unit in proposed for head in unit))
+        for unit in proposed:
+            # Not "> max_fit_kl": a KL that is NaN never passes.
+            missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
+            rejected |= missed
+            if not missed:
+                order.accept(unit)
+        if rejected and strict:
+            listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
+            remedy = "name others" if named else "lower the rate, or leave strict out"
+            raise SelectionError(
+                f"all {order.total} {'named' if named else f'lowest-{score_name(config.score)}'} heads must fit within "
+                f"{config.max_fit_kl} nats, {len(rejected)} do not ({listed}): raise max_fit_kl, {remedy}"
+            )
+        proposed = order.propose()
+    if not order.attained(len(order)):
+        reason = (
+            f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {config.kind}"
+        )
+        if not len(order) and not allow_empty:
+            raise SelectionError(f"at least 1 head must be {config.kind}, got 0 of {order.total}: {reason}")
+        message = f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}"
+        warnings.warn(message, SafWarning, stacklevel=5)  # the caller of freeze_, past done_once
+    return {head: fits[head] for head in HeadSet(order)}, rejected
+
+
+def fit_heads(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    config: FreezeConfig,
+    timer: Stopwatch,
+) -> dict[Head, FittedHead]:
+    """Return each head's pattern, with the KL and certificate of its compact fit.
+
+    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
+    """
+    if config.operation == "prune":
+        return dict.fromkeys(heads, FittedHead())
+    collect = collect_for(config.pattern, config.storage)
+    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
+    device, ordered = adapter_for(model).device, list(heads)
+    fits: dict[Head, FittedHead] = {}
+    for start in range(0, len(ordered), size):
+        some = HeadSet(ordered[start : start + size])
+        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
+        with timer("fit"):
+            fits |= zip(some, _fit(measured, some, config, device), strict=True)
+    return fits
+
+
+def _fit(
+    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
+) -> list[FittedHead]:
+    """Make the patterns of heads from statistics that have all they need; fits run on `device`."""
+    options = {"seed": config.seed} | config.pattern_options
+    if config.storage not in FITTED:
+        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
+        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
+    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
+        return [*map(FittedHead, exact.canonical().singles())]
+    # The floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
+    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
+    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
+    warn_of_missed(certificate, config.fitter)
+    kls, certificates = fit_kl(compact, *goal).tolist(), certificate.to_dicts()
+    if config.storage == "compact":
+        return [*map(FittedHead, compact.to(device="cpu").singles(), kls, certificates)]
+    fits = []
+    for number, fit in enumerate(fit_exponential_heads(compact, *goal[:2])):
+        # A head whose exponential pattern is outside the tolerance is judged by its compact one.
+        kl = kls[number] if fit.pattern.kind == "compact" else kls[number] + fit.extra_kl
+        pattern, kl = (fit.pattern, kl) if kl <= config.max_fit_kl else (compact[number], kls[number])
+        numbers = {name: value for name, value in vars(fit).items() if name != "pattern"} | {"kind": pattern.kind}
+        fits.append(FittedHead(pattern.to(device="cpu"), kl, certificates[number], numbers))
+    return fits
+
+
+def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:
+    """Stack compact or dense patterns over `[F]`; others differ in shape and stay a list. None when there are none."""
+    if not patterns or {one.kind for one in patterns} not in ({"compact"}, {"dense"}):
+        return list(patterns) or None
+    kind: Any = type(patterns[0])
+    return kind.stack(patterns)
+
+
+@contextmanager
+def _in_all_or_none(undo_: Callable[[], None]) -> Iterator[None]:
+    """Let an edit succeed in every process of the group; where one fails, undo it in the others."""
+    edited = False
+    try:
+        with agreed():
+            yield
+            edited = True
+    except Exception:
+        if edited:
+            undo_()
+        raise
+
+
+def _loss(model: nn.Module, text: Iterable[Batch] | None, timer: Stopwatch) -> float | None:
+    """Return the loss of the held-out text, nats a token, measured in the first process; None without text."""
+    if text is None:
+        return None
+    with timer("loss"):
+        return done_once(lambda: heldout_loss(model, text))
+
+
+def _guard(
+    model: nn.Module,
+    report: FreezeReport,
+    text: Iterable[Batch] | None,
+    timer: Stopwatch,
+    *,
+    edit_: Callable[[HeadSet], None],
+    undo_: Callable[[HeadSet], None],
+    accept: bool,
+) -> FreezeReport:
+    """Return the report with the loss after the event; undo it and raise LossError for a rise that is not accepted."""
+    try:
+        report = replace(report, loss_after=_loss(model, text, timer))
+    except Exception:
+        undo_(report.heads)
+        raise
+    # Not "rise > MAX_RISE": a loss that is NaN is never within it.
+    if accept or report.perplexity_rise <= MAX_RISE:
+        return report
+    undo_(report.heads)
+    worst, loss = done_once(lambda: worst_layer(model, report.heads, text or (), edit_, undo_))
+    alone, count = perplexity_rise(report.loss_before, loss), len(report.heads.in_layer(worst))
+    raise LossError(
+        f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; layer {worst} "
+        f"costs most ({count} heads, alone {alone:.1%}): freeze fewer there, or pass accept_loss=True (--accept-loss)"
+    )

@@ -1,0 +1,230 @@
+"""`FreezeConfig` holds the settings of one event that freezes or prunes heads; `check_heads` holds them to a model."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+import torch
+
+from saf.errors import InputError, check_name
+from saf.fit import check_fitter_options
+from saf.heads import Head, HeadLayout, HeadSet, head_pairs
+from saf.records.events import MADE
+from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
+from saf.selection import budget, existing
+from saf.targets import FITTED, TARGETS, Seed, Storage, check_options, seed_of
+
+BUDGETS = ("rate", "count", "heads", "match_heads")
+"""Settings that set the number of heads; one of them counts."""
+_HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
+_WITHOUT_EFFECT = {
+    "heads": ("count", "exclude", "only", "below", "max_per_layer", "match", "match_heads"),
+    "match_heads": ("count", "max_per_layer", "match"),
+    "match": ("max_per_layer",),
+}
+"""Settings that have no effect beside another one."""
+_OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
+_OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
+COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto")
+"""Scores of how attention differs between sequences: nothing but rounding where all sequences are alike."""
+Operation = Literal["freeze", "prune"]
+
+
+def unfitted_reason(storage: Storage, pattern: str) -> str | None:
+    """Return why patterns of these settings need no fit; None where they are fitted."""
+    if storage not in FITTED:
+        return f"storage={storage!r} keeps every entry"
+    return None if TARGETS[pattern].exact is None else f"pattern={pattern!r} is compact by nature"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreezeConfig:
+    """Hold the settings of one event that freezes or prunes heads."""
+
+    operation: Operation = "freeze"
+    """Freeze heads into fixed patterns, or prune them: remove them altogether, the control. Heads to prune are measured
+    and chosen in the same way; settings of patterns and fits are left out."""
+    rate: float = 0.25
+    """Share of the original model's heads that this event freezes, k = round(rate * layers * heads), chosen among those
+    still live: on a model with frozen heads k more are frozen."""
+    count: int | None = None
+    """Freeze so many heads, whatever rate says."""
+    score: str | Score = "variance"
+    """Heads with the lowest score are frozen first; a name or, in Python, a function of the statistics."""
+    pattern: str = "mean"
+    """What a frozen head's attention is replaced by."""
+    storage: Storage = "compact"
+    """How patterns are kept: fitted key and distance logits; exponential, whose distance logits beyond a band are a
+    sum of damped cosines, so that a head takes time linear in length (heads that it does not fit stay compact); or
+    every entry, in float32 (dense) or, in half the memory but with rows that miss one by up to 0.004, in bfloat16."""
+    fitter: str = "proportional"
+    """How compact patterns are fitted."""
+    max_fit_kl: float = 0.2
+    """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
+    strict: bool = False
+    """Raise an error if one of the k lowest heads does not fit, instead of taking the next one, or if fewer than k may
+    be chosen."""
+    heads: tuple[Head, ...] | None = None
+    """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
+    command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
+    exclude: tuple[Head, ...] = ()
+    """Heads that stay live, written the same way."""
+    only: tuple[Head, ...] | None = None
+    """Heads that may be chosen, written the same way; all of them when None."""
+    below: float | None = None
+    """Choose only heads that score less than this."""
+    max_per_layer: int | None = None
+    """Most heads to freeze in a layer; any number when None."""
+    match: str | None = None
+    """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
+    match_heads: tuple[Head, ...] | None = None
+    """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
+    whole_groups: bool = False
+    """Choose whole KV groups, so that keys go too."""
+    seed: Seed = 0
+    """Of random scores and sampled patterns; in Python also a torch.Generator, from which one is drawn at once."""
+    backend: str = "auto"
+    """Which backend executes frozen heads: toeplitz, fused or reference, or the one that `saf doctor` names."""
+    trainable: bool = False
+    """Train key and distance logits on with the model, from their fit, instead of keeping them fixed."""
+    fitter_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the fitter, by name; on the command line such as: steps 200."""
+    pattern_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the pattern, by name; on the command line such as: scale 4."""
+
+    def __post_init__(self):
+        """Raise InputError for unknown names, values out of range, and settings that would have no effect."""
+        check_name("operation", self.operation, get_args(Operation))
+        check_name("storage", self.storage, get_args(Storage))
+        check_name("pattern", self.pattern, TARGETS)
+        for name in ("score", "match"):
+            if isinstance(value := getattr(self, name), str):
+                check_name(name, value, SCORES)
+        budget(self.rate, 1)
+        check_fitter_options(self.fitter, self.fitter_options)
+        for name in _HEAD_LISTS:
+            if (heads := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(head_pairs(heads)))
+                HeadSet(heads)  # raises for a head named twice
+        object.__setattr__(self, "seed", seed_of(self.seed))
+        object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
+        if not self.max_fit_kl > 0:
+            raise InputError(f"max_fit_kl must be positive, in nats, got {self.max_fit_kl}")
+        for name, least in (("count", 0), ("max_per_layer", 1)):
+            if (number := getattr(self, name)) is not None and number < least:
+                raise InputError(f"{name} must be at least {least}, got {number}")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """Raise InputError for settings that would have no effect beside others, or contradict them."""
+        if self.operation == "prune":
+            self._refuse("pruned heads have no patterns", _OF_PATTERNS)
+        if reason := unfitted_reason(self.storage, self.pattern):
+            self._refuse(f"{reason}, and nothing is fitted", _OF_FITS)
+        for name, others in _WITHOUT_EFFECT.items():
+            if getattr(self, name) is not None:
+                self._refuse(f"{name} sets which heads are chosen", others)
+        if self.match is not None and self.match == self.score:
+            raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
+        if self.storage == "exponential" and TARGETS[self.pattern].exact is not None:
+            raise InputError(f"pattern={self.pattern!r} is not fitted: use storage='compact' with it")
+        if self.trainable and self.storage != "compact":
+            raise InputError("trainable patterns have key and distance logits: use storage='compact'")
+
+    def _refuse(self, reason: str, names: Sequence[str]) -> None:
+        """Raise InputError for those of the settings that differ from their defaults."""
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        if changed := [name for name in names if getattr(self, name) != defaults[name]]:
+            raise InputError(f"{reason}: leave {' and '.join(changed)} out")
+
+    def check_calibration(self, *, sequences: int) -> None:
+        """Raise InputError where so many different calibration sequences are too few for the score."""
+        names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
+        if names and sequences < 2:
+            raise InputError(
+                f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
+                "the paper's runs had 16 to 32"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Return what the event makes of heads, a kind of `saf.heads.KINDS`: frozen or pruned."""
+        return MADE[self.operation]
+
+    def requested(self, num_heads: int) -> int:
+        """Return k, how many heads of a model of `num_heads` these settings ask for.
+
+        >>> FreezeConfig(rate=0.25).requested(144)
+        36
+        """
+        named = self.heads if self.heads is not None else self.match_heads
+        if named is not None:
+            return len(named)
+        return budget(self.rate, num_heads) if self.count is None else self.count
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`."""
+        return frozenset(key for name in self.score_names for key in required_inputs(name))
+
+    @property
+    def score_names(self) -> tuple[str | Score, ...]:
+        """Return the score by which heads are chosen and the one whose counts by layer are matched, if any."""
+        return tuple(dict.fromkeys(name for name in (self.score, self.match) if name is not None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        lists = {name: getattr(self, name) for name in _HEAD_LISTS}
+        pairs = {name: [list(head) for head in heads] for name, heads in lists.items() if heads is not None}
+        return asdict(self) | pairs | {"score": score_name(self.score)}
+
+
+def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
+    """Raise InputError unless a model with these layers has the heads that the settings ask for.
+
+    With `allow_empty`, as in later events of a run, limits may leave no head, or the settings ask for none.
+    """
+    live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
+    for heads in (config.exclude, config.only, config.match_heads):
+        existing(live, heads or ())
+    if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
+        raise InputError(f"{frozen} are frozen or pruned already; name live heads")
+    num_live, total = int(live.sum()), live.numel()
+    if not num_live:
+        raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
+    if config.count is not None and config.count > num_live:
+        raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")
+    k, num_slots = config.requested(total), sum(layout.num_slots for layout in layouts)
+    if not k and not allow_empty:
+        number = f"count {config.count}" if config.count is not None else f"rate {config.rate:g}"
+        raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
+    if config.whole_groups and 0 < k < (smallest := _smallest_group(layouts)):
+        raise InputError(
+            f"whole_groups freezes at least {smallest} heads, got {k}: raise rate or count, or leave it out"
+        )
+    if config.operation == "prune" and min(k, num_live) == num_slots:
+        raise InputError(f"pruning must leave the model a head, got {k} of {total}: ask for less than all {num_slots}")
+    if config.heads is not None or config.match_heads is not None or allow_empty:
+        return
+    allowed = {(layer, head) for layer, layout in enumerate(layouts) for head in layout.live} - {*config.exclude}
+    allowed = allowed if config.only is None else allowed & {*config.only}
+    most = config.max_per_layer or total
+    room = sum(min(count, most) for count in Counter(layer for layer, _ in allowed).values())
+    if not room or (config.strict and room < k and not config.whole_groups):  # a group may end beyond a budget
+        raise InputError(
+            f"{k} heads are to be {config.kind}, and only, exclude and max_per_layer leave {room}: ask for fewer, or "
+            "leave more to choose from"
+        )
+
+
+def _smallest_group(layouts: Sequence[HeadLayout]) -> int:
+    """Return the least number of live heads in a KV group that has any."""
+    size = layouts[0].num_heads // layouts[0].num_kv_heads
+    return min(count for layout in layouts for count in Counter(head // size for head in layout.live).values())
+
+
+def calibration_collect(config: FreezeConfig, inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the calibration keeps beside the statistics, for scores whose `inputs` are not complete."""
+    measured = isinstance(inputs.get("outputs"), HeadOutputs)
+    return ("mean_rows",) if "outputs" in config.needs and not measured else ()

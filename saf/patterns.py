@@ -1,0 +1,587 @@
+"""The patterns that frozen heads have: compact, dense, exponential and trainable ones, and what all of them answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from saf.damped_cosines import DampedCosines
+from saf.errors import CheckpointError, InputError, OutOfRangeError, UnsupportedError, shown
+from saf.log_sums import log_row_sums
+
+# Keys before this one may be sinks; they have no say in the slope and height of alpha. Sinks are the first few keys, so
+# that so many are more than enough; chosen, not measured.
+_FIRST_ORDINARY_KEY = 64
+# How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
+_ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+class Pattern(ABC):
+    """A causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions.
+
+    A kind of pattern is a subclass and an entry of `KINDS`; which backends execute it is theirs to say.
+    """
+
+    kind: ClassVar[str]
+    """The name of this kind of pattern in `KINDS`."""
+    parts: ClassVar[tuple[str, ...]]
+    """The names of the tensors that `state` returns."""
+    trainable: ClassVar[bool] = False
+    """Whether the optimiser trains it."""
+    length: int
+    """T, in tokens."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Return the leading dimensions."""
+
+    @abstractmethod
+    def prefix(self, length: int) -> "Pattern":
+        """Return the pattern of the first `length` positions; raise InputError unless it has as many."""
+
+    @abstractmethod
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the pattern on a device, in `dtype`; a trainable one is moved in place and keeps its dtype."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the matrix entry by entry, `[..., T, T]`."""
+
+    @abstractmethod
+    def compact(self) -> "CompactPattern | None":
+        """Return the compact pattern that it is now, fixed; None where it has no key and distance logits."""
+
+    @abstractmethod
+    def singles(self) -> Sequence["Pattern"]:
+        """Return one pattern a head, from a batched pattern `[F, ...]` or from a single one."""
+
+    @abstractmethod
+    def own(self) -> Self:
+        """Return the pattern as a layer keeps it: a fixed one on the CPU, a trainable one itself."""
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Return alpha, rho and log_z as they are now, `[..., T]`; nothing of a dense pattern."""
+        compact = self.compact()
+        return {} if compact is None else {name: getattr(compact, name) for name in ("alpha", "rho", "log_z")}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a file holds of it, by the names in `parts`, detached."""
+        return {name: getattr(self, name).detach().clone() for name in self.parts}
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the pattern whose `state` these tensors are; raise InputError for tensors that cannot be one."""
+        return cls(**tensors)
+
+    def _check_prefix(self, length: int) -> None:
+        if not 1 <= length <= self.length:
+            raise InputError(f"prefix must have 1 to {self.length} positions; got length {length}")
+
+
+class _FixedPattern(Pattern):
+    """A pattern of tensors with common leading dimensions; its subclasses are dataclasses."""
+
+    _trailing: ClassVar[int] = 1
+    """How many dimensions of its tensors are positions or parameters."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "length"}  # type: ignore
+
+    def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
+        """Return the pattern of changed tensors: `function(name, tensor)`."""
+        return replace(self, **{name: function(name, each) for name, each in self._tensors().items()})  # type: ignore
+
+    @classmethod
+    def stack(cls, patterns: Sequence[Self]) -> Self:
+        """Join patterns of one shape and dtype along a new first dimension."""
+        shapes = {(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}
+        if len(shapes) != 1:
+            got = sorted({f"{list(one.shape)} over {one.length}" for one in patterns})
+            raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {got}")
+        return patterns[0]._map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the leading dimensions."""
+        return next(iter(self._tensors().values())).shape[: -self._trailing]
+
+    def __len__(self) -> int:
+        """Return the size of the first leading dimension."""
+        if not self.shape:
+            raise TypeError("a single pattern has no len(); use .length for its T")
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Self:
+        """Index the leading dimensions; raise InputError for an index that would reach into positions."""
+        return self._map(lambda _, tensor: self._indexed(tensor, index))
+
+    def _indexed(self, tensor: Tensor, index: Any) -> Tensor:
+        leading, positions = tensor.shape[: -self._trailing], tensor.shape[-self._trailing :]
+        words = f"index must select among the leading dimensions {list(leading)}; got {shown(index)}"
+        try:
+            result = tensor[index]
+        except (IndexError, TypeError, ValueError, RuntimeError) as error:
+            raise OutOfRangeError(f"{words}: {error}") from None
+        if result.ndim < self._trailing or result.shape[-self._trailing :] != positions:
+            raise InputError(words)
+        return result
+
+    def singles(self) -> list[Self]:
+        """Return one pattern a head of `[F, ...]`, or the pattern itself; InputError for more dimensions."""
+        if len(self.shape) > 1:
+            raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
+        return [self[index] for index in range(len(self))] if self.shape else [self]
+
+    def own(self) -> Self:
+        """Return the pattern on the CPU."""
+        return self.to(device="cpu")
+
+    def __repr__(self) -> str:
+        first = next(iter(self._tensors().values()))
+        count = " x ".join(map(str, self.shape)) + " of " if self.shape else ""
+        dtype = str(first.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({count}{self.length} tokens, {dtype}, {first.device})"
+
+
+def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
+    # Patterns first: indexing makes a batched one iterable too.
+    given = [patterns] if isinstance(patterns, Pattern) else patterns
+    return [single for pattern in given for single in pattern.singles()]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CompactPattern(_FixedPattern):
+    """Hold patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
+
+    `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the
+    leading dimensions are free. `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it is.
+
+    >>> pattern = CompactPattern.from_parameters(torch.zeros(3), torch.zeros(3))
+    >>> pattern.dense()[2]
+    tensor([0.3333, 0.3333, 0.3333], dtype=torch.float64)
+    """
+
+    kind: ClassVar[str] = "compact"
+    parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
+
+    alpha: Tensor
+    rho: Tensor
+    log_z: Tensor
+
+    def __post_init__(self):
+        """Raise InputError unless the three tensors are floating and finite and share one shape `[..., T]`, T >= 1."""
+        tensors = self._tensors()
+        shapes = [list(tensor.shape) for tensor in tensors.values()]
+        if any(shape != shapes[0] for shape in shapes) or not shapes[0] or shapes[0][-1] == 0:
+            raise InputError(f"alpha, rho and log_z must share one shape [..., T], T >= 1; got {shapes}")
+        for name, tensor in tensors.items():
+            if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+                raise InputError(f"{name} must be floating point and finite")
+
+    @classmethod
+    def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
+        """Build from alpha and rho `[..., T]`, kept as given; log_z is computed from them in float64.
+
+        Raises InputError for shapes that differ or values that are not finite.
+        """
+        if alpha.shape != rho.shape:
+            raise InputError(f"alpha and rho must share one shape; got {list(alpha.shape)} and {list(rho.shape)}")
+        if alpha.dtype != rho.dtype or not alpha.is_floating_point():
+            raise InputError(f"alpha and rho must share one dtype, floating point; got {alpha.dtype}, {rho.dtype}")
+        with torch.no_grad():
+            return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
+
+    @property
+    def length(self) -> int:
+        """Return T, in tokens."""
+        return self.alpha.shape[-1]
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
+        """Move, or convert alpha and rho to `dtype`; log_z stays float64 and follows the rounded values."""
+        alpha, rho = (tensor.to(device=device, dtype=dtype) for tensor in (self.alpha, self.rho))
+        if dtype is None or dtype == self.alpha.dtype or torch.promote_types(dtype, self.alpha.dtype) == dtype:
+            return CompactPattern(alpha, rho, self.log_z.to(device=device))
+        return CompactPattern.from_parameters(alpha, rho)
+
+    def prefix(self, length: int) -> "CompactPattern":
+        """Return the pattern of the first `length` positions; each row keeps its normaliser."""
+        self._check_prefix(length)
+        return self._map(lambda _, tensor: tensor[..., :length])
+
+    def compact(self) -> "CompactPattern":
+        """Return the pattern itself."""
+        return self
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
+        """Return the pattern of `state`."""
+        return cls.from_parameters(tensors["alpha"], tensors["rho"])
+
+    def log_prob(self) -> Tensor:
+        """Return log P, `[..., T, T]` float64, -inf above the diagonal."""
+        alpha, rho, log_z = self.alpha.double(), self.rho.double(), self.log_z.double()
+        # Row i of the reversed, padded rho starts at T-1-i: rho_i .. rho_0, then -inf for later keys.
+        padded = torch.nn.functional.pad(rho.flip(-1), (0, self.length - 1), value=-torch.inf)
+        return alpha[..., None, :] + padded.unfold(-1, self.length, 1).flip(-2) - log_z[..., :, None]
+
+    def dense(self) -> Tensor:
+        """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
+        return self.log_prob().exp()
+
+    def canonical(self) -> "CompactPattern":
+        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0.
+
+        Keys before 64 are left out of the slope and of max(alpha) when T >= 256, since they may be sinks.
+        Idempotent, and the same for every gauge of one pattern, up to rounding.
+        """
+        first = _FIRST_ORDINARY_KEY if self.length >= 4 * _FIRST_ORDINARY_KEY else 0
+        tilt = -_median_slope(self.alpha.double()[..., first:])
+        return self._gauge(tilt, first)
+
+    def balanced(self) -> "CompactPattern":
+        """Return the same pattern in the gauge for execution: log_z has no slope, max(alpha) = max(rho) = 0.
+
+        Every entry is a product of two factors in [0, 1] over Z, and Z is level even when rho rises
+        with distance. The slope is the least-squares one; the maxima are over all positions.
+        """
+        position = torch.arange(self.length, dtype=torch.float64, device=self.log_z.device)
+        position -= position.mean()
+        # The smallest sum of squares, at T = 2, is 0.5; a single position has no slope.
+        slope = (self.log_z.double() * position).sum(-1, keepdim=True) / position.square().sum().clamp(min=0.5)
+        return self._gauge(-slope, 0)
+
+    def _gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
+        """Add `tilt * position`, tilt `[..., 1]`, then shift the maxima of alpha[first:] and rho to 0."""
+        position = torch.arange(self.length, dtype=torch.float64, device=self.alpha.device)
+        alpha, rho = self.alpha.double() + tilt * position, self.rho.double() + tilt * position
+        alpha_shift, rho_shift = alpha[..., first:].amax(-1, keepdim=True), rho.amax(-1, keepdim=True)
+        alpha, rho = alpha - alpha_shift, rho - rho_shift
+        if self.alpha.dtype == torch.float64:
+            return CompactPattern(alpha, rho, self.log_z + tilt * position - alpha_shift - rho_shift)
+        return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
+
+
+def _median_slope(values: Tensor) -> Tensor:
+    """Return the median over j of `(values[j + lag] - values[j]) / lag`, `[..., 1]`, lag half of `[..., n]`.
+
+    Neighbour differences would measure sampling noise; a lag this long averages it and ignores outliers.
+    """
+    if values.shape[-1] == 1:
+        return torch.zeros_like(values)
+    lag = values.shape[-1] // 2
+    # Not torch.median, which takes the lower of two middle values, nor quantile, which has a size limit.
+    slopes = ((values[..., lag:] - values[..., :-lag]) / lag).sort(-1).values
+    count = slopes.shape[-1]
+    return (slopes[..., (count - 1) // 2 :][..., :1] + slopes[..., count // 2 :][..., :1]) / 2
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DensePattern(_FixedPattern):
+    """Hold patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
+
+    Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
+    """
+
+    kind: ClassVar[str] = "dense"
+    parts: ClassVar[tuple[str, ...]] = ("weights",)
+    _trailing: ClassVar[int] = 2
+
+    weights: Tensor
+
+    def __post_init__(self):
+        """Raise InputError naming the first property that does not hold."""
+        weights = self.weights
+        if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
+            raise InputError(f"weights must be [..., T, T], T >= 1; got {list(weights.shape)}")
+        if weights.dtype not in _ROW_SUM_TOLERANCE:
+            raise InputError(f"weights must be floating point; got {weights.dtype}")
+        if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
+            raise InputError("weights must be finite and non-negative; apply softmax or normalise the rows first")
+        if bool(weights.triu(1).any()):
+            raise InputError("weights must be causal, zero above the diagonal: mask them and renormalise")
+        error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
+        tolerance = _ROW_SUM_TOLERANCE[weights.dtype]
+        if error.numel() and error.max().item() > tolerance:
+            raise InputError(f"rows must sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
+
+    @property
+    def length(self) -> int:
+        """Return T, in tokens."""
+        return self.weights.shape[-1]
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
+        """Move or round the weights."""
+        return DensePattern(self.weights.to(device=device, dtype=dtype))
+
+    def prefix(self, length: int) -> "DensePattern":
+        """Return the pattern of the first `length` positions."""
+        self._check_prefix(length)
+        return DensePattern(self.weights[..., :length, :length])
+
+    def dense(self) -> Tensor:
+        """Return the weights, `[..., T, T]`."""
+        return self.weights
+
+    def compact(self) -> None:
+        """Return None: entries have no key and distance logits."""
+
+    def own(self) -> "DensePattern":
+        """Return the pattern on the CPU, in memory that does not keep alive the batch it was a part of."""
+        moved = self.to(device="cpu")
+        shared = moved.weights.untyped_storage().nbytes() > moved.weights.nbytes
+        return DensePattern(moved.weights.clone()) if shared else moved
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the weights, `[..., T, T]`."""
+        return {"weights": self.weights}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ExponentialPattern(_FixedPattern):
+    """Hold patterns `P(i, j) = exp(alpha(j)) g(i - j) / Z(i)` for j <= i; all leading dimensions are free.
+
+    `g(δ) = exp(band[δ])` below w, and from w on, with d = δ - w, a sum over P poles that must stay positive:
+
+        g(δ) = sum_p exp(-damping[p] d) (cosine[p] cos(frequency[p] d) + sine[p] sin(frequency[p] d))
+
+    `alpha(j)` is `alpha[j]` below S, and from S on `sum_k trend[k] exp(-trend_damping[k] (j - S))`, which ends at 0.
+    Where S = length every key has a logit of its own. Where S < length the pattern has a fixed number of parameters,
+    and `extended` gives it at other lengths.
+
+    Attributes:
+        alpha: `[..., S]`, logits of the first S keys.
+        band: `[..., w]`, logits of the first w distances.
+        damping: `[..., P]`, per position, none negative.
+        frequency: `[..., P]`, radians per position; 0 for a pure decay.
+        cosine: `[..., P]`, amplitudes at distance w.
+        sine: `[..., P]`.
+        length: T, the positions that the pattern covers.
+        trend: `[..., K]`, amplitudes at key S; None stands for K = 0, as in fits with every key free.
+        trend_damping: `[..., K]`, per position, all positive.
+    """
+
+    kind: ClassVar[str] = "exponential"
+    parts: ClassVar[tuple[str, ...]] = (
+        "alpha", "band", "damping", "frequency", "cosine", "sine", "trend", "trend_damping", "length",
+    )  # fmt: skip
+
+    alpha: Tensor
+    band: Tensor
+    damping: Tensor
+    frequency: Tensor
+    cosine: Tensor
+    sine: Tensor
+    length: int
+    trend: Tensor = None  # type: ignore[assignment]  # always a tensor once made
+    trend_damping: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        """Raise InputError unless shapes fit together, values are finite and nothing grows with distance."""
+        for name in ("trend", "trend_damping"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.alpha[..., :0])
+        tensors = self._tensors()
+        if not all(x.is_floating_point() and x.ndim and bool(x.isfinite().all()) for x in tensors.values()):
+            raise InputError("parameters of an exponential pattern must be finite floating-point tensors [..., n]")
+        shapes = {name: list(x.shape) for name, x in tensors.items()}
+        poles, trends = {"damping", "frequency", "cosine", "sine"}, {"trend", "trend_damping"}
+        alike = all(len({tuple(shapes[name]) for name in group}) == 1 for group in (poles, trends))
+        if not alike or len({tuple(shape[:-1]) for shape in shapes.values()}) != 1:
+            raise InputError(f"parameters of an exponential pattern must agree in shape; got {shapes}")
+        keys, width = self.alpha.shape[-1], self.band.shape[-1]
+        if not 1 <= width <= self.length or not 0 <= keys <= self.length:
+            raise InputError(
+                f"alpha must have at most {self.length} keys (length), band 1 to {self.length}; got {shapes}"
+            )
+        if width < self.length and not self.damping.shape[-1]:
+            raise InputError(
+                f"a pattern of {self.length} positions beyond a band of {width} must have a pole; got none"
+            )
+        if bool((self.damping < 0).any()) or bool((self.trend_damping <= 0).any()):
+            raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
+
+    def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "ExponentialPattern":
+        """Move, or convert to `dtype`; poles keep theirs, since a rounded frequency drifts with distance."""
+        poles = ("damping", "frequency", "trend_damping")
+        return self._map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
+
+    def prefix(self, length: int) -> "ExponentialPattern":
+        """Return the pattern of the first `length` positions."""
+        self._check_prefix(length)
+        return replace(self, length=length, alpha=self.alpha[..., :length], band=self.band[..., :length])
+
+    def extended(self, length: int) -> "ExponentialPattern":
+        """Return the pattern over `length` positions, more than it was fitted for.
+
+        Raises InputError where every key has a logit of its own, or some distance weight would not be positive.
+        """
+        if length <= self.length:
+            return self.prefix(length)
+        if self.alpha.shape[-1] == self.length:
+            raise InputError(f"every key has a logit of its own, so the pattern ends at {self.length}; got {length}")
+        longer = replace(self, length=length)
+        longer.distance_weights()
+        return longer
+
+    def distance_weights(self) -> Tensor:
+        """Return g, `[..., T]` float64; raise InputError unless all of it is positive."""
+        far = self.length - self.band.shape[-1]
+        weights = self.band.double().exp()
+        if far:
+            poles = DampedCosines(self.damping.double(), self.frequency.double(), far)
+            amplitudes = torch.cat([self.cosine, self.sine], -1).double()
+            weights = torch.cat([weights, poles.sum(amplitudes)], -1)
+        if not bool((weights > 0).all()):
+            raise InputError(f"distance weights must be positive over {self.length} positions; refit, or shorten them")
+        return weights
+
+    def key_logits(self) -> Tensor:
+        """Return alpha by key, `[..., T]` float64."""
+        later = self.length - self.alpha.shape[-1]
+        at = torch.arange(later, dtype=torch.float64, device=self.alpha.device)
+        decays = (-self.trend_damping.double()[..., None] * at).exp()
+        return torch.cat([self.alpha.double(), (self.trend.double()[..., None] * decays).sum(-2)], -1)
+
+    def to_compact(self, length: int | None = None) -> CompactPattern:
+        """Return the same pattern as key and distance logits, float64, over `length` positions (its own by default)."""
+        at = self if length is None else self.extended(length)
+        return CompactPattern.from_parameters(at.key_logits(), at.distance_weights().log())
+
+    def compact(self) -> CompactPattern:
+        """Return `to_compact()`."""
+        return self.to_compact()
+
+    def dense(self, length: int | None = None) -> Tensor:
+        """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
+        return self.to_compact(length).dense()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the parameters, and T as a whole number."""
+        tensors = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+        return {name: tensors.get(name, torch.tensor([self.length])) for name in self.parts}
+
+    @classmethod
+    def from_state(cls, tensors: Mapping[str, Tensor]) -> "ExponentialPattern":
+        """Return the pattern of `state`."""
+        return cls(**{**tensors, "length": int(tensors["length"])})
+
+
+class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
+    """Hold key logits `alpha [T]` and distance logits `rho [T]` of one head as parameters; casting keeps their dtype.
+
+    The normalisers are no parameters: they are computed from these whenever the head is executed, Eq. (3).
+    """
+
+    kind: ClassVar[str] = "trainable"
+    trainable: ClassVar[bool] = True
+    parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
+
+    def __init__(self, alpha: Tensor, rho: Tensor):
+        """Take the logits as given; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
+        super().__init__()
+        if alpha.shape != rho.shape or alpha.dim() != 1 or not len(alpha):
+            raise InputError(f"expected alpha and rho [T], T >= 1; got {list(alpha.shape)} and {list(rho.shape)}")
+        if alpha.dtype != rho.dtype or alpha.dtype not in (torch.float32, torch.float64):
+            raise InputError(
+                f"expected alpha and rho of one dtype, float32 or float64; got {alpha.dtype} and {rho.dtype}"
+            )
+        if not (bool(alpha.isfinite().all()) and bool(rho.isfinite().all())):
+            raise InputError("alpha and rho must be finite")
+        self.alpha = nn.Parameter(alpha.detach().clone())
+        self.rho = nn.Parameter(rho.detach().clone())
+
+    @classmethod
+    def of(
+        cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> "TrainablePattern":
+        """Start from a pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
+
+        Raises UnsupportedError for a pattern that has no key and distance logits.
+        """
+        start = None if pattern.kind == "exponential" else pattern.compact()
+        if start is None:
+            raise UnsupportedError(
+                f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact "
+                "pattern (storage='compact'), or use trainable=False"
+            )
+        balanced = start.to(dtype=torch.float64, device=device).balanced()
+        return cls(balanced.alpha.to(dtype), balanced.rho.to(dtype))
+
+    @property
+    def length(self) -> int:
+        """Return T, in tokens."""
+        return self.alpha.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return no leading dimensions: it is one head's."""
+        return torch.Size()
+
+    def compact(self) -> CompactPattern:
+        """Return the pattern as it is now, with the normalisers that belong to it."""
+        return CompactPattern.from_parameters(self.alpha.detach().clone(), self.rho.detach().clone())
+
+    def prefix(self, length: int) -> CompactPattern:
+        """Return the fixed pattern of the first `length` positions as it is now."""
+        return self.compact().prefix(length)
+
+    def dense(self) -> Tensor:
+        """Return P as it is now, `[T, T]` float64, without gradients."""
+        return self.compact().dense()
+
+    def singles(self) -> list["TrainablePattern"]:
+        """Return the pattern itself: it is one head's."""
+        return [self]
+
+    def own(self) -> "TrainablePattern":
+        """Return the pattern itself, whose parameters are the model's."""
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
+        """Follow the module to another device but keep the dtype."""
+        for parameter in self.parameters():
+            device = fn(parameter.new_empty(0, dtype=torch.float32)).device
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Describe the pattern when the model is printed."""
+        return f"length={self.length}"
+
+    def forward(self, *_: Any) -> Tensor:
+        """Refuse: patterns are executed by a backend."""
+        raise InputError("a pattern is executed by saf.frozen_attention; call compact() to look at it")
+
+
+def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:
+    """Return whether a pattern is a module whose parameters an optimiser trains."""
+    return pattern.trainable
+
+
+def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
+    """Return the parameters of the trainable ones among these patterns: alpha and rho of each, `[T]`."""
+    return [logits for one in patterns if is_trainable(one) for logits in (one.alpha, one.rho)]
+
+
+KINDS: dict[str, type[Pattern]] = {
+    kind.kind: kind for kind in (CompactPattern, DensePattern, ExponentialPattern, TrainablePattern)
+}
+
+
+def pattern_from_state(tensors: Mapping[str, Tensor], *, trainable: bool = False) -> Pattern:
+    """Return the pattern whose `state` these tensors are: their names tell its kind, beside whether it is trained.
+
+    Raises CheckpointError when no kind of pattern has exactly these tensors.
+    """
+    for kind in KINDS.values():
+        if kind.trainable == trainable and set(kind.parts) == set(tensors):
+            return kind.from_state(tensors)
+    expected = [f"{kind.kind}: {', '.join(kind.parts)}" for kind in KINDS.values() if kind.trainable == trainable]
+    raise CheckpointError(f"expected the tensors of a pattern ({'; '.join(expected)}); got {sorted(tensors) or 'none'}")
