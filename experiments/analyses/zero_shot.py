@@ -31,7 +31,7 @@ from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
 from saf.evaluate.evaluated import precision_in_use
-from saf.evaluate.zero_shot import TaskAnswers, Told, TooLong, counted, paired_tasks
+from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counted, paired_tasks
 from saf.freeze import FittedHead, accept_fits, fit_heads, head_order
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
@@ -160,7 +160,7 @@ def _entries(answers: Mapping[str, TaskAnswers]) -> dict[str, Any]:
     return {"tasks": {name: task.to_dict() for name, task in answers.items()}, "answers": kept}
 
 
-def _ordinary(entries: Record) -> Told:
+def _ordinary(entries: Record) -> AnswersByTask:
     """Return the argument of `paired_tasks` from the result of `_entries`."""
     return {
         name: (task, [dict(zip(("id", "answer", "right"), each, strict=True)) for each in entries["answers"][name]])
@@ -180,7 +180,7 @@ def _check_same(before: Record, now: Record) -> None:
 
 
 def _elsewhere(
-    others: Sequence[OpenedModel], settings: Settings, record: Record, ordinary: Told
+    others: Sequence[OpenedModel], settings: Settings, record: Record, ordinary: AnswersByTask
 ) -> Iterator[dict[str, Any]]:
     """Yield the arms of models that were frozen elsewhere, without those that the record has."""
     for number, other in list(enumerate(others, 1))[len(record["arms"]) :]:
@@ -193,7 +193,9 @@ def _elsewhere(
         yield arm | {"heads": heads.to_list()} | _compared(ordinary, answers)
 
 
-def _frozen(opened: OpenedModel, settings: Settings, record: Record, ordinary: Told) -> Iterator[dict[str, Any]]:
+def _frozen(
+    opened: OpenedModel, settings: Settings, record: Record, ordinary: AnswersByTask
+) -> Iterator[dict[str, Any]]:
     """Yield the arms of every score and rate, without those that the record has."""
     assert opened.data is not None
     model, longest, done = opened.model, record["length"], len(record["arms"])
@@ -262,7 +264,7 @@ def _described(
     }
 
 
-def _compared(ordinary: Told, frozen: Mapping[str, TaskAnswers]) -> dict[str, Any]:
+def _compared(ordinary: AnswersByTask, frozen: Mapping[str, TaskAnswers]) -> dict[str, Any]:
     """Return an arm's answers by task, and their paired changes from the ordinary model's."""
     own = {name: (task.to_dict(), task.answers) for name, task in frozen.items()}
     changes = paired_tasks(ordinary, own)

@@ -1,6 +1,6 @@
-"""What an evaluation is of: the precision that the model ran in, its shape, how many heads are edited, what made it.
+"""The model of an evaluation: the precision it ran in, its shape, its edited heads, its origin; and pairs of these.
 
-Two evaluations tell what freezing cost if these differ in the freezing alone; `check_pair` holds them against another.
+Two evaluations show what freezing cost if they differ in the freezing alone; `check_pair` compares them.
 """
 
 import warnings
@@ -19,38 +19,38 @@ from saf.ops import FrozenHeads
 from saf.records.events import heads_in_words
 
 PARENT = "parent"
-"""How the roles of the checkpoints begin that a model was made from."""
+"""Roles of the checkpoints that a model was made from begin with this."""
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
 
 
 def precision_in_use(model: nn.Module, precision: str) -> str:
-    """Return the precision in which a model runs under `autocast(device, precision)`, as results name it.
+    """The precision in which a model runs under `autocast(device, precision)`, as results name it.
 
     For float32 weights that is "fp32" or "bf16". Other weights are named too, as they run in their own dtype:
     "bf16 weights", or "bf16 weights, bf16 autocast". Patterns of frozen heads are no weights.
 
-    Raises InputError where "fp32" is asked for by name and weights are narrower.
+    Raises InputError where `precision` is "fp32" and weights are narrower.
     """
-    asked = resolve_precision(language_model(model).device, precision)
+    autocast = resolve_precision(language_model(model).device, precision)
     patterns = {
         parameter for module in model.modules() if isinstance(module, FrozenHeads) for parameter in module.parameters()
     }
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter not in patterns}
     names = sorted(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
     if names in ([], ["fp32"]):
-        return asked
+        return autocast
     weights = f"{' and '.join(names)} weights"
     if precision == "fp32" and any(dtype.itemsize < torch.float32.itemsize for dtype in dtypes):
         raise InputError(
-            f"precision fp32 was asked for, and the model has {weights}, which run in their own dtype; leave precision "
-            "out, or give a model in float32 (model.float(), or dtype=torch.float32 in from_pretrained)"
+            f"precision fp32 needs a model in float32, got {weights}, which keep their dtype; leave precision out, "
+            "or convert it (model.float())"
         )
-    return weights if asked == "fp32" else f"{weights}, {asked} autocast"
+    return weights if autocast == "fp32" else f"{weights}, {autocast} autocast"
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """Return a model's shape, and how many of its heads are frozen and pruned where its attention is known."""
+    """A model's shape, and how many of its heads are frozen and pruned where its attention is known."""
     language, inner = language_model(model), unwrap(model)
     config = getattr(inner, "config", None)
     facts: dict[str, Any] = {
@@ -69,11 +69,12 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 def check_pair(
     records: Sequence[Mapping[str, Any]], folders: Sequence[Path | str], *, allow_differences: bool = False
 ) -> dict[str, Any]:
-    """Return what two evaluations, the ordinary model's and the frozen one's, tell of being a pair.
+    """Compare the models of two evaluations, the ordinary one's and the frozen one's.
 
-    `differences` has a line for each that is not the freezing; `made_from` is whether the frozen model was made from
-    the ordinary one, or both from a third, None where no file tells; `heads_by_kind` has how many heads of each are
-    frozen and pruned, none where their attention is not known.
+    Returns:
+        `differences`, a line for each that is not the freezing; `made_from`, whether the frozen model was made from the
+        ordinary one, or both from a third, None where no file says; `heads_by_kind`, how many heads of each are frozen
+        and pruned, where their attention is known.
 
     Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
     """
@@ -81,10 +82,10 @@ def check_pair(
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
     edited = [sum(count.values()) for count in counts]
     if "heads_by_layer" in frozen and not edited[1]:
-        swapped = f", and that of {folders[0]} has {edited[0]}: give them the other way round" if edited[0] else ""
+        swapped = f", and that of {folders[0]} has {edited[0]}" if edited[0] else ""
         raise CompareError(
-            f"the model of {folders[1]} has no frozen or pruned heads{swapped}; expected the evaluation "
-            "of the ordinary model first and that of the frozen one second"
+            f"the model of {folders[1]} has no frozen or pruned heads{swapped}; give the ordinary model's evaluation "
+            "first and the frozen one's second"
         )
     lines = []
     if ordinary and frozen:
@@ -98,24 +99,24 @@ def check_pair(
     made_from = bool(set(origins.values()) & set(own.values())) if origins and own else None
     if made_from is False:
         lines.append(
-            f"parent: the frozen model was made from {origins[PARENT][:12]}, which is neither the ordinary model "
-            f"({own.get('model', 'not recorded')[:12]}) nor what that was made from"
+            f"parent: the frozen model was made from {origins[PARENT][:12]}, neither the ordinary model "
+            f"({own.get('model', 'not recorded')[:12]}) nor its origin"
         )
     if lines and not allow_differences:
         listed = "\n  ".join(lines)
         raise CompareError(
             f"the models of {folders[0]} and {folders[1]} differ in more than the freezing:\n  {listed}\n"
-            "Evaluate the model that heads were frozen in, or allow the differences explicitly (--allow-differences)"
+            "Evaluate the model that heads were frozen in, or allow the differences (--allow-differences)"
         )
     return {"differences": lines, "made_from": made_from, "heads_by_kind": counts}
 
 
-def pair_words(told: Mapping[str, Any]) -> list[str]:
-    """Return sentences on what `check_pair` told that readers of a comparison must know; none where all is well."""
-    lines = [f"Difference of the models: {line}." for line in told["differences"]]
-    if told["made_from"] is None:
-        lines.append("No file tells whether the frozen model was made from the ordinary one.")
-    first = told.get("heads_by_kind", [{}])[0]  # which earlier records do not have
+def pair_words(pair: Mapping[str, Any]) -> list[str]:
+    """Sentences on what `check_pair` found that readers of a comparison must know; none where all is well."""
+    lines = [f"Difference of the models: {line}." for line in pair["differences"]]
+    if pair["made_from"] is None:
+        lines.append("No file says whether the frozen model was made from the ordinary one.")
+    first = pair.get("heads_by_kind", [{}])[0]  # committed records from before it do not have it
     if any(first.values()):
         before = heads_in_words(first)
         lines.append(f"The first model has {before} heads already: what these cost is not in the change.")
@@ -123,13 +124,13 @@ def pair_words(told: Mapping[str, Any]) -> list[str]:
 
 
 def _hashes(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of a record's model and of what it was made from, by role."""
+    """Hashes of a record's model and of what it was made from, by role."""
     checkpoints = record["provenance"]["checkpoints"]
     return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}
 
 
 def both_have(pair: Sequence[Path], name: str) -> bool:
-    """Return whether both folders of a pair of evaluations have a file; warn where one alone has it."""
+    """Whether both folders of a pair of evaluations have a file; warn where one alone has it."""
     having = [folder for folder in pair if (folder / name).is_file()]
     if len(having) == 1:
         warnings.warn(f"{name} is in {having[0]} alone: it is not compared", SafWarning, stacklevel=3)
@@ -137,8 +138,6 @@ def both_have(pair: Sequence[Path], name: str) -> bool:
 
 
 def nothing_to_compare(pair: Sequence[Path]) -> InputError:
-    """Return the error for two evaluations without a file that both have."""
-    return InputError(
-        f"{' and '.join(map(str, pair))} are evaluations of different things, one of perplexity and one of tasks; "
-        "evaluate both on the same"
-    )
+    """The error for two evaluations without a file that both have."""
+    names = " and ".join(map(str, pair))
+    return InputError(f"{names} are evaluations of different things, perplexity and tasks; evaluate both on the same")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
-from saf.data import PARTITIONS, TokenData, begun_with, sequential_windows
+from saf.data import TokenData, begun_with, sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.tokens import FILE, TokenLosses
@@ -21,6 +21,7 @@ from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
 
 WRITTEN = ("evaluation.json", FILE)
+"""Files that an evaluation writes."""
 
 
 def evaluate_perplexity(
@@ -36,9 +37,9 @@ def evaluate_perplexity(
     out: Path | str | None = None,
     tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> dict[str, Any]:
-    """Return the loss (nats per token) and perplexity of `model` on one partition.
+    """Measure the loss (nats per token) and perplexity of `model` on one partition.
 
     In a `torch.distributed` group every process calls this with the same model. Batches are shared out among them, and
     all return the same record, the one that a single process would; the first one writes.
@@ -53,10 +54,10 @@ def evaluate_perplexity(
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere. Weights that are not float32
             run in their own dtype, which the record names.
         bos: The token that every window begins with, before its `length` targets; None for none, as the text is.
-        out: Folder for the files `WRITTEN`; nothing is written when None. What is written has the header of a result.
+        out: Folder for the files `WRITTEN`; nothing is written when None.
         tokens: Whether every token's log-probability is written, or the losses of windows alone.
-        checkpoints: Hashes for that head, by role: of the checkpoint that `model` is, where it is one, and of what it
-            was made from ("parent", "parent of parent").
+        checkpoints: Hashes by role for the result's header: of the model, and of what it was made from ("parent",
+            "parent of parent").
         progress: Called with (windows done, windows) after each batch.
 
     Raises:
@@ -64,23 +65,20 @@ def evaluate_perplexity(
         DataError: Less than one window of text, or token ids the model does not have.
         DivergenceError: A log-probability that is not finite.
     """
-    length = _check_settings(model, data, partition=partition, length=length, batch_size=batch_size, limit=limit)
-    if bos is not None and not 0 <= bos < (language_model(model).vocab_size or math.inf):
-        raise InputError(f"bos must be a token of the model, which has {language_model(model).vocab_size:,}; got {bos}")
+    language, device = language_model(model), language_model(model).device
+    length = _check_settings(language, data, length=length, batch_size=batch_size, bos=bos)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    language, used = language_model(model), precision_in_use(model, precision)
-    device, done = language.device, 0
+    used, done = precision_in_use(model, precision), 0
 
     def log_probs_of(batch: Tensor) -> Tensor:
-        """Return the log-probability of every target of some windows, and tell how many are done by all processes."""
+        """The log-probability of every target of some windows."""
         nonlocal done
         batch = batch.to(device)
-        found = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
+        log_probs = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
         done += group_place()[1] * len(batch)
-        if progress:
-            progress(min(done, len(windows)), len(windows))
-        return found
+        progress(min(done, len(windows)), len(windows))
+        return log_probs
 
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
         log_probs = torch.cat(shared_out(log_probs_of, windows.split(batch_size)))
@@ -93,7 +91,7 @@ def evaluate_perplexity(
         "length": length,
         "tokens": log_probs.numel(),
         "loss": loss,
-        "perplexity": perplexity_of(loss),
+        "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # the largest float is exp(709.78...)
         "precision": used,
         "bos": bos,
         "by_position": losses_by_position(log_probs),
@@ -104,17 +102,12 @@ def evaluate_perplexity(
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
     settings |= {"precision": precision, "bos": bos}
+    where = {"device": device_name(device), "checkpoints": checkpoints, "data": {partition: data.fingerprint}}
 
     def write() -> dict[str, Any]:
         """Write both files and return the record with its header."""
-        head = result_header(
-            "evaluation",
-            settings,
-            device=device_name(device),
-            checkpoints=checkpoints,
-            data={partition: data.fingerprint},
-        )
         losses = TokenLosses.of(log_probs, tokens=tokens)
+        head = result_header("evaluation", settings, **where)
         written = {**head, **record, "of": facts_of(model), "log_probs_sha256": losses.write(Path(out))}
         written |= {"log_probs_step": losses.step} if tokens else {}
         write_json(Path(out) / WRITTEN[0], written)
@@ -124,17 +117,16 @@ def evaluate_perplexity(
 
 
 def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
-    """Return evaluation.json and the losses of its windows and tokens.
+    """Read evaluation.json and the losses of its windows and tokens.
 
-    Raises:
-        InputError: A file is missing or damaged, evaluation.json has no sum of the other one, or their means differ.
+    Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
     """
     table, values = (Path(folder) / name for name in WRITTEN)
     record = read_result(table)
     if "log_probs_sha256" not in record:
         raise InputError(
-            f"{table} has no SHA-256 of {values.name}: an earlier version wrote it, or it was changed. `saf evaluate` "
-            "the run's last checkpoint into another folder, and copy both files here"
+            f"{table} has no SHA-256 of {values.name}; `saf evaluate` the run's last checkpoint into another folder, "
+            "and copy both files here"
         )
     check_file(values, sha256=record["log_probs_sha256"])
     losses = TokenLosses.read(values)
@@ -143,9 +135,9 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
 
 
 def losses_by_position(log_probs: Tensor) -> list[list[float]]:
-    """Return the mean loss, nats, of targets 1 to 16 of all windows, 17 to 64, and so on, by the last of each.
+    """Mean loss, nats, of targets 1 to 16 of all windows, 17 to 64, and so on, each with the last of its range.
 
-    The ranges grow fourfold up to all `T` of `[windows, T]`. What later ones lose less is what the context tells.
+    The ranges grow fourfold up to all `T` of `[windows, T]`. Later ones lose less by what the context tells.
     """
     length = log_probs.shape[1]
     ends = [*(end for end in (16 * 4**power for power in range(16)) if end < length), length]
@@ -153,40 +145,28 @@ def losses_by_position(log_probs: Tensor) -> list[list[float]]:
     return [[end, mean] for end, mean in zip(ends, means, strict=True)]
 
 
-def perplexity_of(loss: float) -> float:
-    """Return exp(loss), infinity where that is past the largest float; `loss` in nats per token."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 def hash_windows(windows: Tensor) -> str:
-    """Return the SHA-256 of windows of token ids `[windows, length + 1]`, shape included."""
+    """SHA-256 of windows of token ids `[windows, length + 1]`, shape included."""
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
 
 
-def _check_settings(
-    model: Any, data: TokenData, *, partition: str, length: int | None, batch_size: int, limit: int | None
-) -> int:
+def _check_settings(language: Any, data: TokenData, *, length: int | None, batch_size: int, bos: int | None) -> int:
     """Return the window length; raise before any work when a setting cannot be used."""
-    if partition not in PARTITIONS:
-        raise InputError(f"partition must be one of {', '.join(PARTITIONS)}; got {partition!r}")
-    for name, value in (("batch_size", batch_size), ("limit", limit), ("length", length)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} must be at least 1; got {value}")
-    language = language_model(model)
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, got {batch_size}")
     longest, known = language.max_length, language.vocab_size
-    length = length or longest
+    length = longest if length is None else length
     if length is None:
-        raise InputError("the model does not tell its maximum length; pass length=")
+        raise InputError("length must be given: the model does not tell its maximum")
     if longest is not None and length > longest:
         raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
+    if bos is not None and not 0 <= bos < (known or math.inf):
+        raise InputError(f"bos must be a token of the model, which has {known:,}, got {bos}")
     if known is not None and data.vocab_size > known:
         raise DataError(
-            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {known:,}; "
-            "evaluate with data prepared by the tokenizer the model was trained with"
+            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {known:,}; evaluate with data prepared "
+            "by the tokenizer the model was trained with"
         )
     return length

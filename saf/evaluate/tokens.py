@@ -1,10 +1,10 @@
-"""Every token's log-probability in an evaluation, kept in two bytes a token and checked against what was recorded.
+"""Every token's log-probability in an evaluation, in two bytes a token, checked against what was recorded.
 
-A loss `x` is kept as a 16-bit number of steps, each 1/65534 of the range of all losses, above the smallest loss. What
-rounding leaves over goes to the next token of the window, so that a token is off by less than one step (of about 4e-4
-nats, for losses up to 25), and the mean of a window of `T` tokens by at most half a step over `T` (5e-8 nats at 4,096).
-float16 is off by up to 4e-3 a token at losses of 8 to 16 nats. The means of the windows before rounding stand beside:
-what is computed from them is the same as from float32 log-probabilities, bit for bit.
+A loss `x` is a 16-bit number of steps, each 1/65534 of the range of all losses, above the smallest loss. The rounding
+error goes to the next token of the window, so that a token is off by less than one step (of about 4e-4 nats, for losses
+up to 25), and the mean of a window of `T` tokens by at most half a step over `T` (5e-8 nats at 4,096). float16 is off
+by up to 4e-3 a token at losses of 8 to 16 nats. The means of the windows before rounding stand beside: what is computed
+from them is the same as from float32 log-probabilities, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from saf.records.files import file_hash, read_tensors, write_tensors
 
 FILE = "log_probs.safetensors"
 _STEPS = 65_534
-"""One fewer than 16 bits hold: what is left over from the token before may add one."""
+"""One fewer than 16 bits hold: the rounding error of the token before may add one."""
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """Hold the losses of one evaluation, in nats."""
+    """The losses of one evaluation, in nats."""
 
     windows: Tensor
     """Mean loss of each window before rounding, `[windows]` float64."""
@@ -39,8 +39,7 @@ class TokenLosses:
     def of(cls, log_probs: Tensor, *, tokens: bool = True) -> "TokenLosses":
         """Round log-probabilities `[windows, T]`, or without `tokens` keep the means of windows alone.
 
-        Raises:
-            InputError: Values that are not finite, or none.
+        Raises InputError for values that are not finite, or none.
         """
         windows = window_losses(log_probs)
         if not tokens:
@@ -55,15 +54,11 @@ class TokenLosses:
 
     @property
     def log_probs(self) -> Tensor:
-        """Return every token's log-probability to within one step, `[windows, T]` float64, nats.
-
-        Raises:
-            InputError: Windows alone were kept.
-        """
+        """Every token's log-probability to within one step, `[windows, T]` float64, nats."""
         if self.steps is None:
             raise InputError(
-                "only the losses of windows were kept of this evaluation; for those of tokens, `saf evaluate` the "
-                "run's last checkpoint, or train with token_losses"
+                "this evaluation has the losses of windows alone; for those of tokens, `saf evaluate` the run's last "
+                "checkpoint, or train with token_losses"
             )
         return -(self.smallest + self.step * self.steps.double())
 
@@ -83,28 +78,22 @@ class TokenLosses:
         if shapes == {"windows": 1}:
             return cls(tensors["windows"])
         if shapes != {"windows": 1, "steps": 2, "scale": 1} or len(tensors["scale"]) != 2:
-            raise InputError(f"{path} holds {shapes or 'nothing'}; expected windows [W], steps [W, T] and scale [2]")
+            raise InputError(f"{path} must hold windows [W], steps [W, T] and scale [2], got {shapes or 'nothing'}")
         smallest, step = tensors["scale"].tolist()
         return cls(tensors["windows"], tensors["steps"], smallest, step)
 
     def check(self, path: Path, *, windows: int, length: int, loss: float) -> None:
         """Raise InputError unless windows and tokens are as many as were recorded and give the recorded mean loss."""
-        found = [len(self.windows), length] if self.steps is None else [*self.steps.shape]
-        if found != [windows, length] or len(self.windows) != windows:
-            raise InputError(f"{path} holds log-probabilities {found}; evaluation.json tells of {[windows, length]}")
+        shape = [len(self.windows), length] if self.steps is None else [*self.steps.shape]
+        if shape != [windows, length] or len(self.windows) != windows:
+            raise InputError(f"{path} must hold log-probabilities {[windows, length]} as recorded, got {shape}")
         # Sums of float64 in another order: a few units in the sixteenth digit.
         exactly = 1e-12 * max(1.0, abs(loss))
-        mean = float(self.windows.mean())
-        if self.steps is None:
-            if abs(mean - loss) > exactly:
-                raise InputError(
-                    f"{path} gives a mean loss of {mean:.9f} over its windows; evaluation.json records {loss:.9f}: "
-                    "they are not of one evaluation"
-                )
-            return
-        off = float((self.windows + self.log_probs.mean(dim=1)).abs().max())
-        if abs(mean - loss) > exactly or off > self.step / (2 * length) + exactly:
+        mean, error = float(self.windows.mean()), 0.0
+        if self.steps is not None:
+            error = float((self.windows + self.log_probs.mean(dim=1)).abs().max())
+        if abs(mean - loss) > exactly or error > self.step / (2 * length) + exactly:
             raise InputError(
-                f"{path} gives a mean loss of {mean:.9f} over its windows and {-float(self.log_probs.mean()):.9f} over "
-                f"its tokens; evaluation.json records {loss:.9f}: they are not of one evaluation"
+                f"{path} gives a mean loss of {mean:.9f}, its tokens up to {error:.2g} off that; evaluation.json "
+                f"records {loss:.9f}: they are not of one evaluation"
             )

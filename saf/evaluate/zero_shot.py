@@ -1,4 +1,4 @@
-"""Zero-shot evaluations: a model's answers to tasks with choices, kept by question; two of them, paired by question."""
+"""Zero-shot evaluations: a model's answers to tasks with choices, by question; two of them, paired by question."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,33 +15,35 @@ from saf.records.result import read_result, result_header
 from saf.records.table import Part, Table
 
 WRITTEN = ("zero_shot.json", "zero_shot.jsonl")
-"""What an evaluation writes: its record, and every question's answer, a line each."""
+"""Files that an evaluation writes: its record, and every question's answer, a line each."""
 TooLong = Literal["refuse", "cut"]
 """What is done with a question that is longer than the model takes: refused, or its context cut at its beginning."""
 Answer = Mapping[str, Any]
-"""How one question is answered, as `saf.evaluate.answers` has it: `id`, `answer`, `taken`, `right`, `shortened`,
+"""How one question is answered, as in `saf.evaluate.answers`: `id`, `answer`, `taken`, `right`, `shortened`,
 `log_probs`; where the task has it, `right_norm`, by log-probabilities over the characters of choices."""
+AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
+"""By task, `TaskAnswers.to_dict` and the answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskAnswers:
-    """Hold a model's answers to one task."""
+    """A model's answers to one task."""
 
     answers: Sequence[Answer]
     labels: tuple[str, ...]
-    """What the choices are called where all questions have the same; none otherwise."""
+    """Names of the choices where all questions have the same; none otherwise."""
     version: str
     """Of the task's definition."""
     source: Mapping[str, Any]
     """Where the questions come from."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return accuracy, its standard error over questions, and how often each choice is right and is taken."""
-        found = {"version": self.version, "source": dict(self.source), "labels": list(self.labels)}
-        found |= summary(self.answers)
+        """Accuracy, its standard error over questions, and how often each choice is right and is taken."""
+        record = {"version": self.version, "source": dict(self.source), "labels": list(self.labels)}
+        record |= summary(self.answers)
         if all("right_norm" in answer for answer in self.answers):
-            found["accuracy_norm"] = sum(answer["right_norm"] for answer in self.answers) / len(self.answers)
-        return found
+            record["accuracy_norm"] = sum(answer["right_norm"] for answer in self.answers) / len(self.answers)
+        return record
 
 
 def zero_shot_record(
@@ -54,10 +56,9 @@ def zero_shot_record(
     out: Path | None = None,
     **header: Any,
 ) -> dict[str, Any]:
-    """Return the record of an evaluation, and write it with every answer into `out` if given.
+    """Make the record of an evaluation, and write it with every answer into `out` if given.
 
-    `longest` is the most tokens of an input, `of` what `facts_of` tells of the model, `header` what `result_header`
-    takes.
+    `longest` is the most tokens of an input, `of` the model's `facts_of`, `header` what `result_header` takes.
     """
     record = {
         **result_header("zero_shot", settings, **header),
@@ -74,7 +75,7 @@ def zero_shot_record(
 
 
 def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
-    """Return the record of an evaluation and its answers by task; raise InputError for a file missing or damaged."""
+    """Read the record of an evaluation and its answers by task; raise InputError for a file missing or damaged."""
     table, answers = (Path(folder) / name for name in WRITTEN)
     record = read_result(table)
     check_file(answers, sha256=record.get("answers_sha256"))
@@ -85,47 +86,43 @@ def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, list[d
 
 
 def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> dict[str, Any]:
-    """Return what two evaluations of the same questions differ by, task by task.
+    """Compare two evaluations of the same questions, task by task.
 
     Raises:
         CompareError: Other tasks or questions, another precision, questions that were shortened to other lengths, or
             models that differ in more than the freezing (`allow_differences` passes that alone).
         InputError: A file is missing or damaged.
     """
-    (record_o, answers_o), (record_f, answers_f) = read_zero_shot(ordinary), read_zero_shot(frozen)
-    told: dict[str, list[Any]] = {"tasks": [sorted(record["tasks"]) for record in (record_o, record_f)]}
-    told["precision"] = [record["precision"] for record in (record_o, record_f)]
-    told["versions"] = [
-        {name: task["version"] for name, task in record["tasks"].items()} for record in (record_o, record_f)
-    ]
-    if any(answer["shortened"] for answers in (answers_o, answers_f) for task in answers.values() for answer in task):
-        told["longest"] = [record["longest"] for record in (record_o, record_f)]
-    for name, (one, other) in told.items():
+    (record_o, answers_o), (record_f, answers_f) = pair = read_zero_shot(ordinary), read_zero_shot(frozen)
+    records = (record_o, record_f)
+    same: dict[str, list[Any]] = {
+        "tasks": [sorted(record["tasks"]) for record in records],
+        "precision": [record["precision"] for record in records],
+        "versions": [{name: task["version"] for name, task in record["tasks"].items()} for record in records],
+    }
+    if any(answer["shortened"] for _, answers in pair for task in answers.values() for answer in task):
+        same["longest"] = [record["longest"] for record in records]
+    for name, (one, other) in same.items():
         if one != other:
+            remedy = f", cut to one length (saf evaluate --length {min(one, other)})" if name == "longest" else ""
             raise CompareError(
                 f"the evaluations differ in {name}: {one} in {ordinary}, {other} in {frozen}; evaluate both models on "
-                "the same questions, in one precision"
-                + (f", cut to one length (saf evaluate --length {min(one, other)})" if name == "longest" else "")
+                f"the same questions, in one precision{remedy}"
             )
-    models = {
-        role: record["provenance"]["checkpoints"].get("model")
-        for role, record in (("ordinary", record_o), ("frozen", record_f))
-    }
-    pair = check_pair((record_o, record_f), (ordinary, frozen), allow_differences=allow_differences)
-    head = result_header("zero_shot_comparison", {"allow_differences": allow_differences}, checkpoints=models)
+    facts = check_pair(records, (ordinary, frozen), allow_differences=allow_differences)
+    ordinary_hash, frozen_hash = (record["provenance"]["checkpoints"].get("model") for record in records)
+    checkpoints = {"ordinary": ordinary_hash, "frozen": frozen_hash}
+    head = result_header("zero_shot_comparison", {"allow_differences": allow_differences}, checkpoints=checkpoints)
+    names = record_o["tasks"]
     changes = paired_tasks(
-        {name: (record_o["tasks"][name], answers_o[name]) for name in record_o["tasks"]},
-        {name: (record_f["tasks"][name], answers_f[name]) for name in record_o["tasks"]},
+        {name: (record_o["tasks"][name], answers_o[name]) for name in names},
+        {name: (record_f["tasks"][name], answers_f[name]) for name in names},
     )
-    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **changes, **pair}
+    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **changes, **facts}
 
 
-Told = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
-"""By task, what `TaskAnswers.to_dict` says, and the answers."""
-
-
-def paired_tasks(ordinary: Told, frozen: Told) -> dict[str, Any]:
-    """Return the paired change of each task, with McNemar's p-value corrected over the tasks, and the mean change.
+def paired_tasks(ordinary: AnswersByTask, frozen: AnswersByTask) -> dict[str, Any]:
+    """The paired change of each task, with McNemar's p-value corrected over the tasks, and the mean change.
 
     Accuracies are shares; `p_holm` is the corrected p-value. Raises CompareError for other questions.
     """
@@ -142,7 +139,7 @@ def paired_tasks(ordinary: Told, frozen: Told) -> dict[str, Any]:
 
 
 def zero_shot_tables(record: Mapping[str, Any]) -> list[Part]:
-    """Return the tables of one evaluation: accuracies, and how often each choice is taken, a row a task."""
+    """Tables of one evaluation: accuracies, and how often each choice is taken, a row a task."""
     rows = []
     for name, task in record["tasks"].items():
         norm = task.get("accuracy_norm")
@@ -150,15 +147,14 @@ def zero_shot_tables(record: Mapping[str, Any]) -> list[Part]:
         rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
     notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
     if cut := sum(task["shortened"] for task in record["tasks"].values()):
-        several = f"{cut:,} questions were" if cut > 1 else "One question was"
-        notes.append(f"{several} longer than {record['longest']:,} tokens, and cut at the beginning.")
-    head = ["task", "questions", "accuracy, %", "by characters, %"]
+        notes.append(f"Questions longer than {record['longest']:,} tokens, cut at the beginning: {cut:,}.")
+    columns = ["task", "questions", "accuracy, %", "by characters, %"]
     taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
-    return [Table.of("Zero-shot tasks", head, rows, notes).used(), counts_table(record["tasks"], taken)]
+    return [Table.of("Zero-shot tasks", columns, rows, notes).used(), counts_table(record["tasks"], taken)]
 
 
 def zero_shot_comparison_tables(record: Mapping[str, Any]) -> list[Part]:
-    """Return the tables of two evaluations, paired by question: changes, and how often each choice is taken."""
+    """Tables of two evaluations, paired by question: changes, and how often each choice is taken."""
     rows = []
     for name, task in record["tasks"].items():
         low, high = (100 * end for end in task["ci95"])
@@ -179,16 +175,16 @@ def zero_shot_comparison_tables(record: Mapping[str, Any]) -> list[Part]:
         "Gained and lost: questions that the frozen or the ordinary model alone answers rightly.",
         *pair_words(record),
     ]
-    head = ["task", "questions", "ordinary, %", "frozen, %", "change", "gained / lost", "p", "Holm"]
+    columns = ["task", "questions", "ordinary, %", "frozen, %", "change", "gained / lost", "p", "Holm"]
     taken = {
         model: {name: task["taken"][place] for name, task in record["tasks"].items()}
         for place, model in enumerate(("ordinary", "frozen"))
     }
-    return [Table.of("Zero-shot tasks, paired", head, rows, notes), counts_table(record["tasks"], taken)]
+    return [Table.of("Zero-shot tasks, paired", columns, rows, notes), counts_table(record["tasks"], taken)]
 
 
 def counts_table(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return how often each choice is right, and how often models take it: `taken` by model, then by task."""
+    """A table of how often each choice is right, and how often models take it: `taken` by model, then by task."""
     rows = [
         [name, counted(task["answers"], task["labels"]), *(counted(of[name], task["labels"]) for of in taken.values())]
         for name, task in tasks.items()
@@ -197,7 +193,7 @@ def counts_table(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Map
 
 
 def counted(counts: Mapping[str, int], labels: Sequence[str]) -> str:
-    """Return how often each choice was taken, by what the choices are called, else by their letters.
+    """How often each choice was taken, by its name, else by its letter.
 
     >>> counted({"0": 3, "1": 1}, ("no", "yes")), counted({"0": 3, "3": 1}, ())
     ('no 3, yes 1', 'A 3, D 1')

@@ -118,12 +118,12 @@ def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_j
             assert "expected an evaluation (`saf evaluate --out`)" in told
     code, shown, _ = saf("compare", tmp_path / "ordinary", tmp_path / "wide")
     assert code == 0
-    assert "No file tells whether the frozen model was made from the ordinary one." in " ".join(shown.split())
+    assert "No file says whether the frozen model was made from the ordinary one." in " ".join(shown.split())
     code, _, told = saf(
         "freeze", half, "--data", base / "data", "--precision", "fp32", *FLAGS, "--out", tmp_path / "no"
     )
     assert code == 2
-    assert "precision fp32 was asked for, and the model has bf16 weights" in told
+    assert "precision fp32 needs a model in float32, got bf16 weights" in told
 
 
 def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, saf_json, tmp_path):
@@ -198,7 +198,7 @@ def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp
     for words, told in (
         ((base / "model",), "none of its heads is frozen"),
         ((frozen, tmp_path / "before"), "two: of the model before and after; got 1"),
-        ((frozen, tmp_path / "after", tmp_path / "before"), "give them the other way round"),
+        ((frozen, tmp_path / "after", tmp_path / "before"), "has no frozen or pruned heads"),
         ((tmp_path / "bare", tmp_path / "before", tmp_path / "after"), "is not an evaluation of"),
         ((frozen, base / "data"), "expected an evaluation"),
     ):

@@ -74,9 +74,9 @@ def test_the_most_likely_token_is_greedy(model):
 
 
 def test_what_cannot_be_asked_is_refused(model):
-    with pytest.raises(InputError, match="have a token or more"):
+    with pytest.raises(InputError, match="must have a token or more"):
         likelihoods(model, [Continuation((1,), ())])
-    with pytest.raises(InputError, match="25 tokens are given, the model takes 24"):
+    with pytest.raises(InputError, match="at most 24 tokens, got 25"):
         likelihoods(model, [Continuation((1,) * 25, (2,))])
     with torch.no_grad():
         model.embed.weight[2] = torch.nan

@@ -128,7 +128,7 @@ def test_weights_in_16_bits_are_recorded_as_what_the_model_ran_in(data):
     model = small().bfloat16()
     assert evaluate_perplexity(model, data, limit=1)["precision"] == "bf16 weights"
     assert evaluate_perplexity(model, data, limit=1, precision="bf16")["precision"] == "bf16 weights, bf16 autocast"
-    with pytest.raises(InputError, match="fp32 was asked for, and the model has bf16 weights"):
+    with pytest.raises(InputError, match="fp32 needs a model in float32, got bf16 weights"):
         evaluate_perplexity(model, data, limit=1, precision="fp32")
     model.norm.float()
     assert precision_in_use(model, "auto") == "bf16 and fp32 weights"
@@ -147,7 +147,7 @@ def test_windows_begin_with_the_token_asked_for_and_have_the_same_targets(data):
     assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
     assert (record["bos"], record["tokens"]) == (7, 3 * LENGTH)
     assert record["windows_hash"] != evaluate_perplexity(model, data, limit=3)["windows_hash"]
-    with pytest.raises(InputError, match="bos must be a token of the model, which has 320; got 320"):
+    with pytest.raises(InputError, match="bos must be a token of the model, which has 320, got 320"):
         evaluate_perplexity(model, data, bos=320)
 
 
@@ -166,8 +166,8 @@ def test_a_vocabulary_too_small_for_the_data_is_refused(data):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"partition": "test"}, "one of train, calibration, controller, report; got 'test'"),
-        ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
+        ({"partition": "test"}, "one of train, calibration, controller, report, got 'test'"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"limit": 0}, "limit must be at least 1"),
         ({"length": 33}, "33 tokens are longer than the model's maximum of 32"),
         ({"precision": "fp16"}, "precision must be one of auto, fp32, bf16"),

@@ -100,10 +100,10 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
     evaluation(tmp_path / "longer", sst2=same, longest=9)
     assert compare_zero_shot(tmp_path / "a", tmp_path / "longer")["tasks"]["sst2"]["difference"] == 0
     refused = {
-        r"b has no frozen or pruned heads, and that of .*a has 1: give them the other way round": {"of": ORDINARY},
+        r"b has no frozen or pruned heads, and that of .*a has 1; give": {"of": ORDINARY},
         r"heads_by_layer: \[2\] in the ordinary model, \[3\] in the frozen": {"of": FROZEN | {"heads_by_layer": [3]}},
         r"architecture: llama in the ordinary model, gemma2 in": {"of": FROZEN | {"architecture": "gemma2"}},
-        "made from ffff, which is neither the ordinary model": {"checkpoints": {"model": "b", "parent": "ffff"}},
+        "made from ffff, neither the ordinary model": {"checkpoints": {"model": "b", "parent": "ffff"}},
     }
     evaluation(tmp_path / "a", sst2=same, checkpoints={"model": "a", "parent": "0"})
     for words, settings in refused.items():
@@ -117,7 +117,7 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
         evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})
         found = compare_zero_shot(tmp_path / "a", tmp_path / "b")
         assert (found["made_from"], found["differences"]) == (made_from, [])
-    assert "No file tells" in " ".join(zero_shot_comparison_tables(found)[0].notes)
+    assert "No file says" in " ".join(zero_shot_comparison_tables(found)[0].notes)
     with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"zero_shot\.jsonl"):
