@@ -46,7 +46,7 @@ def likelihoods(
     *,
     batch_size: int = 8,
     precision: str = "auto",
-    progress: Callable[[int, int], None] = lambda done, count: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Likelihood]:
     """Compute how likely each continuation is, in order.
 
@@ -80,10 +80,12 @@ def likelihoods(
             for number in numbers
         }
         done += group_place()[1] * len(found)
-        progress(min(done, len(continuations)), len(continuations))
+        if progress is not None:
+            progress(min(done, len(continuations)), len(continuations))
         return found
 
-    progress(0, len(continuations))
+    if progress is not None:
+        progress(0, len(continuations))
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
         batches = shared_out(measure, list(_batches(continuations, batch_size)))
     by_number = {number: likelihood for batch in batches for number, likelihood in batch.items()}

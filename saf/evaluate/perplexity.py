@@ -37,7 +37,7 @@ def evaluate_perplexity(
     out: Path | str | None = None,
     tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
-    progress: Callable[[int, int], None] = lambda done, count: None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure the loss (nats per token) and perplexity of `model` on one partition.
 
@@ -77,7 +77,8 @@ def evaluate_perplexity(
         batch = batch.to(device)
         log_probs = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
         done += group_place()[1] * len(batch)
-        progress(min(done, len(windows)), len(windows))
+        if progress is not None:
+            progress(min(done, len(windows)), len(windows))
         return log_probs
 
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
