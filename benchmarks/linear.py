@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import saf
 from saf.bench.models import synthetic_patterns
 from saf.ops.launch import cdiv
-from saf.ops.linear.launch import WAVE, LinearConfig, choose_config, linear_matmul
-from saf.ops.linear.operator import CHUNK, linear_tables
+from saf.ops.linear.kernels import WAVE, LinearConfig, choose_config, linear_matmul
+from saf.ops.linear.tables import CHUNK, linear_tables
 from tools.gpu_numbers import CONTROL, LAYERS, model_of, seconds, speedup, updater
 
 BEGIN = time.time()

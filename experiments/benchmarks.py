@@ -17,7 +17,7 @@ import torch
 from saf.bench.models import TRANSFORMERS, shape_of
 from saf.bench.protocol import GRAPH, PRUNED
 from saf.models.config import PRESETS
-from saf.ops.inference.one_launch import are_few
+from saf.ops.fused.op import are_few
 from saf.records import paper
 from saf.records.files import read_json
 from saf.records.paper import Quoted

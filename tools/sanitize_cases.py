@@ -10,16 +10,14 @@ import os
 import torch
 
 from saf.calibration.tiles import measure_by_kernel
-from saf.ops.decoder.gelu_kernel import gelu, gelu_backward
-from saf.ops.decoder.loss_kernel import softmax_gradient
+from saf.ops.decode.op import decode_tables, flash_decode
+from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.fused.launch import choose_fused_config, fused_backward, fused_forward
+from saf.ops.fused.kernels import choose_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
-from saf.ops.rows.frozen import OWN, READERS, frozen_rows, join_rows, row_tables
-from saf.ops.rows.split import merge_rows, split_rows
-from saf.ops.toeplitz.config import Config, make_tables
-from saf.ops.toeplitz.kernels import convolve
-from saf.ops.toeplitz.launch import toeplitz_matmul
+from saf.ops.positions import QueryRows
+from saf.ops.toeplitz.kernels import Config, convolve, toeplitz_matmul
+from saf.ops.toeplitz.tables import make_tiles
 from saf.patterns import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -42,19 +40,15 @@ def pattern(count: int) -> CompactPattern:
 
 
 def toeplitz() -> None:
-    """Multiply with every kind of table and of loads, in both directions."""
+    """Multiply through addresses and descriptors, folded and not, in both directions."""
     for config, dim, dtype in (
-        (Config(tables="tiles", prescale="pass"), 60, WIDE),
-        (Config(tables="tiles", prescale="pass", loads="descriptor"), 64, WIDE),
-        (Config(tables="tiles", prescale="packed"), 64, WIDE),
-        (
-            Config(tables="shifted", prescale="tile", block_m=64, block_n=64, block_k=32, num_stages=2),
-            64,
-            torch.float32,
-        ),
+        (Config(), 60, WIDE),
+        (Config(descriptors=True), 64, WIDE),
+        (Config(descriptors=True, fold=2), 64, WIDE),
+        (Config(block_m=64, block_n=64, block_k=32, num_stages=2), 64, torch.float32),
     ):
         (x,) = operand(3, dim=dim, dtype=dtype)
-        table = make_tables(torch.rand(3, STORED, device=DEVICE), kind=config.tables, dtype=dtype)
+        table = make_tiles(torch.rand(3, STORED, device=DEVICE).to(dtype))
         scales = torch.rand(2, 3, STORED, device=DEVICE)
         for transpose in (False, True):
             finite(toeplitz_matmul(x, table, *scales, transpose=transpose, config=config))
@@ -72,24 +66,22 @@ def fused() -> None:
         maps = HeadMaps.build(states, key=keys, value=value_slot, num_value_heads=slots, device=DEVICE)
         query, key, value, gradient = operand(2, 2, slots, 5)
         for few in (True, False):
-            config = choose_fused_config(dim=value.shape[-1], dtype=WIDE, few=few)
+            config = choose_config(dim=value.shape[-1], dtype=WIDE, few=few)
             output, log_sums = fused_forward(query, key, value, maps, patterns, config=config)
             finite(output, log_sums)
         finite(*fused_backward(gradient, query, key, value, output, log_sums, maps, patterns))
 
 
-def rows() -> None:
-    """Compute rows of two frozen heads, and of two live ones with them, padded, at a place that the device tells."""
+def decode() -> None:
+    """Compute rows of two frozen heads, alone and beside two live ones, padded, at a position that the device knows."""
     kv_head, device = (0, 0, 1, 2), torch.device(DEVICE)
     frozen = FrozenHeads.from_patterns(pattern(2), dtype=WIDE, device=device, kv_head=kv_head)
-    made = frozen.tables(WIDE) | row_tables(kv_head, 2, device)
+    tables = frozen.tables(WIDE) | decode_tables(kv_head, 2, device)
     query, key, value = operand(2, 1, 3)
-    few, own = query[:, :, :3], (made["distance"], made["key_scale"], made["row_scale"])
-    where = torch.tensor(100, device=device), 0, torch.tensor([0, 7], device=device)[:BATCH]
-    apart = frozen_rows(value[:, 1:], made[OWN], made[READERS], *own, *where, 3, 2)
-    finite(join_rows(apart, value, few))
-    sums, logs = split_rows(few, key, value, None, None, 2, made[OWN], made[READERS], 1, *own, *where, 2, 0.125)
-    finite(merge_rows(sums, logs, value))
+    rows = QueryRows(torch.tensor(100, device=device), 3, torch.tensor([0, 7], device=device)[:BATCH])
+    for live in (2, 0):
+        heads = query[:, :live, :3], key[:, : min(1, live)], value
+        finite(flash_decode(*heads, kv_head[:live], kv_head[2:], tables, rows, None))
 
 
 def loss() -> None:
@@ -125,6 +117,6 @@ def finite(*results: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for case in (toeplitz, fused, rows, loss, activation, sums, calibration):
+    for case in (toeplitz, fused, decode, loss, activation, sums, calibration):
         case()
         print(f"{case.__name__}: ran", flush=True)

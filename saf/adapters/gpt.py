@@ -72,7 +72,7 @@ class GPTSite:
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout, its frozen heads and rows for undoing."""
         self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)
-        self.attention.tell_layout(layout, frozen)
+        self.attention.set_layout(layout, frozen)
         for linear in self.attention.children():
             if isinstance(linear, nn.Linear):
                 linear.out_features, linear.in_features = linear.weight.shape

@@ -32,8 +32,8 @@ from saf.models.rotary import BASE
 from saf.opening import find_model
 from saf.ops import BACKENDS
 from saf.ops.backend import Backend, Tables
-from saf.ops.heads import join_heads, take_heads
-from saf.ops.positions import Rows
+from saf.ops.heads import take_heads
+from saf.ops.positions import QueryRows
 from saf.patterns import CompactPattern, Pattern
 from saf.records.paths import means_transformers
 from saf.surgery import finalize_, install_, prune_, uninstall_
@@ -458,17 +458,14 @@ class FreeBackend(Backend):
         """Return no tables."""
         return {}
 
-    def forward(self, value: Tensor, tables: Tables, rows: int) -> Tensor:
-        """Return the last `rows` positions of `value [B, F, T, D]`, a view."""
-        return value[:, :, value.shape[-2] - rows :]
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
+        """Return the named heads of `value [B, H, T, D]`."""
+        return take_heads(value, heads)
 
-    def forward_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: Rows, live: Tensor | None
-    ) -> Tensor:
-        """Return live heads and the values at the rows themselves, `[B, L + F, rows.count, D]`."""
+    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
+        """Return the values at the rows themselves, `[B, F, rows.count, D]`."""
         at = torch.arange(rows.count, device=value.device) + rows.first
-        own = take_heads(value.index_select(2, at), heads)
-        return own if live is None else join_heads(live, own)
+        return take_heads(value.index_select(2, at), heads)
 
 
 @contextmanager

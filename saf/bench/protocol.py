@@ -539,7 +539,7 @@ def _rows(
 
 ATTENTION = (
     *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
-    *("rows_kernel", "split_kernel"),
+    "flash_decode_kernel",
 )
 MARKS = {
     "cudnn": ("cudnn",),
@@ -547,7 +547,7 @@ MARKS = {
     "flex": ("flex_attention", "triton_tem"),
     "fa3": ("flashattnfwd",),
     "fa4": ("flash_attncute",),
-    "split": ("split_kernel",),
+    "flash_decode": ("flash_decode_kernel",),
 }
 """Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in the names of others."""
 

@@ -33,7 +33,7 @@ from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
 from saf.machine.execution import Execution, own_program
 from saf.machine.processes import gathered, group_place
 from saf.ops import for_graphs
-from saf.ops.live import SPLIT
+from saf.ops.live import FLASH_DECODE
 from saf.prefill import LastToken
 from saf.train.optimizer import build_optimizer
 from saf.train.parallel import Alone, Parallel
@@ -359,7 +359,7 @@ class Decode(PassSpeed):
     """
 
     kind: ClassVar[str] = "decode"
-    more_kernels: ClassVar[tuple[str, ...]] = (SPLIT,)
+    more_kernels: ClassVar[tuple[str, ...]] = (FLASH_DECODE,)
     cuda_others: ClassVar[tuple[str, ...]] = ("cudnn", "efficient", "math")  # take the mask that a fixed cache needs
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz",)
 

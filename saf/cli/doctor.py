@@ -10,7 +10,7 @@ from saf.adapters import FAMILIES
 from saf.cli.output import show
 from saf.machine.survey import compilers, devices, package_version
 from saf.ops import explain
-from saf.ops.live import FLASH_PACKAGES, KERNELS, obstacle
+from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
 from saf.records.table import Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
@@ -63,7 +63,9 @@ def live_kernels() -> dict[str, str | None]:
     if not torch.cuda.is_available():
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
     cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
-    return dict.fromkeys(KERNELS) | {name: obstacle(name, "cuda") for name in FLASH_PACKAGES} | {"cudnn": cudnn}
+    return (
+        dict.fromkeys(KERNELS) | {name: unsupported_reason(name, "cuda") for name in FLASH_PACKAGES} | {"cudnn": cudnn}
+    )
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:

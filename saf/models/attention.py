@@ -10,8 +10,8 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadLayout
 from saf.models.rotary import rotate
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
-from saf.ops.frozen_layout import TellsLayout
 from saf.ops.heads import flat_heads
+from saf.ops.layout import LayoutMixin
 
 
 class LiveAttention(nn.Module):
@@ -36,11 +36,11 @@ class LiveAttention(nn.Module):
         makes of all its heads, in one or two products `[B, T, C]`.
         """
         if frozen is None or projection is None:
-            return (live_attention(query, key, value, start=start, kernel=self.kernel),)
-        return attention_products(query, key, value, frozen, projection, start=start, kernel=self.kernel)
+            return (live_attention(query, key, value, left_pad=start, kernel=self.kernel),)
+        return attention_products(query, key, value, frozen, projection, left_pad=start, kernel=self.kernel)
 
 
-class Attention(TellsLayout):
+class Attention(LayoutMixin):
     """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
 
     frozen: FrozenHeads | None
@@ -86,7 +86,7 @@ class Attention(TellsLayout):
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
-            return (self._project(frozen_attention(value, self.frozen, start=start)),)
+            return (self._project(frozen_attention(value, self.frozen, left_pad=start)),)
         if self.frozen is None:
             return (self._project(*self.live(query, key, value, start, None)),)
         return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))

@@ -19,7 +19,7 @@ from saf.machine.execution import own_program
 from saf.models.attention import Attention
 from saf.models.gpt import GPT, DecoderLayer, recomputed
 from saf.ops import summed
-from saf.ops.decoder.loss import linear_cross_entropy
+from saf.ops.decoder import linear_cross_entropy
 
 Streams = tuple[Tensor, ...]
 """The residual stream `[B, T, C]` and what is added to it next: one such tensor, or two."""

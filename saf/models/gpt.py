@@ -14,9 +14,8 @@ from saf.errors import InputError, shown
 from saf.models.attention import Attention, plain_weight
 from saf.models.config import GPTConfig
 from saf.models.rotary import Rotary
-from saf.ops.decoder.gelu import gelu_linear
-from saf.ops.decoder.loss import linear_cross_entropy, linear_log_probs
-from saf.ops.positions import check_start, left_padding
+from saf.ops.decoder import gelu_linear, linear_cross_entropy, linear_log_probs
+from saf.ops.positions import check_left_pad, left_padding
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, GPT-2's."""
@@ -154,7 +153,7 @@ class GPT(nn.Module):
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
             start = left_padding(attention_mask)
         elif start is not None:
-            check_start(start, *input_ids.shape, wait=True)
+            check_left_pad(start, *input_ids.shape, wait=True)
         if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
         hidden = self.hidden(input_ids, start, activation_checkpointing=activation_checkpointing)

@@ -1,17 +1,23 @@
-"""The seam: how a layer with live and frozen heads is computed, one function, several backends.
+"""The operators of layers with live and frozen heads: one seam, several backends.
 
-`layer` checks what it is given, and `ways` decides which way it goes. They read `frozen_heads`, which hold patterns as
-a backend prepared them; `backend` says what a backend is and `backends` holds them: `reference`, the oracle;
-`toeplitz`, the default; `fused`, the paper's execution. They are made of operations, a folder each: `toeplitz`, the
-product of whole sequences; `fused`, one launch of all heads; `rows`, a few rows; `inference`, a whole layer without
-gradients, which chooses between the first two. `live` is the ordinary attention beside frozen heads, and `decoder`
-holds what serves a model around its layers. What all of these share is in `heads`, `positions`, `operator` and
-`launch`. Kernels lie beside what launches them; nothing here imports Triton before it runs one.
+`attention` is the seam: it checks a call and decides how it is computed. `frozen_heads` holds patterns as a backend
+prepared them; `backend` is what a backend must offer, `backends` the list of them. A folder each: `toeplitz`, the
+default; `linear`, exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache.
+`reference` is the oracle, `live` ordinary attention, `decoder` the loss and GELU. Every `op.py` registers operators;
+`kernels.py` imports Triton, and the first call that runs a kernel imports it.
 """
 
+from saf.ops.attention import (
+    attention_products,
+    frozen_attention,
+    live_heads,
+    mixed_attention,
+    project_parts,
+    split_attention,
+    summed,
+)
 from saf.ops.backends import BACKENDS, choose_backend, explain
 from saf.ops.frozen_heads import FrozenHeads, for_graphs
-from saf.ops.layer import attention_products, frozen_attention, mixed_attention, split_attention, summed
 from saf.ops.live import live_attention
 from saf.patterns import TrainablePattern
 
@@ -25,7 +31,9 @@ __all__ = [
     "for_graphs",
     "frozen_attention",
     "live_attention",
+    "live_heads",
     "mixed_attention",
+    "project_parts",
     "split_attention",
     "summed",
 ]

@@ -1,4 +1,4 @@
-"""`FrozenHeads`: the patterns of one layer's frozen heads, what a backend prepared of them, and for what calls."""
+"""`FrozenHeads`: the patterns of one layer's frozen heads and the tables by which a backend executes them."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import InputError
-from saf.ops.backend import PreparedHeads, Tables
+from saf.ops.backend import Tables
 from saf.ops.backends import BACKENDS, check_trainable, choose_backend
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
 
-class FrozenHeads(PreparedHeads):
+class FrozenHeads(nn.Module):
     """Execute the patterns of a layer's frozen heads, for up to `max_length` positions.
 
     Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
@@ -52,7 +52,7 @@ class FrozenHeads(PreparedHeads):
     ) -> "FrozenHeads":
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
 
-        A list may mix all kinds of patterns; of trainable ones the parameters themselves are taken.
+        A list may mix all kinds of patterns; trainable ones keep their parameters.
         `kv_head [H]`, in slot order, names the value head each slot reads; without it slots and value heads
         correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
         cannot run here, or cannot train a pattern.
@@ -74,8 +74,10 @@ class FrozenHeads(PreparedHeads):
             raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
         trained = [single for single in patterns if is_trainable(single)]
         fixed = [single for single in patterns if not single.trainable]
-        wanted = {"trainable": bool(trained), "exponential": any(one.kind == "exponential" for one in fixed)}
-        name = choose_backend(backend, device=torch.device(device), dtypes=dtypes, **wanted)
+        exponential = any(one.kind == "exponential" for one in fixed)
+        name = choose_backend(
+            backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained), exponential=exponential
+        )
         check_trainable(name, trained, dtypes)
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
         for one in dtypes:
@@ -83,7 +85,7 @@ class FrozenHeads(PreparedHeads):
         return heads
 
     def _prepare(self, dtype: torch.dtype, fixed: Sequence[Pattern], device: torch.device) -> None:
-        """Have the backend make tables of the fixed patterns for values of `dtype`."""
+        """Add the backend's tables of the fixed patterns for values of `dtype`."""
         with torch.inference_mode(False), torch.no_grad():
             self._add_tables(dtype, BACKENDS[self.backend].prepare(fixed, dtype, device, self.kv_head) if fixed else {})
 
@@ -98,7 +100,7 @@ class FrozenHeads(PreparedHeads):
 
     def program(self) -> tuple[Any, ...]:
         """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
-        static = tuple((dtype, *sorted(made.items())) for dtype, made in self._static.items())
+        static = tuple((dtype, *sorted(ints.items())) for dtype, ints in self._static.items())
         return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
 
     @property
@@ -229,7 +231,7 @@ class FrozenHeads(PreparedHeads):
 
 
 def beyond_patterns(length: int, longest: int) -> str:
-    """Say that an input is longer than the patterns of frozen heads."""
+    """Return the message for an input longer than the patterns of frozen heads."""
     return (
         f"input has {length} positions, the frozen heads' patterns cover {longest}; shorten the input or calibrate and "
         "freeze at the longer length"
@@ -238,12 +240,11 @@ def beyond_patterns(length: int, longest: int) -> str:
 
 @contextmanager
 def for_graphs(model: nn.Module) -> Iterator[None]:
-    """Compute the layers of `model` as is best in a CUDA graph: warm up and capture inside, replay anywhere.
+    """Let the layers of `model` take what is fastest in a CUDA graph: warm up and capture inside, replay anywhere.
 
-    A graph takes the host out, so other ways are fastest in it than in calls. What is called, or compiled, outside is
-    for calls; code compiled outside is compiled once more inside, since compilers look at this mark of the layers.
-    Capture a program of its own (`saf.machine.execution.own_program`), so that calls do not carry what graphs compiled.
-    The mark is as it was before once the block is left, by an error too.
+    A graph takes the host out, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`). Code compiled
+    outside is compiled once more inside, since compilers guard on this mark of the layers. Capture a program of its own
+    (`saf.machine.execution.own_program`), so that calls do not carry what graphs compiled.
 
     >>> with for_graphs(model):  # doctest: +SKIP
     ...     replay = GraphReplay(call, device=device, pool=GraphPool())

@@ -1,15 +1,17 @@
-"""Heads of a tensor: picked out, put together, laid out, mixed by stored weights; no indices that a host must send."""
+"""Heads of a tensor `[B, H, T, D]`: picked, joined, laid out, and mixed by stored or gathered rows of weights.
+
+Heads are named by tuples of ints, so that nothing is indexed by tensors that the host would have to send.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from saf.errors import InputError
 from saf.ops.operator import has_tangent
-from saf.ops.positions import Rows
+from saf.ops.positions import QueryRows
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -17,21 +19,20 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     first, last = heads[0], heads[-1]
     if heads == tuple(range(first, last + 1)):
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
-    derived = torch.is_grad_enabled() or has_tangent(x)
-    apart = (x if derived or torch.compiler.is_compiling() else widened(x)).unbind(1)
-    taken = torch.stack([apart[head] for head in heads], dim=1)
+    differentiated = torch.is_grad_enabled() or has_tangent(x)
+    single = (x if differentiated or torch.compiler.is_compiling() else _as_words(x)).unbind(1)
+    taken = torch.stack([single[head] for head in heads], dim=1)
     return taken if taken.dtype == x.dtype else taken.view(x.dtype)
 
 
-def widened(x: Tensor) -> Tensor:
+def _as_words(x: Tensor) -> Tensor:
     """Return the memory of `x [..., D]` in elements of 8 bytes, `x` itself where its layout does not allow it.
 
-    Heads picked out of a tensor, or written into one, are copied element by element: in bfloat16 that reaches a third
-    of a GPU's bandwidth (docs/log.md). Not for tensors that need a gradient or have a tangent: a view drops both.
+    Heads are copied element by element: in bfloat16 that reaches a third of a GPU's bandwidth (docs/log.md). Not for
+    tensors that need a gradient or have a tangent: a view of another dtype drops both.
     """
     ratio = 8 // x.element_size()
-    places = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    if ratio <= 1 or x.stride(-1) != 1 or any(place % ratio for place in places):
+    if ratio <= 1 or x.stride(-1) != 1 or any(n % ratio for n in (x.storage_offset(), x.shape[-1], *x.stride()[:-1])):
         return x
     return x.view(torch.int64)
 
@@ -44,7 +45,7 @@ def unit_stride(x: Tensor) -> Tensor:
 def live_value_heads(
     query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...] | None, num_frozen: int
 ) -> tuple[int, ...]:
-    """Return the value head of each live slot, of a layer whose `slots` read these or, for None, those of their group.
+    """Return the value head of each live slot; `slots` names that of every slot, None means consecutive groups.
 
     Raises InputError for heads that do not fit together.
     """
@@ -56,15 +57,15 @@ def live_value_heads(
         group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
         if num_value_heads != num_heads and (num_frozen or group * num_value_heads != num_live):
             raise InputError(
-                f"{num_live} live heads of query and {num_frozen} frozen, {num_value_heads} value heads, "
-                "need kv_head; pass it to FrozenHeads.from_patterns"
+                f"{num_live} live and {num_frozen} frozen heads with {num_value_heads} value heads need kv_head; "
+                "pass it to FrozenHeads.from_patterns"
             )
         slots = tuple(slot // group for slot in range(num_heads))
     if len(slots) != num_heads:
         raise InputError(f"kv_head has {len(slots)} slots, live and frozen heads make {num_live} + {num_frozen}")
     live = slots[:num_live]
     if num_live and key.shape[1] != len(set(live)):
-        raise InputError(f"key holds the {len(set(live))} KV heads that live heads use, ascending; got {key.shape[1]}")
+        raise InputError(f"key must hold the {len(set(live))} KV heads that live heads use, got {key.shape[1]}")
     return live
 
 
@@ -104,25 +105,17 @@ def cached_order(slots: tuple[int, ...], num_frozen: int) -> tuple[int, ...]:
     return (*live, *sorted(set(slots) - set(live)))
 
 
-def part_heads(x: Tensor, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return both lists of heads of `x`; where they are all of its heads in order, their gradients are joined once.
-
-    Gradients of two slices would each be filled up with zeros and added.
-    """
-    if first + second == tuple(range(x.shape[1])):
-        one, other = x.transpose(1, 2).split([len(first), len(second)], dim=2)
-        return one.transpose(1, 2), other.transpose(1, 2)
-    return take_heads(x, first), take_heads(x, second)
-
-
 def read_heads(value: Tensor, *slots: tuple[int, ...]) -> Tensor:
     """Return value heads up to the last that slots read: the maps of one launch know of no others."""
-    read = max(max(heads) for heads in slots) + 1
-    return value if read == value.shape[1] else value[:, :read]
+    count = max(max(heads) for heads in slots) + 1
+    return value if count == value.shape[1] else value[:, :count]
 
 
-def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
+def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     """Return one tensor of heads, stored as `[B, T, H, D]`, from parts `(their slots, [B, n, T, D])`."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0][1]
     by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
 
@@ -130,45 +123,6 @@ def put_together(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 def flat_heads(heads: Tensor) -> Tensor:
     """Return `[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
     return heads.transpose(1, 2).flatten(2)
-
-
-def projected(heads: Tensor, projection: Tensor | None) -> Tensor:
-    """Return heads `[B, H, T, D]`, or what `projection [C, H * D]` makes of them, `[B, T, C]`."""
-    return heads if projection is None else F.linear(flat_heads(heads), projection)
-
-
-def row_product(weights_of: Callable[..., Tensor], value: Tensor, heads: tuple[int, ...], rows: Rows) -> Tensor:
-    """Return rows of `P V` of frozen slots that read `heads` of `value [B, H_kv, T, D]`: `[B, F, rows.count, D]`.
-
-    `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `Rows.positions` tells.
-    """
-    parts = []
-    for block in rows.blocks():
-        *at, seen = block.positions(value.shape[-2], value.device)
-        weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
-        parts.append(_weighed(weights, value, heads))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _weighed(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Return `weights [B or 1, F, n, T]` times the values that slots read: one product, or one a head that is read.
-
-    Values of heads that do not follow one another would be copied for one product.
-    """
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return weights @ take_heads(value, heads)
-    parts = []
-    for head in sorted(set(heads)):
-        slots = tuple(slot for slot, each in enumerate(heads) if each == head)
-        flat = take_heads(weights, slots).flatten(1, 2) @ value[:, head]
-        parts.append((slots, flat.unflatten(1, (len(slots), -1))))
-    return put_together(parts)
-
-
-def stored_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return what `row_product` takes of stored patterns, `weights [F, T, T]` of the tables."""
-    weights = tables["weights"]
-    return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
 
 
 def heads_like(x: Tensor, heads: int) -> Tensor:
@@ -183,7 +137,6 @@ def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
 
 
 def _joined(live: Tensor, frozen: Tensor) -> Tensor:
-    """Return live heads and then frozen ones as one tensor, without its own gradient."""
     return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
 
 
@@ -205,12 +158,46 @@ class _Join(torch.autograd.Function):
         return live.contiguous().transpose(1, 2), frozen.transpose(1, 2)
 
 
-def dense_product(weights: Tensor, value: Tensor, rows: int) -> Tensor:
-    """Return `P V` of the last `rows` positions: `weights [F, >=T, >=T]`, `value [B, F, T, D]` to `[B, F, rows, D]`."""
+def dense_product(weights: Tensor, value: Tensor) -> Tensor:
+    """Return `P V`: `weights [F, >=T, >=T]`, `value [B, F, T, D]` to `[B, F, T, D]`."""
     length = value.shape[-2]
     if not torch.compiler.is_compiling():
-        return torch.einsum("fqk,bfkd->bfqd", weights[:, length - rows : length, :length], value)
+        return torch.einsum("fqk,bfkd->bfqd", weights[:, :length, :length], value)
     # Compiled, a copy by index: a slice may be the whole array, which the compiler would make a case of its own.
-    key = torch.arange(length, device=value.device)
-    query = torch.arange(length - rows, length, device=value.device)
-    return torch.einsum("fqk,bfkd->bfqd", weights[:, query[:, None], key], value)
+    at = torch.arange(length, device=value.device)
+    return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)
+
+
+def dense_rows(weights: Tensor) -> Callable[..., Tensor]:
+    """Return the `weights_of` of `row_product` for stored patterns, `weights [F, T, T]`."""
+    return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
+
+
+def row_product(
+    weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...], rows: QueryRows
+) -> Tensor:
+    """Return rows of `P V` of frozen slots that read `heads` of `value [B, H_kv, T, D]`: `[B, F, rows.count, D]`.
+
+    `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `QueryRows.positions` returns.
+    """
+    parts = []
+    for block in rows.blocks():
+        *at, seen = block.positions(value.shape[-2], value.device)
+        weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
+        parts.append(_weighed(weights, value, heads))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _weighed(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Return `weights [B or 1, F, n, T]` times the values that slots read: one product, or one a head that is read.
+
+    Values of heads that do not follow one another would be copied for one product.
+    """
+    if heads == tuple(range(heads[0], heads[-1] + 1)):
+        return weights @ take_heads(value, heads)
+    parts = []
+    for head in sorted(set(heads)):
+        slots = tuple(slot for slot, each in enumerate(heads) if each == head)
+        flat = take_heads(weights, slots).flatten(1, 2) @ value[:, head]
+        parts.append((slots, flat.unflatten(1, (len(slots), -1))))
+    return merge_slots(parts)

@@ -13,24 +13,36 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 ALIGNMENT = 16
 """Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
 MOST = 4096
-"""Compiled kernels remembered by argument; more than this means lengths that keep changing."""
+"""Compiled kernels and plans kept by argument; more than this means lengths that keep changing."""
 SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU."""
-_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class PlanCache(dict[tuple[Any, ...], Any]):
+    """Hold compiled kernels or planned launches by all they depend on; start anew beyond `MOST`."""
+
+    def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
+        if len(self) >= MOST:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_compiled = PlanCache()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> Any:
     """Run a kernel; Triton launches on the current device, so make that the tensors' one.
 
-    Triton looks at every argument of every call to find the compiled kernel. What it found is remembered here by all
-    that it may look at, and launched directly. Returns the compiled kernel; the interpreter has none.
+    Triton inspects every argument of every call to find the compiled kernel. Here the kernel is kept by all that
+    Triton may inspect, and launched directly. Returns the compiled kernel; the interpreter has none.
     """
     with torch.cuda.device(device) if _is_elsewhere(device) else nullcontext():
-        key = (kernel, device, *map(_looked_at, args), *constants, *constants.values())
+        key = (kernel, device, *map(_specialization, args), *constants, *constants.values())
         compiled = _compiled.get(key)
         if compiled is None:
             compiled = kernel[grid](*args, **constants)
-            _remember(key, compiled)
+            if compiled is not None:
+                _compiled[key] = compiled
         else:
             rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             compiled[(*grid, 1, 1)[:3]](*args, *rest)
@@ -46,11 +58,11 @@ def shared_memory(device: torch.device) -> int:
 
 
 class PreparedLaunch:
-    """Hold a launch of which all but the memory is fixed: called with the kernel's tensors, which come first.
+    """A launch of which all but the memory is fixed: called with the kernel's tensors, which come first.
 
-    They must be on `device` and have the same dtypes in every call, and descriptors the same blocks: then alignment is
-    all that Triton may still look at. Where every tensor starts at a multiple of ALIGNMENT, the kernel compiled for
-    that is called directly; other calls, and those while another device is current, take `launch`.
+    They must be on `device` and have the same dtypes in every call, and descriptors the same blocks: then Triton
+    specializes on alignment alone. Where every tensor starts at a multiple of ALIGNMENT, the kernel compiled for that
+    is called directly; other calls, and those while another device is current, take `launch`.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, device: torch.device, **constants: Any):
@@ -83,16 +95,7 @@ def _is_elsewhere(device: torch.device) -> bool:
     return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
-def _remember(key: tuple[Any, ...], compiled: Any) -> None:
-    """Keep a compiled kernel; the interpreter has none."""
-    if compiled is None:
-        return
-    if len(_compiled) >= MOST:
-        _compiled.clear()
-    _compiled[key] = compiled
-
-
-def _looked_at(argument: Any) -> Any:
+def _specialization(argument: Any) -> Any:
     """Return what a kernel may be compiled for: dtype and alignment of memory, blocks of a descriptor, any number."""
     if type(argument) is int:  # most of them
         return argument

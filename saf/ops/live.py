@@ -14,7 +14,7 @@ from saf.errors import InputError, UnsupportedError, did_you_mean
 
 
 class Package(NamedTuple):
-    """Say where a flash kernel comes from: PyTorch's name for it, the module that provides it, how to get it."""
+    """Where a flash kernel comes from: PyTorch's name for it, the module that provides it, how to get it."""
 
     implementation: str
     module: str
@@ -28,37 +28,37 @@ FLASH_PACKAGES = {
 _activated: dict[str, str] = {}
 
 
-def obstacle(kernel: str, device: str) -> str | None:
-    """Return why a kernel of `FLASH_PACKAGES` cannot run on a type of device; None when nothing speaks against it."""
+def unsupported_reason(kernel: str, device: str) -> str | None:
+    """Return why a kernel of `FLASH_PACKAGES` cannot run on a type of device; None when it can."""
     package = FLASH_PACKAGES[kernel]
     if device != "cuda":
         return f"it needs CUDA tensors, these are on {device}"
     try:
-        found = find_spec(package.module)
+        spec = find_spec(package.module)
     except ImportError:  # a parent package is missing or broken
-        found = None
-    return None if found else f"the module {package.module} cannot be found ({package.install})"
+        spec = None
+    return None if spec else f"the module {package.module} cannot be found ({package.install})"
 
 
 def activate_flash(kernel: str, device: str) -> str | None:
     """Make SDPA's flash kernel the one named, "flash" for PyTorch's own; return the reason when that cannot be.
 
     PyTorch replaces its flash kernel for the whole process, calls compiled earlier included. So the first name used in
-    a process stays: another one is refused rather than measured, or run, under a wrong name.
+    a process stays: another one is refused rather than run under a wrong name.
     """
-    if kernel in FLASH_PACKAGES and (reason := obstacle(kernel, device)):
+    if kernel in FLASH_PACKAGES and (reason := unsupported_reason(kernel, device)):
         return reason
-    wanted = FLASH_PACKAGES[kernel].implementation if kernel in FLASH_PACKAGES else None
+    implementation = FLASH_PACKAGES[kernel].implementation if kernel in FLASH_PACKAGES else None
     active = attention.current_flash_attention_impl()
-    if active == wanted and _activated.setdefault("kernel", kernel) == kernel:
+    if active == implementation and _activated.setdefault("kernel", kernel) == kernel:
         return None
     if active is not None or "kernel" in _activated:
         first = _activated.get("kernel", active)
         return f"this process already uses {first!r} for flash attention and PyTorch holds one; use another process"
     try:
-        attention.activate_flash_attention_impl(str(wanted))
+        attention.activate_flash_attention_impl(str(implementation))
     except Exception as error:  # whatever a package raises while it is imported
-        return f"{type(error).__name__} while activating {wanted}: {error}"
+        return f"{type(error).__name__} while activating {implementation}: {error}"
     _activated["kernel"] = kernel
     return None
 
@@ -75,8 +75,8 @@ KERNELS = {
     "math": SDPBackend.MATH,
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
-SPLIT = "split"
-"""The kernel of few rows, frozen heads beside live ones (saf/ops/rows/split.py); other passes take PyTorch's choice."""
+FLASH_DECODE = "flash_decode"
+"""The kernel of few queries, frozen heads beside live ones (saf/ops/decode); other passes take PyTorch's choice."""
 SWITCHES = tuple(
     (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
     for backend, name in (
@@ -91,7 +91,7 @@ SWITCHES = tuple(
 
 
 class _Pinned:
-    """Do what `sdpa_kernel` does for one kernel, at a fraction of its cost to the host."""
+    """Do what `sdpa_kernel` does for one kernel, in 10 us of the host in place of 46."""
 
     def __init__(self, backend: SDPBackend):
         self.backend = backend
@@ -113,7 +113,7 @@ def pinned(kernel: str, device: torch.device):
     for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
     """
     check_kernel(kernel)
-    if kernel in ("auto", SPLIT):
+    if kernel in ("auto", FLASH_DECODE):
         return nullcontext()
     if kernel in ("cudnn", "efficient") and device.type != "cuda":
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
@@ -124,18 +124,17 @@ def pinned(kernel: str, device: torch.device):
 
 
 def check_kernel(kernel: str) -> None:
-    """Raise InputError for a kernel that nothing is known of."""
-    if not isinstance(kernel, str) or kernel not in ("auto", SPLIT, *KERNELS):
-        near = did_you_mean(kernel, [*KERNELS, SPLIT])
-        raise InputError(
-            f"unknown attention kernel {kernel!r}; expected 'auto' or one of {sorted([*KERNELS, SPLIT])}{near}"
-        )
+    """Raise InputError for an unknown kernel."""
+    names = sorted([*KERNELS, FLASH_DECODE])
+    if kernel not in ("auto", *names):
+        near = did_you_mean(kernel, names)
+        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {names}{near}")
 
 
 def causal_mask(
-    rows: int, columns: int, start: Tensor | None, device: torch.device, window: int | None = None
+    rows: int, columns: int, left_pad: Tensor | None, device: torch.device, window: int | None = None
 ) -> Tensor:
-    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with per-row starts.
+    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with left padding.
 
     Queries are the last `rows` of `columns` positions, and see the last `window` keys up to their own. A padded query
     sees itself alone, so that no row is empty.
@@ -145,9 +144,9 @@ def causal_mask(
     visible = keys <= queries
     if window is not None:
         visible = visible & (keys > queries - window)
-    if start is None:
+    if left_pad is None:
         return visible
-    first = start.to(device)[:, None, None, None]
+    first = left_pad.to(device)[:, None, None, None]
     return visible & ((keys >= first) | (keys == queries))
 
 
@@ -157,7 +156,7 @@ def live_attention(
     value: Tensor,
     *,
     scale: float | None = None,
-    start: Tensor | None = None,
+    left_pad: Tensor | None = None,
     kernel: str = "auto",
     window: int | None = None,
     soft_cap: float | None = None,
@@ -166,24 +165,24 @@ def live_attention(
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
-    `start [B]` is the first real position of each row (left padding); outputs before it are zero. With a `window`
-    queries see only so many keys, their own included. `visible`, bool `[B or 1, 1, Tq, Tk]`, says instead of all that
-    which keys each query sees; outputs of padding may then be anything finite. With a `soft_cap` c softmax takes
-    `c * tanh(logit / c)`, which no SDPA kernel computes: patterns are held then, in float32 at least. Raises InputError
-    for an unknown kernel, UnsupportedError for one that cannot run here or knows no soft cap.
+    `left_pad [B]` is the first real position of each row (left padding); outputs before it are zero. With a `window`
+    queries see only so many keys, their own included. `visible`, bool `[B or 1, 1, Tq, Tk]`, replaces both: which keys
+    each query sees; outputs of padding may then be anything finite. With a `soft_cap` c softmax takes
+    `c * tanh(logit / c)`, which no SDPA kernel computes: patterns are materialised then, in float32 at least. Raises
+    InputError for an unknown kernel, UnsupportedError for one that cannot run here or has no soft cap.
     """
     rows, columns = query.shape[-2], key.shape[-2]
     grouped = query.shape[1] != key.shape[1]
     mask, causal = visible, False
     windowed = window is not None and columns > window
     if visible is not None:
-        start = None
-    elif start is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
-        mask = causal_mask(rows, columns, start, query.device, window)
+        left_pad = None
+    elif left_pad is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
+        mask = causal_mask(rows, columns, left_pad, query.device, window)
     elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
         causal = True
     if soft_cap is not None:
-        return _capped_attention(query, key, value, mask, scale, soft_cap, start, kernel)
+        return _capped_attention(query, key, value, mask, scale, soft_cap, left_pad, kernel)
     heads = query.shape[1]
     if grouped and rows == 1:
         # A group's queries are rows of one head, so that every kernel reads its keys once and none copies them.
@@ -193,7 +192,7 @@ def live_attention(
         output = scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
-    return _without_padding(output.reshape(output.shape[0], heads, rows, output.shape[-1]), start, columns)
+    return _without_padding(output.reshape(output.shape[0], heads, rows, output.shape[-1]), left_pad, columns)
 
 
 def score_scale(scale: float | None, dim: int) -> float:
@@ -213,25 +212,25 @@ def _capped_attention(
     mask: Tensor | None,
     scale: float | None,
     soft_cap: float,
-    start: Tensor | None,
+    left_pad: Tensor | None,
     kernel: str,
 ) -> Tensor:
     """Return attention with soft-capped logits: products in the tensors' dtype, softmax in float32 at least."""
     check_kernel(kernel)
     if kernel not in ("auto", "math"):
-        raise UnsupportedError(f"attention kernel {kernel!r} knows no soft cap; use 'auto'")
+        raise UnsupportedError(f"attention kernel {kernel!r} has no soft cap; use 'auto'")
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
     logits = capped(query @ key.mT * score_scale(scale, query.shape[-1]), soft_cap)
     assert mask is not None
     wide = torch.promote_types(logits.dtype, torch.float32)
     pattern = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype)
-    return _without_padding(pattern @ value, start, key.shape[-2])
+    return _without_padding(pattern @ value, left_pad, key.shape[-2])
 
 
-def _without_padding(output: Tensor, start: Tensor | None, columns: int) -> Tensor:
-    """Return attention `[B, L, Tq, D]` of the last of `columns` positions with zeros before each row's start."""
-    if start is None:
+def _without_padding(output: Tensor, left_pad: Tensor | None, columns: int) -> Tensor:
+    """Return attention `[B, L, Tq, D]` of the last of `columns` positions with zeros for padding."""
+    if left_pad is None:
         return output
     position = torch.arange(columns - output.shape[-2], columns, device=output.device)
-    return output * (position >= start.to(output.device)[:, None])[:, None, :, None]
+    return output * (position >= left_pad.to(output.device)[:, None])[:, None, :, None]

@@ -1,4 +1,4 @@
-"""Registering operators `saf::*`, where their kernels run and how exactly, and what a plan of a launch depends on."""
+"""Registering operators `saf::*`, where their kernels run, and how exactly."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -64,7 +64,7 @@ def forbid_second_derivative() -> None:
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Return whether some tensor has a tangent (`torch.func.jvp`), which registered operators drop unsaid."""
+    """Return whether some tensor has a tangent (`torch.func.jvp`), which registered operators drop silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # no level is open: nothing has a tangent
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
@@ -74,11 +74,15 @@ def forbid_forward_mode(*tensors: Tensor) -> None:
     """Raise UnsupportedError for tensors with a tangent."""
     if has_tangent(*tensors):
         raise UnsupportedError(
-            "frozen heads have no derivatives in forward mode; take backward mode (torch.autograd.grad), or prepare "
-            "heads with backend='reference'"
+            "frozen heads have no derivatives in forward mode; use torch.autograd.grad, or backend='reference'"
         )
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return all of a tensor that a plan of a launch may depend on: shape, strides, dtype, device."""
+    """Return what a planned launch depends on: shape, strides, dtype, device."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -20,7 +20,7 @@ from saf.adapters.description import SCHEMA, Sums, check_plain_weights, describe
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.ops.backends import choose_backend
-from saf.ops.frozen_layout import with_layout
+from saf.ops.layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery.edit import (
     LayerEdit,

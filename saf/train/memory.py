@@ -1,7 +1,7 @@
 """What updates take of a device's memory, estimated from the model's shape and the tokens of a micro-batch."""
 
 from saf.models.config import GPTConfig
-from saf.ops.decoder.loss import chunk_rows
+from saf.ops.decoder import chunk_rows
 
 STATE_BYTES = 16
 """Bytes of a parameter's float32 weight, gradient and two moments."""

@@ -12,7 +12,7 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, frozen_attention
-from saf.ops.positions import Places
+from saf.ops.positions import CachePosition
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def test_a_step_of_a_layer_with_frozen_heads_is_one_kernel_and_one_that_adds_up(
     with torch.no_grad():
         model(ids, past_key_values=cache)
         kernels = kernels_of(lambda: model(ids[:, :1], past_key_values=cache), CUDA)
-    for own, layers in (("split_kernel", 2), ("merge_kernel", 2), ("rows_kernel", 1), ("join_kernel", 1)):
+    for own, layers in (("flash_decode_kernel", 3), ("merge_kernel", 3)):
         assert sum(kernel["calls"] for kernel in kernels if kernel["name"].startswith(own)) == layers
 
 
@@ -104,10 +104,10 @@ def test_a_layer_without_live_heads_is_captured_alone():
         synthetic_patterns(3, PLACES, generator, CUDA), dtype=torch.bfloat16, device=CUDA, kv_head=(1, 0, 1)
     )
     value = torch.randn(2, 2, PLACES, 64, generator=generator).to(CUDA, torch.bfloat16)
-    places = Places.of(torch.tensor(PROMPT, device=CUDA), 1, PLACES)
+    where = CachePosition.of(torch.tensor(PROMPT, device=CUDA), 1, PLACES)
 
     def step() -> torch.Tensor:
-        return frozen_attention(value, frozen, places=places, rows=1)
+        return frozen_attention(value, frozen, cache_position=where, rows=1)
 
     with torch.no_grad():
         replay = GraphReplay(step, device=CUDA, pool=GraphPool())
@@ -144,7 +144,7 @@ def test_one_launch_of_both_kinds_of_heads_yields_the_same_logits(kv_heads):
 
     usual = step()
     for site in adapter_for(model).sites():
-        site.pin("split")
+        site.pin("flash_decode")
     found = step()
     assert not torch.equal(found, usual)  # it took another way
     assert ((found - usual).norm() / usual.norm()).item() < 0.02

@@ -8,13 +8,18 @@ from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import kernels_of
 from saf.heads import HeadSet
 from saf.machine.cuda_graphs import GraphPool, GraphReplay
-from saf.ops import FrozenHeads, for_graphs, mixed_attention
-from saf.ops.inference import one_launch
+from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
+from saf.ops.fused.op import SHORT
 from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
-from tests.ops.projected import projected_attention
 
 pytestmark = pytest.mark.gpu
+
+
+def projected_attention(*operands) -> torch.Tensor:
+    return summed(attention_products(*operands))
+
+
 CUDA = torch.device("cuda")
 
 
@@ -49,17 +54,17 @@ def test_a_prefill_of_few_tokens_agrees_with_the_other_way():
     model = saf.GPT(saf.preset("124m", num_layers=2, max_length=2048)).cuda().eval()
     heads = HeadSet([(0, 0), (0, 5), (1, 3)])
     saf.install_(model, heads, synthetic_patterns(len(heads), 2048, torch.Generator().manual_seed(0), "cuda"))
-    tokens = torch.randint(0, 50_257, (1, one_launch.SHORT), device="cuda")
-    few = saf.Prefill(model, batch_size=1, length=one_launch.SHORT)(tokens).float()
+    tokens = torch.randint(0, 50_257, (1, SHORT), device="cuda")
+    few = saf.Prefill(model, batch_size=1, length=SHORT)(tokens).float()
     for layer in model.attention_layers():
         layer.live.kernel = "cudnn"
-    other = saf.Prefill(model, batch_size=1, length=one_launch.SHORT)(tokens).float()
+    other = saf.Prefill(model, batch_size=1, length=SHORT)(tokens).float()
     assert 0 < (few - other).norm() < 2e-2 * other.norm()
 
 
 @torch.no_grad()
 def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
-    length = one_launch.SHORT + 100
+    length = SHORT + 100
     inputs = [torch.randn(1, length, n, 64, device="cuda").bfloat16().transpose(1, 2) for n in (2, 2, 4)]
     patterns = hard_patterns(["decay", "ripple"], length, "cuda")
     frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))
@@ -96,7 +101,8 @@ def test_one_compiled_graph_serves_few_tokens_and_many():
         inputs = [torch.randn(1, n, length, 64, device="cuda").bfloat16() for n in (2, 2, 4)]
         for x in inputs:
             torch._dynamo.mark_dynamic(x, 2, min=2, max=5000)
-        torch.testing.assert_close(compiled(*inputs), mixed_attention(*inputs, frozen))
+        found, expected = compiled(*inputs), mixed_attention(*inputs, frozen)  # few tokens called take one launch
+        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert len(counted.graphs) == 1
 
 

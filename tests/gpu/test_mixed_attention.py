@@ -90,7 +90,7 @@ def test_the_fused_backend_is_one_launch_forward_and_three_backward():
     [("auto", "toeplitz", 0), ("auto", "toeplitz", 1 << 30), ("flash", "toeplitz", 0), ("auto", "fused", 0)],
 )
 def test_a_compiled_model_equals_the_eager_one(kernel, backend, joined, monkeypatch):
-    monkeypatch.setattr("saf.ops.layer.JOINED", joined)
+    monkeypatch.setattr("saf.ops.attention.JOINED", joined)
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=512, num_layers=3, num_heads=4, hidden_size=256, max_length=256)
     model = GPT(shape).cuda()

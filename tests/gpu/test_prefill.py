@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("length", [200, 1100])
 @pytest.mark.parametrize("compile", [False, True])
 def test_replays_agree_with_the_model(compile, length):
-    """Few tokens, all heads in one launch, and more, frozen heads beside live ones on a stream of their own."""
+    """Few tokens, all heads in one launch, and more, frozen heads after live ones."""
     model = saf.GPT(saf.preset("tiny", max_length=1100)).cuda().eval()
     heads = HeadSet([(0, 0), (0, 1), (1, 3), *((2, head) for head in range(4))])
     saf.install_(model, heads, synthetic_patterns(len(heads), 1100, torch.Generator().manual_seed(0), "cuda"))

@@ -6,7 +6,7 @@ import torch
 from saf.heads import HeadSet
 from saf.models import GPT, preset
 from saf.ops import BACKENDS
-from saf.ops.toeplitz.trained import trainable_product
+from saf.ops.toeplitz.op import trainable_product
 from saf.patterns import CompactPattern
 from saf.surgery import install_, pattern_parameters
 
@@ -22,7 +22,7 @@ def test_gradients_match_the_dense_form(length, dtype, budget):
     value, alpha, rho = (x.detach().clone().requires_grad_() for x in (draw[0], *logits))
     trainable_product(value, alpha, rho).backward(draw[1])
     exact = [x.detach().double().requires_grad_() for x in (value, alpha, rho)]
-    BACKENDS["reference"].forward_trainable(*exact, length).backward(draw[1].double())
+    BACKENDS["reference"].forward_trainable(*exact).backward(draw[1].double())
     for found, expected in zip((value, alpha, rho), exact, strict=True):
         error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
         assert error.item() <= budget
@@ -45,7 +45,7 @@ def test_logits_out_of_range_are_executed_or_nan_and_the_host_never_waits(dtype,
             found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    output = BACKENDS["reference"].forward_trainable(*exact, 300)
+    output = BACKENDS["reference"].forward_trainable(*exact)
     expected = [output.detach(), *torch.autograd.grad(output, exact, upstream.double())]
     for one, other, heads in zip(found, expected, (1, 1, 0, 0), strict=True):
         one, other = one.double().select(heads, 0), other.select(heads, 0)

@@ -8,7 +8,7 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.models import by_layer
-from saf.ops import layer
+from saf.ops import attention as seam
 from tests.ops.counted_graphs import CountedGraphs
 
 LENGTH = 16
@@ -72,7 +72,7 @@ def test_an_event_compiles_the_layouts_that_are_new(model, counted):
 
 def test_the_sum_of_both_products_is_left_to_the_program_that_norms_it(model, counted, monkeypatch):
     """Of many tokens live and frozen heads are projected apart: the layer's MLP has a program that adds both."""
-    monkeypatch.setattr(layer, "JOINED", 0)
+    monkeypatch.setattr(seam, "JOINED", 0)
     freeze(model, (0, 1), (2, 3))
     check_equal(model)
     assert len(counted.graphs) == 5, "attention with and without a frozen head, the MLP behind each, the loss"

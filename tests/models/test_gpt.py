@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.models import GPT, GPTConfig, preset
-from saf.ops.decoder import loss as module
+from saf.ops import decoder as module
 
 
 def small(**overrides) -> GPT:

@@ -7,7 +7,7 @@ from torch import nn
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
-from saf.ops import layer as projected
+from saf.ops import attention as projected
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 

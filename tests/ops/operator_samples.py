@@ -1,40 +1,31 @@
 """Arguments of every registered operator `saf::*`, for `opcheck` on any device."""
 
-import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 
 import torch
 
-import saf.ops
+import saf.ops.decoder  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
+from saf.ops.decode.op import decode_tables
 from saf.ops.fused.tables import MAPS, PATTERNS
-from saf.ops.linear.operator import linear_tables
+from saf.ops.linear.tables import linear_tables
 from saf.ops.operator import has_triton
-from saf.ops.rows.frozen import OWN, READERS, row_tables
 from saf.patterns import CompactPattern
 from tests.ops.exponential_patterns import exponential_patterns
 
 
 def registered() -> set[str]:
-    """Return the names of all operators of the library, every module below `saf.ops` that needs no Triton imported.
-
-    Where Triton is, the module of the operator that compilers look into too.
-    """
-    for module in pkgutil.iter_modules(saf.ops.__path__):
-        if not module.ispkg:
-            import_module(f"saf.ops.{module.name}")
-    for name in ("gelu", "loss"):
-        import_module(f"saf.ops.decoder.{name}")
+    """Return the names of all operators of the library; where Triton is, the one that compilers look into too."""
     if has_triton():
-        import_module("saf.ops.fused.launch")
+        import_module("saf.ops.fused.kernels")
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("saf::")}
     return {name.removeprefix("saf::") for name in names}
 
 
 def runnable(device: str) -> set[str]:
     """Return the operators that run on a device: those that are kernels and nothing else on CUDA only."""
-    kernels = {"fused", "fused_backward", "fused_visible", "frozen_rows", "join_rows", "split_rows", "merge_rows"}
+    kernels = {"fused", "fused_backward", "fused_visible", "flash_decode", "merge"}
     return registered() - (kernels if device == "cpu" else set())
 
 
@@ -58,8 +49,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "toeplitz": convolved,
         "linear": linear_samples(draw, device, dtype),
-        "inference": inference_samples(draw, convolved[0][1:4], fused),
-        **row_samples(draw, device, dtype),
+        **decode_samples(draw, device, dtype),
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
         **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
@@ -71,39 +61,22 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     }
 
 
-def row_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """Three rows of two frozen heads, of their own value heads or of one, at a place that device or host tells."""
+def decode_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Rows of two frozen heads, of their own value heads or of one, at a position that device or host knows."""
     made = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
     tables = made["distance"], made["key_scale"], made["row_scale"]
-    apart, shared = (row_tables((0, 1, *heads), 2, torch.device(device)) for heads in ((2, 0), (1, 1)))
-    value, start = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
+    maps = decode_tables((0, 1, 2, 0), 2, torch.device(device))
+    value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
+    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (maps["row_heads"], maps["row_readers"])
     first = torch.tensor(30, device=device)
-    parts = draw(4, 2, 2, 3, 16).float()
-    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (apart[OWN], apart[READERS])
     return {
-        "frozen_rows": [
-            (value, apart[OWN], apart[READERS], *tables, first, 0, start, 3, 2),
-            (value, shared[OWN], shared[READERS], *tables, None, 37, None, 3, 1),
-        ],
-        "join_rows": [(parts, value, None), (parts, value, draw(2, 3, 3, 16))],
-        "split_rows": [
-            (query, key, value, None, None, 1, *frozen, 1, *tables, first, 0, start, 2, 0.25),
+        "flash_decode": [
+            (query, key, value, None, None, 1, *frozen, 0, *tables, first, 0, pad, 2, 0.25),
+            (query[:, :0], key[:, :0], value, None, None, 1, *frozen, 0, *tables, first, 0, pad, 2, 0.25),
             (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),
         ],
-        "merge_rows": [(parts, draw(4, 2, 1, 3).float(), value)],
+        "merge": [(draw(4, 2, 2, 3, 16).float(), draw(4, 2, 1, 3).float(), value)],
     }
-
-
-def inference_samples(draw: Callable[..., torch.Tensor], convolved: tuple, fused: list) -> list[tuple]:
-    """Three live and two frozen heads, in two launches and, where tables are given, in one; joined and projected."""
-    heads = [draw(2, 3, 40, 16), draw(2, 3, 40, 16), draw(2, 5, 40, 16), [0, 1, 2], [3, 4], *convolved]
-    rest = [([], [], [], False, None, "auto", projection, False) for projection in (None, draw(10, 80))]
-    made = [(*heads, *more) for more in rest]
-    for (query, key, value, maps, stored, counts, grouped, scale), _ in fused[:1]:
-        slots = list(range(counts[0])), list(range(counts[0], sum(counts)))
-        operands = (x.detach() for x in (query, key, value))
-        made.append((*operands, *slots, *convolved, maps, stored, counts, grouped, scale, "auto", None, False))
-    return made
 
 
 def visible_samples(fused: list) -> list[tuple]:

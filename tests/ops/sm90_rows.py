@@ -5,29 +5,27 @@ from typing import Any
 
 import torch
 
-from saf.ops.decoder import gelu_kernel as gelu
-from saf.ops.decoder import loss_kernel as softmax_gradient
-from saf.ops.fused.kernels import delta_kernel, fused_forward_kernel, key_block_kernel, query_block_kernel
-from saf.ops.fused.launch import block_constants, choose_fused_config, padded
-from saf.ops.launch import SHARED_MEMORY
-from saf.ops.linear.kernels import mix_kernel, scan_kernel, states_kernel
-from saf.ops.linear.launch import SCAN_COLUMNS, linear_constants
-from saf.ops.linear.launch import choose_config as linear_config
-from saf.ops.linear.operator import CHUNK, TURNS
-from saf.ops.rows.kernels import (
-    join_constants,
-    join_kernel,
+from saf.ops import decoder_kernels as decoder
+from saf.ops.decode.kernels import (
+    decode_constants,
+    flash_decode_kernel,
     keys_at_once,
+    merge_constants,
     merge_kernel,
-    rows_constants,
-    rows_kernel,
-    split_constants,
-    split_kernel,
 )
-from saf.ops.toeplitz import kernels as convolution
-from saf.ops.toeplitz.config import TILE, Config, choose_config
-from saf.ops.toeplitz.kernels import prescale_kernel, toeplitz_descriptor_kernel
-from saf.ops.toeplitz.launch import kernel_constants, kernel_options, toeplitz_kernel
+from saf.ops.fused.kernels import (
+    block_constants,
+    delta_kernel,
+    fused_forward_kernel,
+    key_block_kernel,
+    query_block_kernel,
+)
+from saf.ops.fused.kernels import choose_config as fused_config
+from saf.ops.launch import SHARED_MEMORY
+from saf.ops.linear.kernels import SCAN_COLUMNS, linear_constants, mix_kernel, scan_kernel, states_kernel
+from saf.ops.linear.kernels import choose_config as linear_config
+from saf.ops.linear.tables import CHUNK, TURNS
+from saf.ops.toeplitz import kernels as toeplitz
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,8 +63,8 @@ FUSED = {
     ("queries", torch.float32): (128,),
 }
 """Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
-ROWS = {torch.bfloat16: (8, 64, 96, 128, 256), torch.float16: (128,), torch.float32: (64, 128, 256)}
-"""Channels of single rows: 8 are padded to 16, 96 to 128; float16 is bfloat16 by another name, so bfloat16 has all."""
+DECODE = {torch.bfloat16: (8, 64, 96, 128, 256), torch.float16: (128,)}
+"""Channels of decoding: 8 are padded to 16, 96 to 128; float16 is bfloat16 by another name, so bfloat16 has all."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Row:
 
 def all_rows() -> dict[str, Row]:
     """Return every row by name; equal ones, once."""
-    return toeplitz_rows() | linear_rows() | fused_rows() | descriptor_rows() | single_rows() | small_rows()
+    return toeplitz_rows() | linear_rows() | fused_rows() | decode_rows() | small_rows()
 
 
 def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
@@ -95,17 +93,30 @@ def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
 
 
 def toeplitz_rows() -> dict[str, Row]:
-    """The Toeplitz product, every distinct choice of the rule."""
+    """The Toeplitz product, every distinct choice of the rule, with descriptors and without."""
     rows = {}
     for dtype in OPERANDS:
-        label = NAMES[dtype]
         for length, batch, heads, dim in shapes(dtype):
-            config = choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype)
-            for transpose in (False, True):
-                name = f"toeplitz {label} D{dim} {compiled_name(config)} {direction(transpose)}"
-                constants = kernel_constants(config, length, batch * dim, dim, transpose, "ieee")
-                rows[name] = Row(toeplitz_kernel, constants | kernel_options(config), dtype)
+            for hopper in (False, True):
+                shape = {"length": length, "columns": batch * dim, "heads": heads, "dtype": dtype}
+                config = toeplitz.choose_config(**shape, hopper=hopper)
+                for transpose in (False, True):
+                    constants = toeplitz.product_constants(config, length, batch * dim, dim, transpose, "ieee")
+                    name = f"{NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}"
+                    if config.descriptors:
+                        tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+                        blocks = {"x_desc": [1, config.block_k, config.block_n], "tiles_desc": tile}
+                        row = Row(toeplitz.toeplitz_descriptor_kernel, constants, dtype, blocks)
+                        rows[f"descriptor {name}"] = row
+                    else:
+                        rows[f"toeplitz {name}"] = Row(toeplitz.toeplitz_kernel, constants, dtype)
     return rows
+
+
+def compiled_name(config: toeplitz.Config) -> str:
+    """A configuration's name without what the compiler never sees."""
+    fold = f" f{config.fold}" if config.fold > 1 else ""
+    return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{fold}"
 
 
 def linear_rows() -> dict[str, Row]:
@@ -128,43 +139,6 @@ def linear_rows() -> dict[str, Row]:
     return rows
 
 
-def descriptor_rows() -> dict[str, Row]:
-    """The product through descriptors, every distinct choice of the rule."""
-    chosen = [
-        (dtype, dim, choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype, descriptors=True))
-        for dtype in (torch.bfloat16, torch.float16)
-        for length, batch, heads, dim in shapes(dtype)
-    ]
-    rows = {}
-    for dtype, dim, config in chosen:
-        for transpose in (False, True) if config.loads == "descriptor" else ():
-            name = f"descriptor {NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}"
-            rows[name] = descriptor_row(config, dim, dtype, transpose)
-    return rows
-
-
-def descriptor_row(config: Config, dim: int, dtype: torch.dtype, transpose: bool) -> Row:
-    """The product through descriptors, one configuration."""
-    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-    constants = {
-        "D": dim,
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "TRANSPOSE": transpose,
-        "TILE": TILE,
-        "STAGES": config.num_stages,
-        "FOLD": config.fold,
-    }
-    blocks = {"x_desc": [1, config.block_k, config.block_n], "tiles_desc": tile}
-    return Row(toeplitz_descriptor_kernel, constants | kernel_options(config), dtype, blocks)
-
-
-def compiled_name(config: Config) -> str:
-    """A configuration's name without what the compiler never sees."""
-    return config.name.replace(f" g{config.slabs}", "")
-
-
 def direction(transpose: bool) -> str:
     """Which way the product goes."""
     return "transposed" if transpose else "forward"
@@ -176,7 +150,7 @@ def fused_rows() -> dict[str, Row]:
     rows = {}
     for (name, dtype), dims in FUSED.items():
         for dim in dims:
-            config = choose_fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", few=name == "few")
+            config = fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", few=name == "few")
             kernel, blocks, more = {
                 "keys": (key_block_kernel, config.keys, states | {"GROUPED": False}),
                 "grouped": (key_block_kernel, config.keys, states | {"GROUPED": True}),
@@ -189,40 +163,34 @@ def fused_rows() -> dict[str, Row]:
     return rows
 
 
-def single_rows() -> dict[str, Row]:
-    """Single rows: one of a head, of a group of four as in decoding, and many, as where guesses are checked."""
+def decode_rows() -> dict[str, Row]:
+    """Few queries: one of a head, and of an uneven group of four, with live heads and without."""
     rows = {}
-    for dtype in OPERANDS:
-        for dim in ROWS[dtype]:
-            for count, group in ((1, 1), (1, 4), (16, 4)):
-                keys = keys_at_once(dim, dtype.itemsize, 1, SHARED_MEMORY)
-                constants = rows_constants(count, group, dim, moves=True, padded=True, precision="ieee", keys=keys)
-                rows[f"rows {NAMES[dtype]} D{dim} {count}x{group}"] = Row(rows_kernel, constants, dtype)
-            for count, group, even in ((1, 1, True), (1, 4, False)) if dtype != torch.float32 else ():
-                how = {"even": even, "ordered": even, "moves": True, "padded": True, "precision": "ieee"}
-                how["keys"] = keys_at_once(dim, dtype.itemsize, 2, SHARED_MEMORY)
-                constants = split_constants(9, 9 // group, group, 3, group, count, dim, **how)
-                rows[f"split {NAMES[dtype]} D{dim} {count}x{group}"] = Row(split_kernel, constants, dtype)
-            rows[f"join {NAMES[dtype]} D{dim}"] = Row(join_kernel, join_constants(9, 3, 1, dim), dtype)
-            rows[f"merge {NAMES[dtype]} D{dim}"] = Row(merge_kernel, join_constants(9, 3, 1, dim), dtype)
+    for dtype, dims in DECODE.items():
+        for dim in dims:
+            for live, group, even in ((9, 1, True), (9, 4, False), (0, 1, True)):
+                how = {"even": even, "ordered": even, "moves": True, "padded": True}
+                keys = keys_at_once(dim, dtype.itemsize, SHARED_MEMORY)
+                constants = decode_constants(live, live // group, group, 3, group, 1, dim, **how, keys=keys)
+                rows[f"decode {NAMES[dtype]} D{dim} {live}x{group}"] = Row(flash_decode_kernel, constants, dtype)
+            rows[f"merge {NAMES[dtype]} D{dim}"] = Row(merge_kernel, merge_constants(9, 3, 1, dim), dtype)
     return rows
 
 
 def small_rows() -> dict[str, Row]:
     """The kernels around the products: sums of tables, scaling, row sums, the loss, GELU."""
-    constants = {"ROWS": convolution.ROWS, "COLUMNS": convolution.COLUMNS, "num_warps": convolution.WARPS}
-    rows = {"convolution fp64": Row(convolution.causal_convolution_kernel, constants, torch.float64)}
+    constants = {"ROWS": toeplitz.ROWS, "COLUMNS": toeplitz.COLUMNS, "num_warps": toeplitz.WARPS}
+    rows = {"convolution fp64": Row(toeplitz.causal_convolution_kernel, constants, torch.float64)}
     for dtype in OPERANDS:
         label = NAMES[dtype]
         for dim in (64, 192):
-            constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": TILE, "num_warps": 4}
-            rows[f"prescale {label} D{dim}"] = Row(prescale_kernel, constants, dtype)
-            rows[f"delta {label} D{dim}"] = Row(
-                delta_kernel, {"D": dim, "DP": padded(dim), "BM": 64, "num_warps": 4}, dtype
-            )
-        constants = {"IGNORED": -100, "BLOCK": softmax_gradient.BLOCK, "STAGES": softmax_gradient.STAGES}
-        rows[f"softmax {label}"] = Row(softmax_gradient.softmax_gradient_kernel, constants | {"num_warps": 8}, dtype)
+            constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": toeplitz.TILE, "num_warps": 4}
+            rows[f"prescale {label} D{dim}"] = Row(toeplitz.prescale_kernel, constants, dtype)
+            padded = 64 if dim == 64 else 256
+            rows[f"delta {label} D{dim}"] = Row(delta_kernel, {"D": dim, "DP": padded, "BM": 64, "num_warps": 4}, dtype)
+        constants = {"IGNORED": -100, "BLOCK": decoder.COLUMNS, "STAGES": decoder.STAGES, "num_warps": 8}
+        rows[f"softmax {label}"] = Row(decoder.softmax_gradient_kernel, constants, dtype)
         for name in ("gelu_kernel", "gelu_backward_kernel"):
-            constants = {"BLOCK": gelu.BLOCK, "num_warps": gelu.WARPS}
-            rows[f"{name} {label}"] = Row(getattr(gelu, name), constants, dtype)
+            constants = {"BLOCK": decoder.BLOCK, "num_warps": decoder.WARPS}
+            rows[f"{name} {label}"] = Row(getattr(decoder, name), constants, dtype)
     return rows

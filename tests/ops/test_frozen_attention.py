@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
+from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, mixed_attention
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 
 LENGTHS = [1, 2, 63, 64, 129, 300]
@@ -88,7 +88,7 @@ def test_left_padding_gives_the_unpadded_output(backend, generator):
     frozen = FrozenHeads.from_patterns(random_pattern(2, 60, generator), backend=backend)
     start = torch.tensor([0, 7, 31])
     query, key, value = (torch.randn(3, heads, 50, 8, generator=generator) for heads in (2, 2, 4))
-    padded = mixed_attention(query, key, value, frozen, start=start)
+    padded = mixed_attention(query, key, value, frozen, left_pad=start)
     for row, first in enumerate(start.tolist()):
         alone = mixed_attention(*(x[row : row + 1, :, first:] for x in (query, key, value)), frozen)
         torch.testing.assert_close(padded[row : row + 1, :, first:], alone, rtol=1e-5, atol=1e-6)
@@ -182,13 +182,13 @@ def test_bad_input_says_what_was_expected(generator):
         frozen_attention(value.half(), frozen)
     with pytest.raises(InputError, match="patterns of one length"):
         FrozenHeads.from_patterns([pattern[0], pattern[1].prefix(20)])
-    with pytest.raises(InputError, match="key holds the 1 KV heads"):
+    with pytest.raises(InputError, match="key must hold the 1 KV heads"):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(1, 3, 30, 8), frozen)
     with pytest.raises(InputError, match="need kv_head"):
         mixed_attention(torch.randn(1, 1, 30, 8), torch.randn(1, 1, 30, 8), value, frozen)
     with pytest.raises(InputError, match=r"kv_head names value heads from 0; got \(0, -1\)"):
         FrozenHeads.from_patterns(pattern, kv_head=(0, -1))
-    with pytest.raises(InputError, match="rows are the last of 30 positions; got 31"):
+    with pytest.raises(InputError, match="rows must be 0 to 30"):
         frozen_attention(value, frozen, rows=31)
 
 
@@ -213,12 +213,12 @@ def test_no_sequences_and_no_queries_make_no_outputs(backend, start, batch, rows
     query, key, value = torch.randn(batch, 2, rows, 8), torch.randn(batch, 1, 30, 8), torch.randn(batch, 2, 30, 8)
     value.requires_grad_()
     first = torch.zeros(batch, dtype=torch.int64) if start else None
-    output = mixed_attention(query, key, value, frozen, start=first)
+    output = mixed_attention(query, key, value, frozen, left_pad=first)
     assert output.shape == (batch, 4, rows, 8)
     output.sum().backward()
     assert torch.equal(value.grad, torch.zeros_like(value))
-    assert frozen_attention(value, frozen, start=first, rows=rows).shape == (batch, 2, rows, 8)
-    assert live_attention(query, key, key, start=first).shape == (batch, 2, rows, 8)
+    assert frozen_attention(value, frozen, left_pad=first, rows=rows).shape == (batch, 2, rows, 8)
+    assert live_attention(query, key, key, left_pad=first).shape == (batch, 2, rows, 8)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of PyTorch's own code for forward mode
@@ -244,17 +244,29 @@ LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
 @pytest.mark.parametrize(
     ("query", "key", "value", "options", "message"),
     [
-        ((2, 1, 30), LIVE, ALL, {}, r"must be \[batch, heads, positions, head_dim\]; got query \(2, 1, 30\)"),
-        ((1, 1, 30, 8), LIVE, ALL, {}, "the same batch and head_dim; got query"),
-        ((2, 1, 30, 4), LIVE, ALL, {}, "the same batch and head_dim; got query"),
-        (LIVE, (2, 1, 29, 8), ALL, {}, "key and value need the same positions"),
-        ((2, 1, 31, 8), LIVE, ALL, {}, "query their last ones; got"),
-        ((2, 0, 31, 8), (2, 0, 30, 8), (2, 2, 30, 8), {}, "query their last ones; got"),
-        (LIVE, (2, 2, 30, 8), ALL, {}, "key holds the 1 KV heads that live heads use, ascending; got 2"),
-        (LIVE, LIVE, ALL, {"start": torch.tensor([0, 30])}, "start must be positions 0 to 29"),
-        (LIVE, LIVE, ALL, {"start": torch.tensor([0])}, r"start must be integers \[2\]"),
-        (LIVE, LIVE, ALL, {"start": torch.tensor([True, False])}, r"start must be integers \[2\].* got torch.bool"),
-        (LIVE, LIVE, ALL, {"start": torch.zeros(2, dtype=torch.uint8)}, r"start must be integers \[2\].* torch.uint8"),
+        ((2, 1, 30), LIVE, ALL, {}, r"must be \[batch, heads, positions, head_dim\], got \(2, 1, 30\)"),
+        ((1, 1, 30, 8), LIVE, ALL, {}, "the same batch and head_dim"),
+        ((2, 1, 30, 4), LIVE, ALL, {}, "the same batch and head_dim"),
+        (LIVE, (2, 1, 29, 8), ALL, {}, "need the same positions"),
+        ((2, 1, 31, 8), LIVE, ALL, {}, "queries the last of them"),
+        ((2, 0, 31, 8), (2, 0, 30, 8), (2, 2, 30, 8), {}, "queries the last of them"),
+        (LIVE, (2, 2, 30, 8), ALL, {}, "key must hold the 1 KV heads that live heads use, got 2"),
+        (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0, 30])}, "left padding must be positions 0 to 29"),
+        (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0])}, r"left padding must be integers \[2\]"),
+        (
+            LIVE,
+            LIVE,
+            ALL,
+            {"left_pad": torch.tensor([True, False])},
+            r"left padding must be integers \[2\].* got torch.bool",
+        ),
+        (
+            LIVE,
+            LIVE,
+            ALL,
+            {"left_pad": torch.zeros(2, dtype=torch.uint8)},
+            r"left padding must be integers \[2\].* torch.uint8",
+        ),
         ((2, 1, 0, 8), (2, 1, 0, 8), (2, 3, 0, 8), {}, r"with one position at least; got shape \(2, 3, 0, 8\)"),
         (LIVE, LIVE, ALL, {"kernel": "fast"}, "unknown attention kernel 'fast'"),
         ((2, 0, 30, 8), (2, 0, 30, 8), (2, 2, 30, 8), {"kernel": "fast"}, "unknown attention kernel 'fast'"),
@@ -273,10 +285,19 @@ def test_a_backend_where_no_head_is_frozen_is_refused():
         mixed_attention(query, query, query, None, backend="reference")
     with pytest.raises(InputError, match="the same dtype"):
         mixed_attention(query.double(), query, query, None)
-    with pytest.raises(InputError, match="the same positions, one at least"):
+    with pytest.raises(InputError, match="the same positions, at least one"):
         mixed_attention(*[query[:, :, :0]] * 3, None)
     with torch.autocast("cpu", torch.bfloat16):
         assert mixed_attention(query.bfloat16(), query, query, None).dtype == torch.bfloat16
+
+
+def test_layers_without_heads_and_projections_of_another_width_are_refused(generator):
+    query, value = torch.randn(1, 2, 40, 16), torch.randn(1, 3, 40, 16)
+    frozen = FrozenHeads.from_patterns(random_pattern(1, 40, generator), kv_head=(0, 1, 2))
+    with pytest.raises(InputError, match=r"projection must be \[C, 48\], columns slot by slot; got \[8, 32\]"):
+        attention_products(query, query, value, frozen, torch.randn(8, 32))
+    with pytest.raises(InputError, match="query has no heads, and none is frozen"):
+        mixed_attention(query[:, :0], query[:, :0], query[:, :0], None)
 
 
 PRECISIONS = {
@@ -316,7 +337,7 @@ def test_tf32_is_used_only_where_pytorch_may(precisions, setting, expected):
 
 
 def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(generator, monkeypatch):
-    from saf.ops import ways
+    from saf.ops import attention
 
     seen = []
 
@@ -325,7 +346,7 @@ def test_heads_are_joined_by_position_and_part_again_in_the_backward_pass(genera
         output.register_hook(lambda gradient: seen.append(gradient))
         return output
 
-    monkeypatch.setattr(ways, "live_attention", watched)
+    monkeypatch.setattr(attention, "live_attention", watched)
     frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator))
     query, key, value = (torch.randn(2, heads, 30, 8, requires_grad=True) for heads in (3, 3, 5))
     output = mixed_attention(query, key, value, frozen)

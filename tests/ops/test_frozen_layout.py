@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.errors import CheckpointError
-from saf.ops.frozen_layout import with_layout
+from saf.ops.layout import with_layout
 from tests.freezing.small_model import accepting, make, tokens
 
 KEY = "blocks.1.attention.frozen_layout"

@@ -54,7 +54,7 @@ def test_a_package_is_activated_once_and_runs(kernel, operands, monkeypatch):
     stand_in = StandIn()
     name = flash.FLASH_PACKAGES[kernel].implementation
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name, stand_in)
-    monkeypatch.setattr(flash, "obstacle", lambda kernel, device: None)
+    monkeypatch.setattr(flash, "unsupported_reason", lambda kernel, device: None)
     expected = live_attention(*operands, kernel="math")
     for _ in range(2):
         torch.testing.assert_close(live_attention(*operands, kernel=kernel), expected)
@@ -66,7 +66,7 @@ def test_a_package_is_activated_once_and_runs(kernel, operands, monkeypatch):
 
 @pytest.mark.usefixtures("process")
 def test_after_pytorchs_own_flash_kernel_a_package_is_refused(operands, monkeypatch):
-    monkeypatch.setattr(flash, "obstacle", lambda kernel, device: None)
+    monkeypatch.setattr(flash, "unsupported_reason", lambda kernel, device: None)
     live_attention(*operands, kernel="flash")
     with pytest.raises(UnsupportedError, match="already uses 'flash' for flash attention"):
         live_attention(*operands, kernel="fa3")
@@ -76,14 +76,14 @@ def test_after_pytorchs_own_flash_kernel_a_package_is_refused(operands, monkeypa
 def test_what_keeps_a_package_from_running_is_named(operands, monkeypatch):
     with pytest.raises(UnsupportedError, match="'fa3' cannot run: it needs CUDA tensors, these are on cpu"):
         live_attention(*operands, kernel="fa3")
-    assert "flash_attn_interface cannot be found" in str(flash.obstacle("fa3", "cuda"))
-    assert "pip install flash-attn-4" in str(flash.obstacle("fa4", "cuda"))
+    assert "flash_attn_interface cannot be found" in str(flash.unsupported_reason("fa3", "cuda"))
+    assert "pip install flash-attn-4" in str(flash.unsupported_reason("fa4", "cuda"))
 
     def broken():
         raise RuntimeError("built for another PyTorch")
 
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", broken)
-    monkeypatch.setattr(flash, "obstacle", lambda kernel, device: None)
+    monkeypatch.setattr(flash, "unsupported_reason", lambda kernel, device: None)
     with pytest.raises(UnsupportedError, match="RuntimeError while activating FA3: built for another PyTorch"):
         live_attention(*operands, kernel="fa3")
     live_attention(*operands, kernel="flash")

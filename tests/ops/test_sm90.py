@@ -12,7 +12,6 @@ SPILLED = {
     "fused grouped bf16 D96": 520,
     "fused grouped bf16 D128": 512,
     "fused forward fp32 D192": 16,
-    "rows fp32 D256": 8,
     "toeplitz bf16": 64,
     "toeplitz fp16": 64,
 }
@@ -25,8 +24,8 @@ that and take 1.9 times as long. The float32 forward at 192 channels has the sma
 WGMMA_ROWS = 64
 """Rows of the smallest tile that Hopper's own matrix instructions take; smaller ones go through the older ones."""
 PROGRAMS = {
-    "toeplitz bf16 D64 tiles/pass 128x128x64 w4 s3": 2,
-    "descriptor bf16 D64 tiles/pass/descriptor 128x128x64 w4 s3": 2,
+    "toeplitz bf16 D64 128x128x64 w4 s3": 2,
+    "descriptor bf16 D64 128x128x64 w4 s3": 2,
 }
 """Programs that must fit on one multiprocessor at a time, by start of name; one otherwise."""
 
@@ -69,9 +68,8 @@ def test_half_precision_uses_matrix_units(rows):
     """16-bit products go through matrix instructions, Hopper's own in tiles large enough; float32 ones do not."""
     wrong = {}
     for name, row in rows.items():
-        half = (
-            name.split()[0] in ("toeplitz", "linear", "descriptor", "fused", "rows", "split") and " fp32 " not in name
-        )
+        kinds = ("toeplitz", "linear", "descriptor", "fused", "decode")
+        half = name.split()[0] in kinds and " fp32 " not in name
         expected = None if not half else "wgmma" if row["tile_rows"] >= WGMMA_ROWS else "mma.sync"
         if row["matrix_units"] != expected:
             wrong[name] = row

@@ -220,8 +220,7 @@ def test_seed_decides_weights_and_order(settings, outcome):
 
 
 def test_live_heads_run_on_the_kernel_asked_for_before_and_after_freezing(settings, monkeypatch):
-    from saf.ops import layer as attention
-    from saf.ops import live
+    from saf.ops import attention, live
 
     seen = set()
     for module in (attention, live):

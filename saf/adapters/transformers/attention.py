@@ -20,19 +20,18 @@ from saf.adapters.transformers.family import Family
 from saf.adapters.transformers.mask import Mask, check_begins, check_one_sequence_a_row, no_padding, padding_mask
 from saf.errors import SafWarning, UnsupportedError
 from saf.heads import HeadLayout
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
-from saf.ops.frozen_layout import LAYOUT, TellsLayout
+from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
-from saf.ops.live import SPLIT
-from saf.ops.positions import Places, first_real
-from saf.ops.ways import live_heads
+from saf.ops.layout import LAYOUT, LayoutMixin
+from saf.ops.live import FLASH_DECODE
+from saf.ops.positions import CachePosition, first_real
 
 NAME = "saf"
 UNDER_HOOKS = "_old_forward"
 """The attribute in which accelerate keeps the forward pass that its hooks run; theirs is in its place."""
 
 
-class HeadState(TellsLayout):
+class HeadState(LayoutMixin):
     """Hold which heads of one attention layer are frozen, and what is known of them."""
 
     def __init__(self, layout: HeadLayout, family: Family):
@@ -56,7 +55,7 @@ class HeadState(TellsLayout):
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout."""
         self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
-        self.tell_layout(layout, frozen)
+        self.set_layout(layout, frozen)
 
 
 STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -210,7 +209,7 @@ def attend(
         key, value = filled(key, value, query.shape[-2], layout_of(module))
         attention_mask = attention_mask.mask
     documents = attention_mask if isinstance(attention_mask, Documents) else None
-    places = attention_mask if isinstance(attention_mask, Places) else None
+    places = attention_mask if isinstance(attention_mask, CachePosition) else None
     if documents is None and module.layer_idx == 0:  # once a pass: it may wait for the device
         check_begins(cu_seq_lens_q, value)
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -230,7 +229,7 @@ def attend(
         real, length = (mask, value.shape[-2]) if places is None else (places.real, query.shape[-2])
         check_one_sequence_a_row(position_ids, real, length)
     start = None if mask is None else first_real(mask)
-    options = {"scale": scaling, "start": start, "places": places}
+    options = {"scale": scaling, "left_pad": start, "cache_position": places}
     mix = partial(_mixed, state, options, {"window": sliding_window, "soft_cap": softcap})
     output = mix(query, key, value) if documents is None else documents.apart(mix, query, key, value)
     return output.transpose(1, 2), None
@@ -249,10 +248,12 @@ def _mixed(
     The window and the soft cap, in `ordinary`, are for live heads; the seam does not know them.
     """
     if state is None:
-        places = options["places"]
-        own = {"scale": options["scale"], "start": options["start"]}
+        places = options["cache_position"]
+        own = {"scale": options["scale"], "left_pad": options["left_pad"]}
         return live_attention(query, key, value, visible=None if places is None else places.visible, **own, **ordinary)
-    ours = state.frozen is not None or (state.kernel == SPLIT and state.layout.ordinary and ordinary["window"] is None)
+    ours = state.frozen is not None or (
+        state.kernel == FLASH_DECODE and state.layout.ordinary and ordinary["window"] is None
+    )
     if not ours or ordinary["soft_cap"] is not None:
         return _attend_apart(query, key, value, state, options | ordinary)
     return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
@@ -261,7 +262,7 @@ def _mixed(
 def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, options: dict[str, Any]) -> Tensor:
     """Return live heads and frozen ones, computed each by themselves, joined."""
     parts, layout = [], state.layout
-    start, places = options["start"], options.pop("places")
+    start, places = options["left_pad"], options.pop("cache_position")
     if layout.num_live:
         slots = layout.kv_head[: layout.num_live]
         if places is not None:
@@ -269,7 +270,7 @@ def _attend_apart(query: Tensor, key: Tensor, value: Tensor, state: HeadState, o
         visible = None if places is None else places.visible
         parts.append(live_heads(query, key, value, slots, **options, visible=visible, kernel=state.kernel))
     if state.frozen is not None:
-        parts.append(frozen_attention(value, state.frozen, start=start, places=places, rows=query.shape[-2]))
+        parts.append(frozen_attention(value, state.frozen, left_pad=start, cache_position=places, rows=query.shape[-2]))
     if not parts:
         return query  # of no heads
     return parts[0] if len(parts) == 1 else join_heads(*parts)

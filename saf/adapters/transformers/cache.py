@@ -15,7 +15,7 @@ from torch import Tensor
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.ops.heads import cached_order, take_heads
-from saf.ops.positions import Places, left_padding
+from saf.ops.positions import CachePosition, left_padding
 
 NO_WINDOWS = (
     "with frozen heads, models with a sliding window take a cache that grows (the default): leave cache_implementation "
@@ -60,7 +60,7 @@ def left_padded(attention_mask: Tensor) -> Tensor | None:
 
 def fixed_places(
     q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None
-) -> Places | Beginning:
+) -> CachePosition | Beginning:
     """Return where the queries of a pass stand in a cache of fixed size with `kv_length` places.
 
     `attention_mask [B, T]` tells of the tokens so far; what it tells of places beyond them has no effect.
@@ -69,7 +69,7 @@ def fixed_places(
         return Beginning(None if attention_mask is None else left_padded(attention_mask))
     start = None if attention_mask is None else left_padding(attention_mask, wait=False, parts=True)
     # The cache counts on in the very tensor that it tells its length by.
-    return Places.of(q_offset.clone(), q_length, kv_length, start)
+    return CachePosition.of(q_offset.clone(), q_length, kv_length, start)
 
 
 def fills_fixed(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> bool:

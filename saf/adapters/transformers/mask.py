@@ -12,10 +12,10 @@ from torch import Tensor
 from saf.adapters.documents import Documents, documents_told
 from saf.adapters.transformers.cache import NO_WINDOWS, Beginning, fills_fixed, fixed_places, left_padded
 from saf.errors import InputError, UnsupportedError
-from saf.ops.positions import Places, assert_later, left_padding
-from saf.ops.streams import captured
+from saf.ops.operator import is_capturing
+from saf.ops.positions import CachePosition, assert_later, left_padding
 
-Mask = Tensor | Documents | Places | Beginning | None
+Mask = Tensor | Documents | CachePosition | Beginning | None
 """What attention is told of a pass: padding, documents, where queries stand in a cache of fixed size; or nothing."""
 _APART = "give every sequence a row of its own, padded at its ends"
 _COMPILED = "with frozen heads compiled code attends to one sequence a row"
@@ -147,7 +147,7 @@ def check_begins(begins: Tensor | None, rows: Tensor) -> None:
     """
     if begins is None or len(begins) <= len(rows) + 1:
         return
-    unseen = torch.compiler.is_compiling() or captured(rows.device)
+    unseen = torch.compiler.is_compiling() or is_capturing(rows.device)
     if (told := len(begins) - 1 if unseen else documents_told(begins)) > len(rows):
         raise UnsupportedError(
             f"cu_seq_lens_q tells of {told} documents, padding among them if it is counted there; frozen heads know "
@@ -171,7 +171,7 @@ def check_one_sequence_a_row(
     What CUDA graphs capture goes unchecked, as do the single tokens of decoding.
     """
     compiling = torch.compiler.is_compiling()
-    if position_ids.shape[-1] < 2 or (not compiling and captured(position_ids.device)):
+    if position_ids.shape[-1] < 2 or (not compiling and is_capturing(position_ids.device)):
         return
     steps = position_ids.diff(dim=-1)
     counts = steps == 1

@@ -21,7 +21,7 @@ from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.attention import state_of
 from saf.adapters.transformers.folder import forget_heads_, holds_heads, mark_of
 from saf.errors import CheckpointError, UnsupportedError
-from saf.ops.frozen_layout import LAYOUT, compare_told
+from saf.ops.layout import LAYOUT, compare_layouts
 from saf.records.files import read_json, read_tensors
 from saf.sidecar import check_sums
 from saf.surgery import adopt_, resize_
@@ -238,7 +238,7 @@ def _tell_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Non
     adopt_(model, state, tensors)
     for site, found in zip(sites, told, strict=True):
         own = state_of(site.attention)
-        compare_told(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, found)
+        compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, found)
 
 
 def _taken(attention: Any) -> Tensor | None:

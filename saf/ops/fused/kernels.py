@@ -1,4 +1,4 @@
-"""Device code of the fused kernels: ordinary, compact and dense heads, forward in one launch and backward in three.
+"""The fused kernels and their launches: ordinary, compact and dense heads, forward in one launch, backward in three.
 
 Forward, a program computes a block of queries of one head. Backward, `delta_kernel` sums what a softmax's gradient
 needs a row, key blocks give dV and dK, query blocks give dQ of live heads. BM: query positions of a program or step.
@@ -6,10 +6,18 @@ BN: key positions. DP: channels rounded up to a power of two. Tiles in the key-b
 transposed weights.
 """
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from saf.ops.launch import add_product
+from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
+from saf.ops.heads import heads_like
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch
+from saf.ops.live import score_scale
+from saf.ops.operator import layout_of
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -390,3 +398,235 @@ def query_block_kernel(
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
     _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)
+
+
+FEW_ROWS = 49_152
+FEW_PAIRS = FEW_ROWS * 1024
+"""B x H x T, and B x H x T x T, up to either of which few programs are launched, in smaller blocks of queries.
+
+Up to the first, blocks of 128 queries number less than three a multiprocessor of an H200 (384 on 132). Around the
+limits the two sizes of blocks came within 1.5% of one another (docs/log.md).
+"""
+
+
+class Blocks(NamedTuple):
+    """Block sizes of one kernel: query and key positions, powers of two from 16 to 128; warps; pipeline stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+class FusedConfig(NamedTuple):
+    """Block sizes of the three fused kernels: forward, key blocks (dV and dK), query blocks (dQ)."""
+
+    forward: Blocks
+    keys: Blocks
+    queries: Blocks
+
+
+def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: bool = False) -> FusedConfig:
+    """Return block sizes for D = `dim`: the fastest of those tried on an H200 with some heads frozen (docs/log.md).
+
+    `grouped` says that a value head serves several heads; the loop over them takes registers in the backward. `few`
+    says that the forward pass has few programs (`FEW_ROWS`); they take smaller blocks of queries.
+    """
+    if dtype == torch.float32:
+        small = Blocks(32 if dim <= 64 else 16, 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 1)
+        return FusedConfig(small, small, small)
+    queries = Blocks(128, 64, 8, 3)
+    if dim <= 64:
+        keys = Blocks(64, 64, 4, 1) if grouped else Blocks(128, 64, 4, 2)
+        return FusedConfig(Blocks(64 if few else 128, 64, 4, 3), keys, queries)
+    if dim <= 128:
+        keys = Blocks(32, 64, 4, 2) if grouped else Blocks(64, 128, 8, 2)
+        return FusedConfig(Blocks(64, 64, 4, 3), keys, queries)
+    return FusedConfig(Blocks(64, 64, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1))
+
+
+LOG2E = 1.4426950408889634
+"""1 / log 2: the kernels' exponentials are powers of two."""
+
+
+def _padded(dim: int) -> int:
+    """Return channels rounded up to a power of two that matrix units take."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
+    """Return the patterns' strides in the order the kernels take them."""
+    return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
+
+
+def state_constants(maps: HeadMaps) -> dict[str, bool]:
+    """Return which kinds of heads a layer has; code for absent kinds is left out."""
+    return dict(zip(("HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"), (count > 0 for count in maps.counts), strict=True))
+
+
+def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
+    """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
+    constants = {
+        "D": dim,
+        "DP": _padded(dim),
+        "BM": blocks.block_m,
+        "BN": blocks.block_n,
+        "EVEN": length % max(blocks.block_m, blocks.block_n) == 0,
+        "PRECISION": "ieee",
+        "STAGES": blocks.num_stages,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+    return constants | ({"PAD": PAD} if pad else {})
+
+
+_plans = PlanCache()
+
+
+def fused_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    *,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mix all heads of a layer in one launch.
+
+    Args:
+        query: `[B, L, T, D]` of live heads, unit stride in D, any other strides; so for all tensors below.
+        key: `[B, K, T, D]`, the key heads that live heads use.
+        value: `[B, H_kv, T, D]`.
+        maps: states and slots of the H heads.
+        patterns: of the frozen heads, for at least T positions.
+        scale: of the live heads' scores; default 1 / sqrt(D).
+        config: block sizes; default: `choose_config`.
+
+    Returns:
+        The output `[B, H, T, D]` in head order, laid out as `[B, T, H, D]`, and the live heads' row log-sum-exps
+        `[B, L, T]`, float32, nats.
+    """
+    result = heads_like(value, maps.state.numel())
+    lse = _log_sums_like(value, maps.counts[0])
+    if not result.numel():
+        return result, lse
+    known = (maps.counts, scale, config, *map(layout_of, (query, key, value, *patterns)))
+    if (plan := _plans.get(known)) is None:
+        grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config)
+        plan = PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
+        _plans[known] = plan
+    plan(query, key, value, result, lse, *_forward_tables(maps, patterns))
+    return result, lse
+
+
+def _log_sums_like(value: Tensor, live: int) -> Tensor:
+    """Return uninitialised memory for the row log-sum-exps of `live` heads beside `value [B, H_kv, T, D]`."""
+    return value.new_empty(value.shape[0], live, value.shape[2], dtype=torch.float32)
+
+
+def _forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ...]:
+    """Return what the forward kernel reads besides the operands, in its order."""
+    return maps.state, maps.query, maps.key, maps.value, maps.pattern, *patterns
+
+
+@torch.library.triton_op("saf::fused_visible", mutates_args=())
+def visible_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    maps: list[Tensor],
+    patterns: list[Tensor],
+    counts: list[int],
+    grouped: bool,
+    scale: float,
+) -> Tensor:
+    """Do `fused_forward`, its output alone, as an operator that a compiler looks into and whose kernel it launches.
+
+    Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
+    `saf::fused`, whose arguments these are. The channels of query, key and value have unit stride.
+    """
+    head_maps, fixed = read_tables(maps, patterns, counts, grouped)
+    result = heads_like(value, sum(counts))
+    grid, numbers, constants = forward_arguments(query, key, value, result, head_maps, fixed, scale)
+    tensors = query, key, value, result, _log_sums_like(value, counts[0]), *_forward_tables(head_maps, fixed)
+    torch.library.wrap_triton(fused_forward_kernel)[grid](*tensors, *numbers, **constants)
+    return result
+
+
+def forward_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    result: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:
+    """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
+    batch, _, length, dim = value.shape
+    heads = maps.state.numel()
+    rows = batch * heads * length
+    few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
+    blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
+    numbers = (
+        heads, maps.counts[0], length, score_scale(scale, dim) * LOG2E,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3], *_pattern_strides(patterns),
+    )  # fmt: skip
+    constants = block_constants(blocks, length, dim) | state_constants(maps)
+    return (batch * heads, cdiv(length, blocks.block_m)), numbers, constants
+
+
+def fused_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    maps: HeadMaps,
+    patterns: FusedPatterns,
+    *,
+    scale: float | None = None,
+    config: FusedConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `fused_forward` to query, key and value, each laid out as `[B, T, heads, D]`.
+
+    `grad [B, H, T, D]` is that of the output `out`, `lse` the forward's row log-sum-exps; the rest as in the forward.
+    Deterministic.
+    """
+    batch, num_value_heads, length, dim = value.shape
+    live = maps.counts[0]
+    dq, dk, dv = heads_like(query, live), heads_like(key, key.shape[1]), heads_like(value, num_value_heads)
+    if dv.numel() == 0:
+        return dq, dk, dv
+    blocks = config or choose_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
+    delta = torch.empty_like(lse)
+    if live:
+        launch(
+            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
+            *out.stride()[:3], *grad.stride()[:3],
+            D=dim, DP=_padded(dim), BM=64, num_warps=4, device=value.device,
+        )  # fmt: skip
+    launch(
+        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_n)),
+        query, key, value, grad, lse, delta, dk, dv,
+        maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
+        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
+        num_value_heads, live, length, score_scale(scale, dim),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
+        *dk.stride()[:3], *dv.stride()[:3], *_pattern_strides(patterns),
+        **block_constants(blocks.keys, length, dim), **state_constants(maps), GROUPED=maps.grouped,
+        device=value.device,
+    )  # fmt: skip
+    if live:
+        launch(
+            query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)),
+            query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
+            live, length, score_scale(scale, dim),
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
+            **block_constants(blocks.queries, length, dim, pad=False), device=value.device,
+        )  # fmt: skip
+    return dq, dk, dv

@@ -1,4 +1,4 @@
-"""What the fused kernels read besides the operands: which head is what, and the frozen heads' patterns."""
+"""The tables of the fused kernels: which kind each head is (`HeadMaps`), and patterns (`FusedPatterns`)."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
-from saf.ops.operator import has_triton
 from saf.patterns import Pattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
@@ -25,7 +23,7 @@ BAND_SHIFTS = 4
 
 
 class HeadMaps(NamedTuple):
-    """Tell where each of H heads finds its parts, int32 tensors on the operands' device.
+    """Where each of H heads finds its parts, int32 tensors on the operands' device.
 
     Attributes:
         state: [H] LIVE, COMPACT or DENSE.
@@ -61,24 +59,7 @@ class HeadMaps(NamedTuple):
         num_value_heads: int,
         device: torch.device | str,
     ) -> "HeadMaps":
-        """Number the slots of heads in order.
-
-        Args:
-            state: a state a head.
-            key: key slot of each head; ignored for heads that are not live.
-            value: value slot of each head.
-            num_value_heads: heads of the value tensor.
-            device: where the maps go.
-
-        Raises:
-            InputError: lengths differ, or a state or slot is out of range.
-        """
-        if not len(state) == len(key) == len(value):
-            raise InputError(
-                f"state, key and value name {len(state)}, {len(key)} and {len(value)} heads; expected one count"
-            )
-        if set(state) - {LIVE, COMPACT, DENSE} or any(not 0 <= slot < num_value_heads for slot in value):
-            raise InputError(f"states must be 0, 1 or 2 and value slots below {num_value_heads}")
+        """Return the maps of heads with these states, key slots (of live heads) and value slots."""
         seen = [0, 0, 0]
         own = []
         for kind in state:
@@ -106,7 +87,7 @@ class HeadMaps(NamedTuple):
 
 
 class FusedPatterns(NamedTuple):
-    """Hold patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
+    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
 
     Attributes:
         alpha: [F, L] float32, in powers of two.
@@ -123,16 +104,7 @@ class FusedPatterns(NamedTuple):
 
     @classmethod
     def build(cls, alpha: Tensor, rho: Tensor, log_z: Tensor, dense: Tensor) -> "FusedPatterns":
-        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L].
-
-        Raises:
-            InputError: the shapes do not fit together.
-        """
-        if alpha.ndim != 2 or alpha.shape != rho.shape or alpha.shape != log_z.shape:
-            shapes = [tuple(tensor.shape) for tensor in (alpha, rho, log_z)]
-            raise InputError(f"alpha, rho and log_z must have one shape [F, L], got {shapes}")
-        if dense.ndim != 3 or dense.shape[1] != dense.shape[2]:
-            raise InputError(f"dense must be [F, L, L], got {tuple(dense.shape)}")
+        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L]."""
         log2e = 1 / math.log(2)
         heads, length = rho.shape
         width = PAD + -(-length // PAD) * PAD
@@ -157,18 +129,6 @@ def read_tables(
     return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def fused_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the launch cannot run; None when it can."""
-    if not has_triton():
-        return "Triton is not installed"
-    if device.type != "cuda":
-        return f"it needs a CUDA device, got {device.type}"
-    return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
-
-
 def fused_tables(
     patterns: Sequence[Pattern],
     dtype: torch.dtype,
@@ -188,8 +148,7 @@ def fused_tables(
         torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
     )
     stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
-    made = FusedPatterns.build(alpha, rho, log_z, stored)
-    tables: dict[str, Any] = {name: getattr(made, name) for name in PATTERNS}
+    tables: dict[str, Any] = FusedPatterns.build(alpha, rho, log_z, stored)._asdict()
     kinds = [DENSE if form is None else COMPACT for form in forms]
     layouts = {"alone": (kinds, tuple(range(len(kinds))))}
     if kv_head is not None:

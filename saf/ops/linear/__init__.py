@@ -1,4 +1,1 @@
-"""Frozen heads in linear time: `operator` has the algorithm, as matrix products and as the registered operator.
-
-`kernels` are its launches on CUDA, and `launch` chooses their tiles.
-"""
+"""Backend `linear`: `op` has the backend and its operator, `tables` the chunked algorithm, `kernels` the GPU's part."""

@@ -1,13 +1,22 @@
-"""Device code of the linear product: `states_kernel` sums up stretches of chunks, `mix_kernel` computes the rows.
+"""The linear product on a GPU: kernels and their launch.
 
-A stretch is as many chunks as one program walks. Both kernels hold a state `[P, BN]` twice, cosine and sine
-parts, in float32. With REVERSE chunks are counted from the last position, which makes the product its own adjoint.
+`states_kernel` sums up stretches of chunks, `scan_kernel` adds these up, `mix_kernel` computes the rows. A stretch is
+as many chunks as one program walks. States are `[P, BN]` twice, cosine and sine parts, in float32. With REVERSE chunks
+are counted from the last position, which makes the product its own adjoint.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from saf.ops.launch import add_product
+from saf.ops.heads import heads_like
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv
+from saf.ops.linear.tables import CHUNK, LinearTables
+from saf.ops.operator import layout_of
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -216,3 +225,142 @@ def mix_kernel(
         b_im = add_product(b_im, b_w_im, b_last, PRECISION)
         b_2 = b_1
         b_1 = b_0
+
+
+WAVE = 396
+"""Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. Programs beyond
+them wait for a second wave, and fewer leave room unused (4K x 8, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
+SCAN_COLUMNS = 32
+"""Columns of a program that adds states up: few, since it waits for memory and not for arithmetic."""
+
+
+class LinearConfig(NamedTuple):
+    """How the kernels are cut into programs.
+
+    Attributes:
+        stretch: chunks that a program walks.
+        columns: of B x D that it computes, a power of two.
+        warps: of `states_kernel` and of `mix_kernel`.
+        stages: loads in flight, of each.
+    """
+
+    stretch: int
+    columns: int
+    warps: tuple[int, int] = (4, 4)
+    stages: tuple[int, int] = (2, 2)
+
+
+def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, chunk: int = CHUNK) -> LinearConfig:
+    """Return the written rule: as many programs as run at once, or as little more as there are heads and columns.
+
+    Shorter stretches than two chunks would read more for the chunks before them than for their own.
+    """
+    exact = dtype == torch.float32  # sums in registers, without matrix units
+    block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
+    chunks, others = cdiv(length, chunk), heads * cdiv(columns, block)
+    stretch = max(2, cdiv(chunks, max(1, WAVE // others)))
+    # Loads three chunks ahead: 5% sooner than two, and four are no better.
+    warps, stages = (8, (2, 1)) if exact else (4 if chunk == 64 else 8, (3, 3))
+    return LinearConfig(stretch, block, (4, warps), stages)
+
+
+_plans = PlanCache()
+
+
+def linear_matmul(
+    x: Tensor,
+    tables: LinearTables,
+    before: Tensor,
+    after: Tensor,
+    sources: Tensor | None = None,
+    *,
+    transpose: bool,
+    out: Tensor | None = None,
+    config: LinearConfig | None = None,
+    precision: str = "ieee",
+) -> Tensor:
+    """Compute `after[i] sum_j g(i - j) before[j] x[j]` over j <= i, with `transpose` over j >= i, head by head.
+
+    Deterministic; neither memory beyond the T positions of x nor scalings beyond T are read.
+
+    Args:
+        x: `[B, H, T, D]`, unit stride in D, any others; bfloat16, float16 or float32.
+        tables: of F heads, in x's dtype, contiguous.
+        before: `[F, >=T]` float32, scales the input.
+        after: `[F, >=T]` float32, scales the output.
+        sources: `[F]` int32, the head of x that each of the F reads; None where H = F and each reads its own.
+        transpose: multiply by the transpose.
+        out: `[B, F, T, D]` to write into, unit stride in D; default: new memory laid out as `[B, T, F, D]`.
+        config: how to run; default: the written rule.
+        precision: of float32 products, "ieee" or "tf32".
+    """
+    assert (x.stride(3), tables.near.dtype) == (1, x.dtype)
+    assert tables.near.shape[1] <= 3, "a band must end within two chunks"
+    if out is None:
+        out = heads_like(x, len(before))
+    if not out.numel():
+        return out
+    key = (transpose, precision, config, sources is None, *map(layout_of, (x, *tables, before, after, out)))
+    if (plan := _plans.get(key)) is None:
+        mapped = sources is not None
+        plan = _plans[key] = _plan(x, tables, before, after, out, transpose, mapped, config, precision)
+    plan(x, tables, before, after, before if sources is None else sources, out)
+    return out
+
+
+def _plan(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, out: Tensor,
+    transpose: bool, mapped: bool, config: LinearConfig | None, precision: str,
+) -> Callable[..., None]:  # fmt: skip
+    """Return what multiplies all operands of this layout."""
+    batch, _, length, dim = x.shape
+    heads, reach, rows, _ = tables.near.shape
+    poles = tables.write.shape[1] // 2
+    columns = batch * dim
+    if config is None:
+        config = choose_config(length=length, columns=columns, heads=heads, chunk=rows, dtype=x.dtype)
+    block, stretches = config.columns, cdiv(cdiv(length, rows), config.stretch)
+    product, own, mixing = linear_constants(
+        config, rows=rows, reach=reach, poles=poles, powers=tables.turns.shape[1], dim=dim, columns=columns,
+        reverse=transpose, mapped=mapped, precision=precision,
+    )  # fmt: skip
+    blocks = cdiv(columns, block)
+    add = PreparedLaunch(
+        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
+        before.stride(0), **product, **own, device=x.device,
+    )  # fmt: skip
+    scan = PreparedLaunch(
+        scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), columns, stretches - 1, config.stretch,
+        P=poles, BN=SCAN_COLUMNS, POWERS=product["POWERS"], num_warps=4, device=x.device,
+    )  # fmt: skip
+    mix = PreparedLaunch(
+        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
+        *out.stride()[:3], before.stride(0), after.stride(0), **product, **mixing, device=x.device,
+    )  # fmt: skip
+    shape = (heads, max(1, stretches - 1), 2, poles, columns)
+
+    def run(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor, out: Tensor) -> None:
+        states = before.new_empty(shape, dtype=torch.float32)
+        if stretches > 1:
+            add(x, before, sources, tables.write, tables.turns, states)
+            if stretches > 2:
+                scan(states, tables.turns)
+        mix(x, before, sources, after, tables.near, tables.write, tables.read, tables.turns, states, out)
+
+    return run
+
+
+def linear_constants(
+    config: LinearConfig, *, rows: int, reach: int, poles: int, powers: int, dim: int, columns: int, reverse: bool,
+    mapped: bool, precision: str,
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Return the compile-time arguments of both kernels, those of `states_kernel` alone and of `mix_kernel` alone."""
+    product = {
+        "D": dim, "C": rows, "P": poles, "BN": config.columns, "REACH": reach, "POWERS": powers,
+        "REVERSE": reverse, "MAPPED": mapped, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
+    }  # fmt: skip
+    own, mixing = (
+        {"STAGES": stages, "num_warps": warps, "num_stages": stages}
+        for warps, stages in zip(config.warps, config.stages, strict=True)
+    )
+    return product, own, mixing

@@ -1,17 +1,104 @@
-"""Device code of the Toeplitz product of values, read through addresses or descriptors, and of two sequences.
+"""The Toeplitz product of frozen heads in Triton: how it is cut into programs, its kernels, and their launches.
 
-`toeplitz_kernel` and `toeplitz_descriptor_kernel` multiply, `prescale_kernel` scales their input in a pass of its own.
-`causal_convolution_kernel` convolves sequences of one channel, as normalisers need it, launched by `convolve`.
+`toeplitz_matmul` multiplies values `[B, F, T, D]` by every head's Toeplitz matrix between two scalings: one pass
+scales the input, one kernel multiplies, read through addresses or through Hopper's bulk copy engine ("descriptors").
+`convolve` convolves sequences of one channel, as normalisers need it. Times are of an H200 (docs/log.md).
 """
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from saf.ops.launch import add_product, cdiv, launch
+from saf.ops.heads import heads_like
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, shared_memory
+from saf.ops.operator import layout_of
+from saf.ops.toeplitz.tables import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
+
+CACHED = 32 << 20
+"""Bytes of input that programs running together may share: about half of a data-centre GPU's second-level cache."""
+FOLDED = 32_768
+"""Positions beyond which blocks of a single sequence's output go two by two: 1,457 us instead of 1,920 at 65,536."""
+WIDE_FROM = 4096
+"""Positions beyond which blocks are 256 columns wide: there they gained with four heads and lost with fewer."""
+
+
+class Config(NamedTuple):
+    """How the product is cut into programs.
+
+    Attributes:
+        block_m: output positions of a program, TILE at most.
+        block_n: columns of the folded (batch, channel) axis of a program.
+        block_k: positions summed over in a step, TILE at most.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        fold: consecutive blocks of output rows that one program computes as more columns, for few columns; 2 needs
+            descriptors and blocks of TILE rows.
+        descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
+            multiple of 8.
+        slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
+            in the second-level cache; 0 for all at once. With 64 sequences that saves 10 to 25% of the product.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    fold: int = 1
+    descriptors: bool = False
+    slabs: int = 0
+
+
+@cache
+def choose_config(
+    *, length: int, columns: int, heads: int, dtype: torch.dtype, hopper: bool = False, shared: int = 227 << 10
+) -> Config:
+    """Return the written rule for `heads` frozen heads of `length` positions and `columns` = B x D.
+
+    `hopper` says whether the device has the bulk copy engine, `shared` how many bytes of memory a program may take:
+    its pipeline is cut to fit.
+    """
+    if dtype == torch.float32:  # without matrix units
+        return Config(block_m=64, block_n=64, block_k=32, num_stages=2)
+    config = _by_shape(length, columns, heads, hopper)
+    stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+    total = cdiv(config.fold * columns, config.block_n) * heads
+    fitting = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
+    return config._replace(
+        descriptors=hopper and columns % max(8, 1 if config.fold > 1 else config.block_n) == 0,
+        num_stages=min(config.num_stages, max(2, shared // stage)),
+        slabs=fitting if fitting < total else 0,
+    )
+
+
+def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> Config:
+    """Return blocks and the depth of the pipeline for 16-bit operands: 128 x 128, wider or narrower.
+
+    Limits lie between shapes for which either choice was the faster one; where between them was not measured.
+    """
+    rows = cdiv(length, 128)
+    programs = rows * cdiv(columns, 128) * heads
+    if columns <= 64 and columns % 8 == 0 and length > FOLDED and hopper:
+        return Config(num_warps=8, num_stages=4, fold=2)
+    if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
+        return Config(block_n=64, num_stages=5)
+    if columns <= 64 or (columns <= 128 and length <= 4096):
+        return Config(block_m=64, block_n=64, block_k=128)  # 128 x 128 would leave multiprocessors without work
+    if columns > 128 and length > WIDE_FROM and rows * cdiv(columns, 256) * heads >= 256:
+        return Config(block_n=256, num_warps=8)
+    # Few programs: one a multiprocessor, its loads further ahead; more of them: two that take turns. Long sums of a
+    # single column block gain from loads further ahead all the same: 6 heads of 16,384 positions and 128 columns took
+    # 324 us with four stages and 354 with three.
+    return Config(num_stages=4 if programs < 400 or (columns <= 128 and length >= 16384) else 3)
 
 
 @triton.jit
@@ -61,37 +148,17 @@ def prescale_kernel(
 
 
 @triton.jit
-def _shifted_offsets(stride_copy, TRANSPOSE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Return the offsets [BM, BK] of g(query - key) in shifted copies from that of the tile's first entry."""
-    o_m = tl.arange(0, BM)
-    o_k = tl.arange(0, BK)
-    if TRANSPOSE:
-        query = o_k[None, :]
-        key = o_m[:, None]
-    else:
-        query = o_m[:, None]
-        key = o_k[None, :]
-    # Eight queries at one key are one aligned vector of the copy that is shifted by key % 8.
-    return (key % 8) * stride_copy + (query - (key // 8) * 8)
-
-
-@triton.jit
-def _load_tile(
-    p_g, o_g, table_ptr, m0, k0,
-    TRANSPOSE: tl.constexpr, TABLES: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def _load_tile(table_ptr, m0, k0, TRANSPOSE: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """Load one [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
-    if TABLES == "tiles":
-        o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
-        o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
-        if TRANSPOSE:
-            index = k0 // TILE - m0 // TILE
-            offset = o_k[None, :] * TILE + o_m[:, None]
-        else:
-            index = m0 // TILE - k0 // TILE
-            offset = o_m[:, None] * TILE + o_k[None, :]
-        return tl.load(table_ptr + index * (TILE * TILE) + offset)
-    return tl.load(p_g + o_g)
+    o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
+    o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
+    if TRANSPOSE:
+        index = k0 // TILE - m0 // TILE
+        offset = o_k[None, :] * TILE + o_m[:, None]
+    else:
+        index = m0 // TILE - k0 // TILE
+        offset = o_m[:, None] * TILE + o_k[None, :]
+    return tl.load(table_ptr + index * (TILE * TILE) + offset)
 
 
 @triton.jit
@@ -106,14 +173,12 @@ def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f", "slabs"])
 def toeplitz_kernel(
-    x_ptr, table_ptr, pre_ptr, post_ptr, out_ptr, T, N,
-    x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    table_stride_f, table_stride_copy, pre_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, TABLES: tl.constexpr, PRESCALE: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, table_ptr, post_ptr, out_ptr, T, N,
+    out_stride_b, out_stride_f, out_stride_t, table_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSE: tl.constexpr, TILE: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by every head's Toeplitz matrix; a program computes one [BM, BN] tile of the output of one head."""
+    """Compute one [BM, BN] tile of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
     i_m, i_f, i_n = place_of(tl.program_id(0), num_m, num_n, num_f, slabs)
     i_f = i_f.to(tl.int64)
     if not TRANSPOSE:
@@ -121,8 +186,6 @@ def toeplitz_kernel(
     m0 = i_m * BM
     o_n = i_n * BN + tl.arange(0, BN)
     o_k = tl.arange(0, BK)
-    batch = (o_n // D).to(tl.int64)
-    channel = o_n % D
     if TRANSPOSE:
         lo = (m0 // BK) * BK
         hi = T
@@ -131,35 +194,19 @@ def toeplitz_kernel(
         hi = tl.minimum(m0 + BM, T)
 
     table_ptr += i_f * table_stride_f
-    o_g = _shifted_offsets(table_stride_copy, TRANSPOSE, BM, BK)
-    p_g = table_ptr + (PAD + (lo - m0 if TRANSPOSE else m0 - lo))
-    p_x = x_ptr + i_f * x_stride_f + lo.to(tl.int64) * x_stride_t
-    o_x = o_k[:, None] * x_stride_t + (batch * x_stride_b + channel)[None, :]
-    p_pre = pre_ptr + i_f * pre_stride_f + o_k
+    p_x = x_ptr + (i_f * T + lo.to(tl.int64)) * N
+    o_x = o_k[:, None] * N + o_n[None, :]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_a = _load_tile(p_g, o_g, table_ptr, m0, k0, TRANSPOSE, TABLES, TILE, BM, BK)
-        m_k = k0 + o_k < T
-        b_x = _load_input(p_x + o_x, m_k, o_n < N, EVEN_T, EVEN_N)
-        if PRESCALE != "pass":
-            b_pre = tl.load(p_pre + k0, mask=m_k, other=0.0)
-            if PRESCALE == "tile":
-                b_a = b_a.to(tl.float32) * b_pre[None, :]
-            else:
-                b_a = b_a.to(b_x.dtype) * b_pre.to(b_x.dtype)[None, :]
+        b_a = _load_tile(table_ptr, m0, k0, TRANSPOSE, TILE, BM, BK)
+        b_x = _load_input(p_x + o_x, k0 + o_k < T, o_n < N, EVEN_T, EVEN_N)
         acc = add_product(acc, b_a, b_x, PRECISION)
-        p_x += BK * x_stride_t
-        if TRANSPOSE:
-            p_g += BK
-        else:
-            p_g -= BK
+        p_x += BK * N
 
     o_m = m0 + tl.arange(0, BM)
     b_post = tl.load(post_ptr + i_f * post_stride_f + o_m, mask=o_m < T, other=0.0)
-    p_out = (
-        out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t
-        + (batch * out_stride_b + channel)[None, :]
-    )  # fmt: skip
+    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
     mask = (o_m < T)[:, None] & (o_n < N)[None, :]
     tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -220,6 +267,117 @@ def toeplitz_descriptor_kernel(
     tl.store(p_out, (acc * b_post).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_plans = PlanCache()
+
+
+def toeplitz_matmul(
+    x: Tensor,
+    tables: Tensor,
+    pre: Tensor,
+    post: Tensor,
+    *,
+    transpose: bool,
+    out: Tensor | None = None,
+    config: Config | None = None,
+    precision: str = "ieee",
+) -> Tensor:
+    """Multiply by diag(post) G diag(pre), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
+
+    Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
+
+    Args:
+        x: `[B, F, T, D]`, unit stride in D, any other strides; bfloat16, float16 or float32.
+        tables: tiles of g from `make_tiles`, in x's dtype, for at least T positions.
+        pre: `[F, >=T]` float32, scales the input.
+        post: `[F, >=T]` float32, scales the output.
+        transpose: multiply by the transpose: the gradient of the other direction.
+        out: `[B, F, T, D]` to write into, unit stride in D, of x's dtype or float32; by default new memory laid out as
+            `[B, T, F, D]`.
+        config: how to run; by default the written rule.
+        precision: of float32 products: "ieee" or "tf32".
+    """
+    assert (x.stride(3), tables.dtype) == (1, x.dtype)
+    if out is None:
+        out = heads_like(x, x.shape[1])
+    if not out.numel():
+        return out
+    key = (transpose, precision, config, *map(layout_of, (x, tables, pre, post, out)))
+    if (plan := _plans.get(key)) is None:
+        plan = _plans[key] = _plan(x, tables, pre, post, out, transpose, config or _config_for(x), precision)
+    plan(x, tables, pre, post, out)
+    return out
+
+
+def _config_for(x: Tensor) -> Config:
+    """Return the written rule for operands `[B, F, T, D]` on their device."""
+    batch, heads, length, dim = x.shape
+    hopper = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    shared = shared_memory(x.device)
+    return choose_config(length=length, columns=batch * dim, heads=heads, dtype=x.dtype, hopper=hopper, shared=shared)
+
+
+def _plan(
+    x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor, transpose: bool, config: Config, precision: str
+) -> Callable[..., None]:
+    """Return what multiplies all operands of this layout: all of the launches but their memory."""
+    batch, heads, length, dim = x.shape
+    columns, fold = batch * dim, config.fold
+    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
+    # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
+    prescale = PreparedLaunch(
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), length, columns, rows,
+        *x.stride()[:3], pre.stride(0),
+        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
+    )  # fmt: skip
+    num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
+    grid = (num_m * num_n * heads,)
+    blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
+    constants = product_constants(config, length, columns, dim, transpose, precision)
+    if config.descriptors:
+        multiply = PreparedLaunch(
+            toeplitz_descriptor_kernel, grid, length, columns, rows,
+            *out.stride()[:3], post.stride(0), tables.shape[1], *blocks, **constants, device=x.device,
+        )  # fmt: skip
+    else:
+        multiply = PreparedLaunch(
+            toeplitz_kernel, grid, length, columns,
+            *out.stride()[:3], tables.stride(0), post.stride(0), *blocks, **constants, device=x.device,
+        )  # fmt: skip
+
+    def run(x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor) -> None:
+        scaled = x.new_empty(heads, rows, fold * columns)
+        prescale(x, pre, scaled)
+        if config.descriptors:
+            multiply(post, out, descriptors=_descriptors(scaled, tables, config, transpose))
+        else:
+            multiply(scaled, tables, post, out)
+
+    return run
+
+
+def _descriptors(scaled: Tensor, tables: Tensor, config: Config, transpose: bool) -> tuple[TensorDescriptor, ...]:
+    """Return what the bulk copy engine reads: the scaled input, and all tiles stacked as `[-, TILE]`."""
+    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+    return (
+        TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n]),
+        TensorDescriptor.from_tensor(tables.view(-1, TILE), tile),
+    )
+
+
+def product_constants(
+    config: Config, length: int, columns: int, dim: int, transpose: bool, precision: str
+) -> dict[str, Any]:
+    """Return the compile-time arguments of the kernel that a configuration takes."""
+    constants: dict[str, Any] = {
+        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
+        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+    if config.descriptors:
+        return constants | {"FOLD": config.fold}
+    even_t = length % max(config.block_m, config.block_k) == 0
+    return constants | {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
+
+
 ROWS, COLUMNS, WARPS = 32, 128, 4
 """Positions of a program's sums, positions that it reads at once, and its warps: 32 float64 numbers a thread stay in
 registers, and few frozen heads still give a GPU enough programs. Chosen, not measured against others."""
@@ -246,9 +404,8 @@ def convolve(left: Tensor, right: Tensor) -> Tensor:
     left, right = left.contiguous(), right.contiguous()
     out = left.new_empty(left.shape)
     heads, length = left.shape
-    grid = (cdiv(length, ROWS), heads)
     launch(
-        causal_convolution_kernel, grid, left, right, out, length,
+        causal_convolution_kernel, (cdiv(length, ROWS), heads), left, right, out, length,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, device=left.device,
     )  # fmt: skip
     return out

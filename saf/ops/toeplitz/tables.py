@@ -1,7 +1,7 @@
-"""What executes a compact pattern: exp(rho), exp(alpha) and 1/Z in a gauge that a dtype can hold, and which it holds.
+"""The tables that execute a compact pattern: exp(rho), exp(alpha) and 1/Z in a gauge that a dtype can hold.
 
 First the convolution and correlation of sequences by which normalisers and gradients are computed without ever forming
-a T x T array, then the gauge, then the tables.
+a T x T array, then the gauge, then the tables, then exp(rho) as the tiles that kernels read.
 """
 
 import torch
@@ -110,6 +110,8 @@ def _block(length: int, largest: int) -> int:
     return min(largest, max(16, 1 << (length - 1).bit_length()))
 
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of values that patterns can be held for."""
 REACH = {torch.float64: 600.0, torch.float32: 64.0, torch.bfloat16: 64.0}
 """Nats by which factors and normalisers may differ from 1; the rest of the range is left to values and gradients.
 
@@ -258,3 +260,23 @@ def tables_hold(distance: Tensor, key_scale: Tensor, row_scale: Tensor) -> Tenso
         executed = causal_convolution((key_scale * size).to(distance.dtype).double() / size, distance.double())
         holds &= ((executed * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE).all(1)
     return holds
+
+
+TILE = 128
+"""Rows and columns of a materialised Toeplitz tile."""
+PAD = 256
+"""Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes."""
+
+
+def make_tiles(g: Tensor) -> Tensor:
+    """Return the tiles `[F, W / TILE, TILE, TILE]` of weights by distance, `g [F, L]`; W is L rounded up to PAD.
+
+    Tile t holds g(t TILE + row - column), 0 where that is negative.
+    """
+    heads, length = g.shape
+    width = -(-length // PAD) * PAD
+    padded = g.new_zeros(heads, PAD + width)
+    padded[:, PAD : PAD + length] = g
+    starts = torch.arange(width // TILE, device=g.device).view(-1, 1, 1) * TILE
+    offsets = torch.arange(TILE, device=g.device)
+    return padded[:, PAD + starts + offsets.view(1, -1, 1) - offsets.view(1, 1, -1)]

@@ -5,7 +5,8 @@ import torch
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, TrainablePattern, frozen_attention
-from saf.ops.linear.operator import linear_product, linear_tables
+from saf.ops.linear.op import linear_product
+from saf.ops.linear.tables import linear_tables
 from saf.patterns import DensePattern, ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
@@ -48,7 +49,7 @@ def test_kinds_mix_in_one_layer_with_padding_and_few_rows(start, rows):
     heads = FrozenHeads.from_patterns(mixed, dtype=torch.float64, kv_head=[0, 2, 1, 1, 0])
     assert heads.backend == "linear"
     value = draw(2, 3, 180, 8)
-    found = frozen_attention(value, heads, rows=rows, start=None if start is None else torch.tensor(start))
+    found = frozen_attention(value, heads, rows=rows, left_pad=None if start is None else torch.tensor(start))
     weights = torch.stack([one.dense() for one in mixed])
     expected = torch.zeros(2, 4, 180, 8, dtype=torch.float64)
     for row, first in enumerate(start or [0, 0]):

@@ -7,7 +7,7 @@ import torch
 
 from saf.errors import UnsupportedError
 from saf.ops import BACKENDS
-from tests.ops.toeplitz.trained_cases import CASES, NAMES, SPREADS, Case, dense_gradients, drawn, errors
+from tests.ops.kernels.logits import NAMES, SPREADS, Case, dense_gradients, drawn, errors
 
 SHAPES = {"short": {"length": 16, "batch": 1}, "blocks": {"length": 150, "heads": 2}}
 KINDS = list(itertools.product(("bfloat16", "float32"), SHAPES, SPREADS))
@@ -22,18 +22,10 @@ def test_products_in_pytorch(dtype, shape, spread, common):
     expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
     plain = errors(dense_gradients(value, upstream, alpha, rho), expected)
     inputs = [x.requires_grad_() for x in (value, alpha, rho)]
-    output = BACKENDS["toeplitz"].forward_trainable(*inputs, case.length)
+    output = BACKENDS["toeplitz"].forward_trainable(*inputs)
     found = errors(torch.autograd.grad(output, inputs, upstream), expected)
     for name in NAMES:
         assert found[name] <= 2 * plain[name], (name, found, plain)
-
-
-@pytest.mark.parametrize("tensor", NAMES)
-@pytest.mark.parametrize("name", CASES)
-def test_products_in_triton(trained_results, name, tensor):
-    """16-bit operands, in two parts each."""
-    result = trained_results[name]
-    assert result["ours"][tensor] <= 2 * result["plain"][tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -46,4 +38,4 @@ def test_what_tables_cannot_hold_is_refused(dtype):
     )
     if dtype != torch.float16:
         with pytest.raises(UnsupportedError, match="cannot hold a pattern"):
-            toeplitz.forward_trainable(torch.zeros(1, 1, 60, 4, dtype=dtype), alpha, rho, 60)
+            toeplitz.forward_trainable(torch.zeros(1, 1, 60, 4, dtype=dtype), alpha, rho)

@@ -1,0 +1,83 @@
+"""The backends by name, and the rule by which `"auto"` picks one."""
+
+from collections.abc import Sequence
+
+import torch
+
+from saf.errors import InputError, UnsupportedError, did_you_mean
+from saf.ops.backend import Backend
+from saf.ops.fused.op import Fused
+from saf.ops.linear.op import Linear
+from saf.ops.reference import Reference
+from saf.ops.toeplitz.op import Toeplitz
+from saf.patterns import TrainablePattern
+
+BACKENDS: dict[str, Backend] = {
+    "toeplitz": Toeplitz(), "linear": Linear(), "fused": Fused(), "reference": Reference(),
+}  # fmt: skip
+AUTO_ORDER = ("toeplitz", "reference")
+"""What `"auto"` tries in turn. `fused` is the paper's execution, there to be measured: `toeplitz` is faster."""
+
+
+def choose_backend(
+    name: str,
+    *,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    trainable: bool = False,
+    exponential: bool = False,
+) -> str:
+    """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
+
+    With `exponential` patterns in a layer it tries `linear` before these. With `trainable` it must give gradients to
+    key and distance logits. Raises InputError for an unknown name and UnsupportedError when a named backend cannot
+    run: it is never replaced by another one.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
+    if name not in ("auto", *BACKENDS):
+        near = did_you_mean(name, BACKENDS)
+        raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}{near}")
+    candidates = ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,)
+    reasons = {}
+    for candidate in candidates:
+        if (reason := _unsupported_reason(candidate, device, dtypes, trainable)) is None:
+            return candidate
+        reasons[candidate] = reason
+    if name == "auto":
+        raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
+    raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
+
+
+def _unsupported_reason(name: str, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool) -> str | None:
+    """Return why a backend cannot run with all of the dtypes; None when it can."""
+    backend = BACKENDS[name]
+    if trainable and not backend.trains:
+        return "it has no gradients for key and distance logits (trainable=True)"
+    return next(filter(None, (backend.supports(device, dtype) for dtype in dtypes)), None)
+
+
+def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Sequence[torch.dtype]) -> None:
+    """Raise UnsupportedError when a backend cannot train one of the patterns with values of one of the dtypes."""
+    if not patterns:
+        return
+    alpha = torch.stack([one.alpha.detach() for one in patterns])
+    rho = torch.stack([one.rho.detach() for one in patterns])
+    for dtype in dtypes:
+        if reason := BACKENDS[name].untrainable(alpha, rho, dtype):
+            raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
+
+
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+    """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
+    device = torch.device(device)
+    lines = [
+        f"rule: linear for layers with exponential patterns, else the first of {', '.join(AUTO_ORDER)}, that supports "
+        "the device and the dtype"
+    ]
+    for name, backend in BACKENDS.items():
+        reason = backend.supports(device, dtype)
+        how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
+        lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
+    lines.append(f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}")
+    return lines

@@ -1,0 +1,1 @@
+"""Decoding: `op` has the operators of few queries after a cache, `kernels` the flash-decoding kernel."""

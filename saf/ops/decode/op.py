@@ -1,0 +1,211 @@
+"""Few queries after a cache: live and frozen heads of a layer in one flash-decoding launch, kernel "flash_decode".
+
+Keys are cut into stretches, each attended to by itself, so that one query of few heads fills a device; `saf::merge`
+weighs the stretches of live heads and adds up those of frozen ones. It serves decoding and the few tokens of assisted
+generation; longer passes take PyTorch's choice of kernel. Layers with frozen heads take it by themselves where it can
+run, ordinary ones where it is named: with grouped queries after 64K tokens a step takes 2.4 ms, by PyTorch's kernel
+17.6 (Qwen3-4B's shape, 12 layers, H200; docs/log.md).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from saf.ops.backend import Tables
+from saf.ops.heads import cached_order, unit_stride
+from saf.ops.live import score_scale
+from saf.ops.operator import has_tangent, operator, product_precision, uses_triton
+from saf.ops.positions import QueryRows
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of values: float32 keys and values of a stretch do not fit into a multiprocessor's shared memory together."""
+MOST_ROWS = 16
+"""Rows of one product, the queries of a KV head: the fewest that tensor cores take. More of them read keys again."""
+STRETCH = 256
+"""Keys of a part at least: fewer would be read faster than their sums are written and added up."""
+PROGRAMS = 528
+"""Parts of all heads together, about: four for each multiprocessor of an H200, so that all of them read memory."""
+
+
+def decode_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.device) -> Tables:
+    """Return which frozen slots read which value head, `U` heads in all, int32.
+
+    `row_readers [U, G]` holds the slots that read each head, -1 for none; `row_heads [U]` these heads as a layer has
+    them, `row_cached_heads [U]` as a cache of fixed size does (`cached_order`), both counted from the first one read.
+    Of live slots, where the layer's are known, `row_live_readers [K, G]` and `row_live_heads [K]` say the same for the
+    KV heads that they read, which a cache of fixed size has first. They belong to the tables of the layer: maps made
+    during a pass would lie in the memory of the graph that captures it, and be overwritten.
+    """
+    slots = tuple(range(frozen)) if kv_head is None else kv_head
+    live, read = slots[: len(slots) - frozen], slots[len(slots) - frozen :]
+    cached = tuple(map(cached_order(slots, frozen).index, read))
+    groups = _readers(read)
+    maps = {
+        "row_readers": groups,
+        "row_heads": [read[group[0]] - min(read) for group in groups],
+        "row_cached_heads": [cached[group[0]] - min(cached) for group in groups],
+    }
+    if live:
+        maps |= {"row_live_readers": _readers(live), "row_live_heads": sorted(set(live))}
+    return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()}
+
+
+def _readers(read: tuple[int, ...]) -> list[list[int]]:
+    """Return which slots read each of the heads read, ascending; filled up with -1 to one length."""
+    groups = [[slot for slot, head in enumerate(read) if head == one] for one in sorted(set(read))]
+    most = max(map(len, groups))
+    return [group + [-1] * (most - len(group)) for group in groups]
+
+
+def compact_rows(tables: Tables) -> Callable[..., Tensor]:
+    """Return the `weights_of` of `row_product` for compact patterns: `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
+    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
+
+    def weights(query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
+        far = distance[:, lag].to(row_scale.dtype)[:, None]
+        return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
+
+    return weights
+
+
+def largest_group(live_slots: tuple[int, ...]) -> int:
+    """Return how many live slots read one KV head at most."""
+    return max(map(live_slots.count, set(live_slots)), default=1)
+
+
+def unsupported_reason(
+    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], tables: Tables | None
+) -> str | None:
+    """Return what the launch needs that a call does not have; None where it can run.
+
+    `tables` are those of the frozen heads, None without any.
+    """
+    operands = (query, key, value)
+    if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
+        return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
+    if (group := largest_group(live_slots)) > MOST_ROWS:
+        return f"takes at most {MOST_ROWS} query heads of a KV head, got {group}"
+    if has_tangent(*operands):
+        return "gives no derivatives in forward mode: take kernel 'math'"
+    if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
+        return "gives no gradients: call the model under torch.no_grad()"
+    if tables is not None and "row_readers" not in tables:
+        return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
+    return None
+
+
+def flash_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    live_slots: tuple[int, ...],
+    frozen_slots: tuple[int, ...],
+    tables: Tables,
+    rows: QueryRows,
+    scale: float | None,
+) -> Tensor:
+    """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
+
+    `query [B, L, rows, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; slots name the value head of each live and
+    frozen head; `tables` are those of the frozen heads. Positions that the device alone knows are those of a cache of
+    fixed size, whose value heads lie in `cached_order`.
+    """
+    used, moves = sorted(set(live_slots)), isinstance(rows.first, Tensor)
+    even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
+    # A cache of fixed size has first what live heads read.
+    own = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
+    groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
+    parts = max(1, min(-(-value.shape[-2] // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
+    sums, logs = flash_decode_parts(
+        *map(unit_stride, (query, key, value)),
+        own,
+        None if even else tables["row_live_readers"],
+        largest_group(live_slots),
+        tables.get("row_cached_heads" if moves else "row_heads"),
+        tables.get("row_readers"),
+        min(frozen_slots, default=0),
+        tables.get("distance"),
+        tables.get("key_scale"),
+        tables.get("row_scale"),
+        rows.first if isinstance(rows.first, Tensor) else None,
+        0 if isinstance(rows.first, Tensor) else rows.first,
+        rows.left_pad,
+        parts,
+        score_scale(scale, query.shape[-1]),
+    )
+    return merge_parts(sums, logs, value)
+
+
+@operator("saf::flash_decode")
+def flash_decode_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own: Tensor | None,
+    live_readers: Tensor | None,
+    group: int,
+    read: Tensor | None,
+    readers: Tensor | None,
+    lowest: int,
+    distance: Tensor | None,
+    key_scale: Tensor | None,
+    row_scale: Tensor | None,
+    first: Tensor | None,
+    place: int,
+    left_pad: Tensor | None,
+    parts: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return every stretch's outputs, `[parts, B, L + F, rows, D]`, and live heads' logarithms `[parts, B, L, rows]`.
+
+    `own [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read each,
+    None for `group` one after another. `read [U]` names the value heads that frozen slots read, counted from `lowest`,
+    `readers [U, G]` the slots of each; `distance`, `key_scale`, `row_scale` `[F, >=T]` hold the patterns; all of these
+    are None without frozen heads. Queries begin at `first` (`[]`, on the device) or else at `place`.
+    """
+    from saf.ops.decode.kernels import sum_parts
+
+    sums, logs = _parts_like(query, value, distance, parts)
+    if sums.numel():
+        sum_parts(
+            query, key, value, own, live_readers, group, read, readers, lowest, (distance, key_scale, row_scale),
+            first, place, left_pad, scale, sums, logs, precision=product_precision(value.dtype),
+        )  # fmt: skip
+    return sums, logs
+
+
+@torch.library.register_fake("saf::flash_decode")
+def _(
+    query, key, value, own, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first, place,
+    left_pad, parts, scale,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _parts_like(query, value, distance, parts)
+
+
+def _parts_like(query: Tensor, value: Tensor, distance: Tensor | None, parts: int) -> tuple[Tensor, Tensor]:
+    batch, live, rows, dim = query.shape
+    heads = live + (0 if distance is None else distance.shape[0])
+    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
+    return sums, value.new_empty(parts, batch, live, rows, dtype=torch.float32)
+
+
+@operator("saf::merge")
+def merge_parts(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
+    """Return all heads, `[B, L + F, rows, D]` in the dtype of `like`, stored as `[B, rows, L + F, D]`."""
+    from saf.ops.decode.kernels import merge
+
+    out = _merged_like(sums, like)
+    if out.numel():
+        merge(sums, logs, out)
+    return out
+
+
+@torch.library.register_fake("saf::merge")
+def _(sums, logs, like) -> Tensor:
+    return _merged_like(sums, like)
+
+
+def _merged_like(sums: Tensor, like: Tensor) -> Tensor:
+    _, batch, heads, rows, dim = sums.shape
+    return sums.new_empty(batch, rows, heads, dim, dtype=like.dtype).transpose(1, 2)

@@ -1,0 +1,208 @@
+"""What a decoder computes around its layers: `linear_cross_entropy`, the loss chunk by chunk, and `gelu_linear`.
+
+The loss's operator, `saf::softmax_gradient_`, takes cross-entropy and its gradient from logits in one reading, so that
+logits are held for a chunk of tokens at a time and never twice. The backward pass of `gelu_linear` computes the GELU
+again instead of keeping it, by operators bound by memory, where PyTorch's own is bound by the arithmetic of erf.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from saf.errors import InputError
+from saf.ops.operator import forbid_second_derivative, operator, uses_triton
+
+IGNORED = -100
+"""The target of a token that is left out, as in PyTorch."""
+
+
+@torch.library.custom_op("saf::softmax_gradient_", mutates_args={"logits"})
+def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    """Return `-log softmax(logits)[label]` by row and overwrite the logits with `(softmax - onehot) / count`.
+
+    `logits [N, V]` contiguous, `labels [N]`, `count` a scalar tensor; rows labelled -100 give zeros. Losses are
+    float32 or wider, as is all arithmetic between reading and writing the logits. A label that is no column raises
+    InputError on the CPU; elsewhere its loss is NaN and its gradients are zero, since the host does not wait.
+    """
+    if labels.shape != logits.shape[:1]:
+        raise InputError(f"labels must be [{logits.shape[0]}], one a row of logits, got {list(labels.shape)}")
+    if uses_triton(logits.device, logits.dtype):
+        from saf.ops.decoder_kernels import softmax_gradient
+
+        return softmax_gradient(logits, labels, count, ignored=IGNORED)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    known = known_labels(labels, logits.shape[1])
+    target = labels.where(known, 0)[:, None]
+    normaliser = wide.logsumexp(1, keepdim=True)
+    losses = (normaliser - wide.gather(1, target))[:, 0].where(known, torch.nan).where(labels != IGNORED, 0)
+    slope = (wide - normaliser).exp()
+    slope.scatter_add_(1, target, slope.new_full(target.shape, -1))
+    logits.copy_((slope / count).where(known[:, None], 0))
+    return losses
+
+
+@softmax_gradient_.register_fake
+def _(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def known_labels(labels: Tensor, vocab_size: int) -> Tensor:
+    """Return which labels are columns; raise InputError on the CPU for one that is neither a column nor -100."""
+    known = (labels >= 0) & (labels < vocab_size)
+    # Elsewhere the host would have to wait for the device.
+    on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and len(unknown := labels[~known & (labels != IGNORED)]):
+        raise InputError(f"targets are tokens 0 to {vocab_size - 1}, or -100 to leave one out; got {int(unknown[0])}")
+    return known
+
+
+CHUNK_LOGITS = 1 << 29
+"""Logits held at once: a gigabyte of 16 bits, small beside a model in training; products stay large enough."""
+CHUNK_STEP = 256
+"""Tokens of a chunk are a multiple of this, so that products have whole blocks of rows; not measured against others."""
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Return how many tokens' logits are held at once."""
+    return max(CHUNK_STEP, CHUNK_LOGITS // vocab_size // CHUNK_STEP * CHUNK_STEP)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean of `-log softmax(hidden weight^T)[target]` in nats, a float32 scalar.
+
+    `hidden [..., C]`, `weight [V, C]`, `targets [...]` with -100 for tokens left out. Under autocast the products
+    run in the autocast dtype; softmax and sums always run in float32 or wider. The gradient cannot be differentiated.
+
+    Raises:
+        InputError: Targets of another shape; on the CPU, targets that are no tokens. On another device the loss is NaN
+            then.
+    """
+    rows, labels = _by_row(hidden, targets)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(rows, weight, labels)
+    log_probs = linear_log_probs(rows, weight, labels)
+    return -log_probs.sum() / (labels != IGNORED).sum()
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return `log softmax(hidden weight^T)[target]`, shaped like `targets`, float32 or wider, without gradient.
+
+    Zero where the target is -100. Raises as `linear_cross_entropy` does.
+    """
+    rows, labels = _by_row(hidden, targets)
+    size = chunk_rows(weight.shape[0])
+    parts = [
+        _log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in zip(rows.split(size), labels.split(size), strict=True)
+    ]
+    return torch.cat(parts).view(targets.shape)
+
+
+def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states `[N, C]` and labels `[N]`, a token a row; raise InputError where their shapes differ."""
+    if targets.shape != hidden.shape[:-1]:
+        raise InputError(f"targets must be {list(hidden.shape[:-1])}, one a position; got {list(targets.shape)}")
+    return hidden.flatten(0, -2), targets.flatten()
+
+
+def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label, `[N]`; zero for one that is left out, NaN for one that is no token."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    known = known_labels(labels, logits.shape[1])
+    chosen = wide.gather(1, labels.where(known, 0)[:, None])[:, 0]
+    return (chosen - wide.logsumexp(1)).where(known, torch.nan).where(labels != IGNORED, 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and both gradients in one pass over chunks, written over the logits; backward only scales."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        matrix = weight.to(rows.dtype)
+        count = (labels != IGNORED).sum()
+        losses, row_gradients, weight_gradient = [], [], None
+        size = chunk_rows(weight.shape[0])
+        for h, t in zip(rows.split(size), labels.split(size), strict=True):
+            with torch.autocast(rows.device.type, enabled=False):
+                slope = h @ matrix.t()
+                losses.append(softmax_gradient_(slope, t, count).sum())
+                row_gradients.append(slope @ matrix)
+                part = slope.t() @ h
+                weight_gradient = part.to(weight.dtype) if weight_gradient is None else weight_gradient.add_(part)
+        ctx.save_for_backward(torch.cat(row_gradients), weight_gradient)
+        return torch.stack(losses).sum() / count
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        forbid_second_derivative()
+        row_gradient, weight_gradient = ctx.saved_tensors
+        return (row_gradient * gradient).to(row_gradient.dtype), weight_gradient * gradient, None
+
+
+def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `gelu(x) weight^T`: `x [..., I]`, `weight [O, I]` to `[..., O]`; the exact GELU, x Phi(x).
+
+    Under autocast the product runs in the autocast dtype, as `F.linear` would.
+    """
+    if not recomputes(x):
+        return F.linear(F.gelu(x), weight)
+    return _GeluLinear.apply(x, weight.to(x.dtype))
+
+
+def recomputes(x: Tensor) -> bool:
+    """Return whether the backward pass computes the GELU again: in training, where operators have a kernel for it."""
+    trains = torch.is_grad_enabled() and x.requires_grad
+    return trains and x.dtype != torch.float32 and uses_triton(x.device, x.dtype)
+
+
+class _GeluLinear(torch.autograd.Function):
+    """A product of GELU that keeps its input and the weight, nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(gelu(x), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the input and the weight; the activation is computed again."""
+        forbid_second_derivative()
+        x, weight = ctx.saved_tensors
+        slope = gradients[0] @ weight
+        activated = gelu_backward_(x, slope)
+        return slope, gradients[0].flatten(0, -2).t() @ activated.flatten(0, -2)
+
+
+@operator("saf::gelu")
+def gelu(x: Tensor) -> Tensor:
+    """Return `x Phi(x)` in the dtype of `x`, contiguous."""
+    if uses_triton(x.device, x.dtype):
+        from saf.ops.decoder_kernels import gelu as kernel
+
+        return kernel(x.contiguous())
+    return F.gelu(x).contiguous()
+
+
+@torch.library.register_fake("saf::gelu")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("saf::gelu_backward_", mutates_args={"gradient"})
+def gelu_backward_(x: Tensor, gradient: Tensor) -> Tensor:
+    """Multiply `gradient` (contiguous) by `Phi(x) + x phi(x)` and return `x Phi(x)`; shapes and dtypes as `x`."""
+    if uses_triton(x.device, x.dtype):
+        from saf.ops.decoder_kernels import gelu_backward as kernel
+
+        return kernel(x.contiguous(), gradient)
+    gradient.copy_(torch.ops.aten.gelu_backward(gradient, x))
+    return F.gelu(x).contiguous()
+
+
+@gelu_backward_.register_fake
+def _(x: Tensor, gradient: Tensor) -> Tensor:
+    return x.new_empty(x.shape)

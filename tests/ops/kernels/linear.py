@@ -1,0 +1,107 @@
+"""Cases of the linear product's kernels and the float64 answer they are held against."""
+
+import dataclasses
+
+import torch
+
+from tests.ops.exponential_patterns import exponential_patterns
+from tests.ops.surrounded import surrounded
+
+TOLERANCE = {"float32": 1e-6, "float16": 6e-4, "bfloat16": 4.5e-3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: shape, pattern, how to run it and which way; `heads` names the head of the input each reads."""
+
+    batch: int = 2
+    heads: tuple[int, ...] = (0, 1)
+    length: int = 300
+    dim: int = 16
+    band: int = 64
+    poles: int = 6
+    chunk: int = 64
+    stretch: int = 1
+    columns: int = 32
+    extra: int = 70
+    dtype: str = "float32"
+    transpose: bool = False
+    chosen: bool = False
+
+
+def _cases() -> dict[str, Case]:
+    cases = {}
+    for name, case in {
+        "two-tiles": Case(),
+        "three-tiles": Case(band=128, stretch=2),
+        "one-tile": Case(band=1, length=200),
+        "chunk-128": Case(band=128, chunk=128, length=700, batch=1),
+        "many-stretches": Case(heads=(0,), band=10, length=700, batch=1),
+        "grouped": Case(heads=(2, 0, 2), length=200),
+        "poles-32": Case(poles=20, length=260, batch=1),
+        "T1": Case(length=1, extra=0, columns=16),
+        "T63": Case(length=63, stretch=2, extra=0),
+        "T64": Case(length=64, stretch=2),
+        "T65": Case(length=65),
+        "D60": Case(dim=60, length=129),
+        "D64": Case(dim=64, columns=64, length=200),
+        "D96": Case(dim=96, columns=64, length=129, batch=1),
+        "D128": Case(dim=128, columns=128, length=129, batch=1),
+        "D256": Case(dim=256, columns=128, length=129, batch=1),
+        "half": Case(dtype="float16", length=200),
+        "rule": Case(chosen=True, length=400, batch=3),
+        "bfloat": Case(dtype="bfloat16", length=400, dim=64, chosen=True),
+    }.items():
+        cases[f"{name}-forward"] = case
+        cases[f"{name}-transposed"] = dataclasses.replace(case, transpose=True)
+    return cases
+
+
+CASES = _cases()
+
+
+def run(case: Case, device: str) -> list[str] | None:
+    """Return which limits break: the error, memory around the output, causality, order and repetition."""
+    from saf.ops.linear.kernels import LinearConfig, linear_matmul
+    from saf.ops.linear.tables import linear_tables
+
+    if case.dtype == "bfloat16" and device == "cpu":
+        return None
+    dtype, slots = getattr(torch, case.dtype), len(case.heads)
+    pattern = exponential_patterns(slots, case.length + case.extra, band=case.band, poles=case.poles)
+    tables, keys, rows = linear_tables(pattern.singles(), dtype, torch.device(device), chunk=case.chunk)
+    before, after = (rows, keys) if case.transpose else (keys, rows)
+    before, after = before.clone(), after.clone()
+    before[:, case.length :], after[:, case.length :] = float("nan"), float("nan")
+    generator = torch.Generator().manual_seed(0)
+    given = slots if case.transpose else max(case.heads) + 1
+    x, _ = surrounded(case.batch, given, case.length, case.dim, dtype, device)
+    x.copy_(torch.randn(case.batch, given, case.length, case.dim, generator=generator))
+    out, around = surrounded(case.batch, slots, case.length, case.dim, dtype, device)
+    mapped = not case.transpose and case.heads != tuple(range(given))
+    sources = torch.tensor(case.heads, dtype=torch.int32, device=device) if mapped else None
+    config = None if case.chosen else LinearConfig(case.stretch, case.columns)
+
+    def call(**more):
+        return linear_matmul(x, tables, before, after, sources, transpose=case.transpose, config=config, **more)
+
+    first = call()
+    repeated = call() if device == "cuda" else first
+    middle = case.length // 2
+    earlier, later = slice(0, middle + 1), slice(middle + 1, None)
+    kept, other = (later, earlier) if case.transpose else (earlier, later)
+    matrix = pattern.dense()[:, : case.length, : case.length].to(device)
+    matrix = matrix.mT if case.transpose else matrix
+    want = matrix @ (x if case.transpose else x[:, list(case.heads)]).double()
+    error = ((first.double() - want).norm() / want.norm()).item()
+    x[:, :, other] = 7.0
+    call(out=out)
+    checks = {
+        f"error {error:.2e}": error <= TOLERANCE[case.dtype],
+        "memory around the output": bool(around().isnan().all()),
+        "a repetition differs": torch.equal(repeated, first),
+        "not causal": torch.equal(out[:, :, kept], first[:, :, kept]),
+        "inputs do not matter": case.length == 1 or not torch.equal(out, first),
+        "not laid out as [B, T, F, D]": first.transpose(1, 2).is_contiguous(),
+    }
+    return [name for name, holds in checks.items() if not holds]

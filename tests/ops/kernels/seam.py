@@ -1,0 +1,118 @@
+"""The seam with kernels in place, small enough for the interpreter: every hard pattern, and few tokens."""
+
+from functools import cache
+
+import torch
+
+from saf.ops import FrozenHeads, mixed_attention
+from saf.patterns import CompactPattern
+from tests.ops.hard_patterns import NAMES
+from tests.ops.layer_case import Case
+from tests.ops.layer_outcome import run as run_layer
+from tests.ops.properties import Frozen, problems
+
+HALF, FULL = torch.float16, torch.float32
+HARD = {"heads": len(NAMES), "frozen": tuple(range(len(NAMES))), "patterns": NAMES}
+LAYERS = [
+    Case(length=1, dim=16, batch=1, dtype=HALF, frozen=(0,)),
+    Case(length=63, dim=60, dtype=FULL, frozen=(3,), layout="contiguous", extra=0),
+    Case(length=64, dim=16, batch=8, dtype=HALF, frozen=(0, 1, 2, 3), layout="channels"),
+    Case(length=70, dim=80, batch=1, dtype=FULL, heads=4, group=2, frozen=(0, 2)),
+    Case(length=70, dim=192, batch=1, dtype=HALF, heads=2, frozen=(0,)),
+    Case(length=40, dim=16, dtype=FULL, heads=8, group=4, frozen=(0, 1, 4)),
+    Case(length=129, dim=16, batch=1, dtype=FULL, **HARD),
+    Case(length=129, dim=16, batch=1, dtype=HALF, **HARD),
+]
+FUSED = [
+    Case(length=1, dim=16, dtype=FULL, frozen=(0, 1), backend="fused"),
+    Case(
+        length=40, dim=60, batch=1, dtype=FULL, heads=4, group=2, frozen=(0, 1, 2), layout="channels", backend="fused"
+    ),
+    Case(length=40, dim=16, batch=1, dtype=FULL, group=4, frozen=(1,), layout="contiguous", backend="fused"),
+    Case(length=70, dim=16, batch=1, dtype=FULL, **HARD, backend="fused"),
+    Case(length=129, batch=1, dtype=FULL, heads=3, frozen=(1,), backend="fused"),
+    Case(length=66, dim=16, batch=1, dtype=FULL, heads=3, frozen=(0, 1), dense=True, backend="fused"),
+    Case(length=66, dim=16, batch=1, dtype=HALF, heads=3, frozen=(0, 1), dense=True, backend="fused"),
+    # Not bfloat16: the interpreter truncates to it where devices round, so that its errors are no measure of theirs.
+    Case(length=129, batch=1, dtype=HALF, heads=3, frozen=(1,), backend="fused"),
+]
+CASES: dict[str, Case | tuple] = {case.name: case for case in LAYERS + FUSED} | {
+    "few tokens": (0, 1, 2, 3),
+    "few tokens, grouped": (0, 0, 1, 1),
+    "properties-toeplitz": (70, 16, FULL, "toeplitz"),
+    "properties-fused": (37, 16, FULL, "fused"),
+}
+
+
+def run(case: Case | tuple, device: str) -> list[str]:
+    """Return what breaks a budget, a bound or a property, and which kernels ran in the place of the backend's own."""
+    _kernels_in_place(device)
+    if isinstance(case, tuple) and isinstance(case[-1], int):
+        return few_tokens(case, device)
+    backend = case.backend if isinstance(case, Case) else case[3]
+    wrong = run_layer(case, device).problems() if isinstance(case, Case) else problems(Frozen(*case, device))
+    launched = set(LAUNCHED)
+    own = {"fused_forward_kernel", "key_block_kernel"}
+    if backend == "fused":
+        right = own <= launched and not any(name.startswith("toeplitz") for name in launched)
+    else:
+        right = launched & {"toeplitz_kernel", "toeplitz_descriptor_kernel"} and not launched & own
+    return wrong + ([] if right else [f"launched {sorted(launched)}"])
+
+
+def few_tokens(kv_head: tuple[int, ...], device: str) -> list[str]:
+    """Mix few tokens in the one launch of backend `toeplitz`: at most twice as far off as dense patterns and SDPA."""
+    import saf.ops.fused.op as fused
+
+    fused.serves_few = lambda device, dtype: True
+    generator = torch.Generator().manual_seed(0)
+    pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
+    counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
+    inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
+    found = []
+    for backend, dtype in (("toeplitz", HALF), ("reference", HALF), ("reference", torch.float64)):
+        frozen = FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype, device=device, kv_head=kv_head)
+        with torch.no_grad():
+            found.append(mixed_attention(*(x.to(device, dtype) for x in inputs), frozen).double())
+    exact = found[-1]
+    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in (*found[:2], exact.half().double()))
+    right = LAUNCHED == ["fused_forward_kernel"] and error <= 2 * sdpa + rounding
+    return [] if right else [f"launched {LAUNCHED}, error {error:.2e}, {sdpa:.2e} by SDPA"]
+
+
+LAUNCHED: list[str] = []
+"""Every kernel launched in a case."""
+
+
+def _kernels_in_place(device: str) -> None:
+    """Let the interpreter stand in for a device, and note every kernel launched from then on."""
+    import saf.ops.toeplitz.op
+    from saf.ops import launch
+    from saf.ops.fused import kernels
+    from saf.ops.fused.op import Fused
+
+    if device == "cpu":
+        Fused.supports = lambda self, device, dtype: None  # type: ignore[method-assign]
+        saf.ops.toeplitz.op.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
+    LAUNCHED.clear()
+
+    def noting(kernel, *arguments, **constants) -> None:
+        LAUNCHED.append(kernel.fn.__name__)
+        launch.launch(kernel, *arguments, **constants)
+
+    prepared = _prepared()
+
+    def noting_prepared(self, *tensors, **descriptors) -> None:
+        LAUNCHED.append(self._kernel.fn.__name__)
+        prepared(self, *tensors, **descriptors)
+
+    kernels.launch = noting
+    launch.PreparedLaunch.__call__ = noting_prepared
+
+
+@cache
+def _prepared():
+    """Return what calls a prepared launch, as it was before any case put something else in its place."""
+    from saf.ops.launch import PreparedLaunch
+
+    return PreparedLaunch.__call__

@@ -1,0 +1,16 @@
+"""Every kernel against float64, in the interpreter or on a device, inside memory of NaN where it takes strides."""
+
+import pytest
+
+from tests.ops.kernels import decode, decoder, fused, linear, logits, seam, toeplitz
+
+AREAS = (toeplitz, linear, fused, decode, decoder, logits, seam)
+CASES = [(area.__name__.rpartition(".")[2], name) for area in AREAS for name in area.CASES]
+
+
+@pytest.mark.parametrize(("area", "name"), CASES)
+def test_results_keep_their_limits(kernel_results, area, name):
+    wrong = kernel_results(area)[name]
+    if wrong is None:
+        pytest.skip("the interpreter's products of bfloat16 are wrong; needs a GPU")
+    assert wrong == []
