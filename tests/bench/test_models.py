@@ -53,7 +53,7 @@ def test_flex_attention_is_causal_attention():
 def test_free_heads_pass_values_through_and_are_known_while_measuring_alone():
     value = torch.randn(2, 3, 8, 4)
     with free_backend():
-        assert torch.equal(BACKENDS["free"].forward(value, {}, 8), value)
+        assert torch.equal(BACKENDS["free"].forward(value, (0, 1, 2), {}), value)
         logits = ModelPlan(model="tiny", length=16, device=CPU).build(Arm("auto", "free", 0.5))(
             torch.zeros(1, 16).long()
         )

@@ -140,7 +140,7 @@ def mix_few(
     if torch.compiler.is_dynamo_compiling():
         from saf.ops.fused.kernels import visible_forward
 
-        return visible_forward(*(unit_stride(x) for x in (query, key, value)), *arguments, factor)
+        return visible_forward(unit_stride(query), unit_stride(key), unit_stride(value), *arguments, factor)
     return fused_product(query, key, value, *arguments, factor)[0]
 
 
