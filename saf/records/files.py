@@ -84,7 +84,7 @@ def file_hash(path: Path) -> str:
 
 
 def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of named tensors: of their names in order, and each one's type, shape and bytes."""
+    """Return the SHA-256 of named tensors: their names in order, types, shapes and bytes."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         plain = tensors[name].detach().cpu().contiguous()
@@ -94,7 +94,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def entries_hash(entries: Mapping[str, Any], *, without: str = "hash") -> str:
-    """Return the SHA-256 of a record's entries but the one that holds it."""
+    """Return the SHA-256 of a record's entries but the one that holds the sum."""
     kept = {key: value for key, value in entries.items() if key != without}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -110,33 +110,43 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return write_atomically(path, save(plain, metadata=dict(metadata) if metadata else None))
 
 
+@contextmanager
+def _reading(path: Path, error: type[SafError], advice: str) -> Iterator[None]:
+    """Turn what goes wrong while a file is read into `error`, which names the file and ends with the advice."""
+    try:
+        yield
+        return
+    except FileNotFoundError:
+        problem = "does not exist"
+    except SafetensorError as reason:
+        problem = f"is not a readable safetensors file: {reason}"
+    except OSError as reason:
+        problem = f"cannot be read: {reason.strerror}"
+    except (ValueError, RecursionError) as reason:  # also of numbers with too many digits, of too many brackets
+        problem = f"is not valid JSON: {reason}"
+    raise error(_with_advice(f"{path} {problem}", advice)) from None
+
+
+def _with_advice(message: str, advice: str) -> str:
+    return f"{message}; {advice}" if advice else message
+
+
 def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, Any]:
     """Read one JSON object.
 
-    Args:
-        path: The file.
-        error: The kind of error for a file that cannot be used: what a user would call it (a checkpoint, data).
-        advice: What to do about it, for the end of the message.
-
-    Raises:
-        SafError: Of kind `error`, naming the file: it is missing, unreadable, not JSON, no object, or was changed.
+    Raises SafError of kind `error`, naming the file and ending with `advice`: the file is missing, unreadable, not
+    JSON, or holds no object.
     """
     record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
-        raise error(_advised(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
+        raise error(_with_advice(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
     return record
 
 
 def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> Any:
     """Read one JSON value of any type; arguments and errors are those of `read_json`."""
-    try:
+    with _reading(path, error, advice):
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(_advised(f"{path} does not exist", advice)) from None
-    except OSError as problem:
-        raise error(_advised(f"{path} cannot be read: {problem.strerror}", advice)) from None
-    except (ValueError, RecursionError) as problem:  # also of numbers with too many digits, of too many brackets
-        raise error(_advised(f"{path} is not valid JSON: {problem}", advice)) from None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -146,10 +156,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not os.path.lexists(path):
         return []
-    try:
+    with _reading(path, InputError, ""):
         *lines, rest = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     records = [_parsed(path, number, line) for number, line in enumerate(lines, start=1)]
     if rest:
         with suppress(InputError):
@@ -158,10 +166,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Return the JSON object of one line; an error names the file and the line."""
     try:
         record = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # also of numbers with too many digits, of too many brackets
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}, must hold a JSON object; got {type(record).__name__}")
@@ -172,50 +179,35 @@ def read_tensors(
     path: Path, *, device: torch.device | str = "cpu", error: type[SafError] = InputError, advice: str = ""
 ) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file onto `device`; errors are those of `read_json`."""
-    with _open_tensors(path, device, error, advice) as file:
+    with _reading(path, error, advice), safe_open(path, framework="pt", device=str(device)) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """Show the tensors of several safetensors files as one mapping, each read when it is asked for.
-
-    Errors are those of `read_json`.
-    """
-
-    def __init__(self, paths: Iterable[Path], *, error: type[SafError] = InputError, advice: str = ""):
-        self._told = {"device": "cpu", "error": error, "advice": advice}
-        self._places: dict[str, Path] = {}
-        for path in paths:
-            with _open_tensors(path, **self._told) as file:
-                self._places |= dict.fromkeys(file.keys(), path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with _open_tensors(self._places[name], **self._told) as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, str]:
     """Read the texts that a safetensors file holds beside its tensors; errors are those of `read_json`."""
-    with _open_tensors(path, "cpu", error, advice) as file:
+    with _reading(path, error, advice), safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
 
-@contextmanager
-def _open_tensors(path: Path, device: torch.device | str, error: type[SafError], advice: str) -> Iterator[Any]:
-    """Open a safetensors file for the length of the block; what cannot be read raises `error` with the advice."""
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            yield file
-    except FileNotFoundError:
-        raise error(_advised(f"{path} does not exist", advice)) from None
-    except (SafetensorError, OSError) as problem:
-        raise error(_advised(f"{path} is not a readable safetensors file: {problem}", advice)) from None
+class StoredTensors(Mapping[str, Tensor]):
+    """Several safetensors files as one mapping, each tensor read when it is looked up."""
+
+    def __init__(self, paths: Iterable[Path]):
+        self._files: dict[str, Path] = {}
+        for path in paths:
+            with _reading(path, InputError, ""), safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._files[name]
+        with _reading(path, InputError, ""), safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def check_file(
@@ -228,24 +220,18 @@ def check_file(
 ) -> None:
     """Compare a file with what was recorded of it; a size in bytes is compared first, as it costs no reading.
 
-    Raises:
-        SafError: Of kind `error`, naming the file with what was expected and what is there.
+    Raises SafError of kind `error`, naming the file with what was expected and what is there.
     """
     if not path.is_file():
         expected = "" if size is None else f"; expected {size:,} bytes"
-        raise error(_advised(f"{path} is missing{expected}", advice))
-    if size is not None and (found := path.stat().st_size) != size:
-        raise error(_advised(f"{path} is damaged: expected {size:,} bytes, got {found:,}", advice))
-    try:
-        actual = None if sha256 is None else file_hash(path)
-    except OSError as problem:
-        raise error(_advised(f"{path} cannot be read: {problem.strerror}", advice)) from None
-    if actual != sha256:
-        raise error(_advised(f"{path} is damaged: expected SHA-256 {sha256}, got {actual}", advice))
-
-
-def _advised(message: str, advice: str) -> str:
-    return f"{message}; {advice}" if advice else message
+        raise error(_with_advice(f"{path} is missing{expected}", advice))
+    if size is not None and (actual := path.stat().st_size) != size:
+        raise error(_with_advice(f"{path} is damaged: expected {size:,} bytes, got {actual:,}", advice))
+    if sha256 is not None:
+        with _reading(path, error, advice):
+            actual = file_hash(path)
+        if actual != sha256:
+            raise error(_with_advice(f"{path} is damaged: expected SHA-256 {sha256}, got {actual}", advice))
 
 
 class LineLog:
@@ -274,21 +260,12 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
     A last line that a crash or a full disk cut short, which reading leaves out, gives way to it.
     """
-    if _lacks_end(path):
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
         write_lines(path, read_lines(path))
     with open(path, "a", encoding="utf-8") as file:
         file.write(_line(record))
     flush(path)
     flush(path.parent)
-
-
-def _lacks_end(path: Path) -> bool:
-    """Return whether the last line of a file has no end; what is added would become a part of it."""
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
 
 
 def lines_hash(records: Iterable[Mapping[str, Any]]) -> str:

@@ -1,0 +1,80 @@
+"""Tables of results: benchmarks give the committed cells, the newest accepted measurement stands, answers have cells."""
+
+import copy
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments import benchmarks
+from experiments.benchmarks import Benchmark, read_benchmarks
+from experiments.results import SHOWN, render, stale
+from tests.report.benchmark_records import TIMES, record
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = {
+    "update": "Updates: speed",
+    "nanogpt": "Updates: beside nanoGPT",
+    "compile": "Compilation after an event",
+    "finetune": "Finetuning updates: speed",
+    "prefill": "Prefill",
+    "attention": "Attention layers",
+    "decode": "Decoding",
+    "op": "One layer's attention",
+    "calibration": "Freezing: seconds",
+    "errors": "Numerical errors",
+}
+
+
+@pytest.fixture(scope="module")
+def committed() -> pd.DataFrame:
+    return pd.read_csv(ROOT / "results" / "cells.csv", dtype=str, keep_default_na=False)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
+def test_committed_records_give_the_committed_cells(kind, committed):
+    found = []
+    for title, frame in benchmarks.TABLES[kind](read_benchmarks(ROOT / "results")):
+        for row, (label, cells) in enumerate(frame.iterrows(), 1):
+            found += [(title, str(row), label, name, text) for name, text in cells.items() if text not in ("–", "")]
+    rows = committed[committed.section == SECTIONS[kind]]
+    assert found == list(zip(rows.table, rows.row, rows.arm, rows.metric, rows.text, strict=True))
+
+
+def dated(name: str, date: str, *, times: dict[str, list[float]] = TIMES) -> Benchmark:
+    made = copy.deepcopy(record(times=times))
+    made["provenance"]["date"] = date
+    return Benchmark(name, made)
+
+
+def test_the_newest_measurement_stands_and_a_refused_one_replaces_none():
+    old, new = dated("old", "2026-01-01"), dated("new", "2026-01-02")
+    noisy = dated("noisy", "2026-01-03", times={**TIMES, "control cudnn": [120.0] * 4})
+    tables = dict(benchmarks.speeds([old, new, noisy], "update"))
+    (frame,) = tables.values()
+    assert set(frame["in"]) == {"new"}
+    assert "refused" not in set(frame["speedup"])
+    assert benchmarks.superseded([old, new, noisy]) == ["noisy", "old"]
+    (alone,) = dict(benchmarks.speeds([noisy], "update")).values()
+    assert set(alone["speedup"]) == {"refused"}
+
+
+def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "bench").symlink_to(ROOT / "results" / "bench")
+    made = render(tmp_path / "results", tmp_path / "docs")
+    names = {path.name for path in made}
+    assert {"updates.md", "inference.md", "attention.md", "freezing.md", "cells.csv"} <= names
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "docs" / "results.md").write_text("**1.081×** here and **77.7×** there")
+    (problem,) = stale(tmp_path / "results", tmp_path / "docs")
+    assert "77.7× stands in no cell" in problem
+    (tmp_path / "docs" / "results" / "updates.md").write_text("")
+    assert any("updates.md: not what" in problem for problem in stale(tmp_path / "results", tmp_path / "docs"))
+
+
+def test_every_committed_scale_is_shown():
+    committed = {path.name for path in (ROOT / "results").glob("small*")}
+    assert committed == {scale for scales in SHOWN.values() for scale in scales}
