@@ -17,21 +17,13 @@ from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
-# A loss that JSON keeps whole is the same number again; what is told apart is another model, text or precision.
 _SAME_LOSS = 1e-6
-# The median of fewer says nothing about updates whose times spread by some percent.
+"""Relative difference of two losses beyond which they are of another model, text or precision."""
 _MINIMUM_TIMED_UPDATES = 5
-_TIMING = (
-    "update_seconds_ordinary",
-    "update_seconds_frozen",
-    "update_time_ratio",
-    "update_seconds_spread_ordinary",
-    "update_seconds_spread_frozen",
-    "timed_updates",
-)
+"""The median of fewer says nothing about updates whose times spread by some percent."""
 # The same data may lie elsewhere: their fingerprint, which covers the tokenizer, is compared.
 _IRRELEVANT = frozenset({"data.folder", "data.tokenizer"})
-# Arms that were given the time of one reference each have their own speed.
+# At matched time of one reference each arm has its own speed.
 _MATCHED = frozenset({"train.match_speed", "train.match_speed_source", "train.match_charge_seconds"})
 
 
@@ -46,62 +38,56 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
 
-    `update_time_ratio` is ordinary / frozen, of separate processes: above 1 the frozen arm is faster. Beside it stand
-    `update_time_bound`, what it would be at most if heads cost nothing, and `update_time_caveat`, why it says little,
-    "" where it is clear. Written to `out`/compare.json if given.
+    `update_time_ratio` is ordinary / frozen, of separate processes: above 1 the frozen arm is faster.
+    `update_time_bound` is its limit if heads cost nothing, `update_time_caveat` why it says little, "" where it is
+    clear. Written to `out`/compare.json if given.
 
     Raises:
         CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
             windows), or two ordinary arms.
         InputError: A run that has not ended or was not evaluated, or whose evaluation is not that of its end.
     """
-    arms = _opened(ordinary), _opened(frozen)
+    arms = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
     results = [run.finished_result() for run in arms]
     if arms[1].arm == "ordinary":
-        raise CompareError(
-            f"{arms[1].folder} froze or pruned no heads; expected the ordinary arm first and the other one second"
-        )
-    found = differences(*arms)
-    if found and not allow_differences:
-        listed = "\n  ".join(found)
+        raise CompareError(f"{arms[1].folder} froze or pruned no heads; name the ordinary arm first, the other second")
+    lines = differences(*arms)
+    if lines and not allow_differences:
+        listed = "\n  ".join(lines)
         raise CompareError(
             f"these runs differ in more than the freezing:\n  {listed}\n"
             "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
         )
-    (record_o, losses_o), (record_f, losses_f) = map(_final_evaluation, arms)
-    hashes = record_o["windows_hash"], record_f["windows_hash"]
-    if hashes[0] != hashes[1]:
+    (record, losses), (other, frozen_losses) = map(_final_evaluation, arms)
+    if record["windows_hash"] != other["windows_hash"]:
         raise CompareError(
-            f"the two arms were evaluated on different windows ({hashes[0][:12]} and {hashes[1][:12]}); "
-            "evaluate both with the same data, partition, length and limit"
+            f"the two arms were evaluated on different windows ({record['windows_hash'][:12]} and "
+            f"{other['windows_hash'][:12]}); evaluate both with the same data, partition, length and limit"
         )
-    delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
-    intervention = results[1].get("intervention") or {}
-    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
     finals = (result["provenance"]["checkpoints"].get("final") for result in results)
-    head = result_header(
-        "comparison",
-        settings,
-        checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),
-        data={record_o["partition"]: record_o["data_fingerprint"]},
-    )
+    heads, num_heads = len(arms[1].edited_heads), arms[1].num_heads
     comparison = {
-        **head,
+        **result_header(
+            "comparison",
+            {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
+            checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),
+            data={record["partition"]: record["data_fingerprint"]},
+        ),
         "ordinary": str(arms[0].folder),
         "frozen": str(arms[1].folder),
-        **delta,
+        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
         **compare_update_times(*arms),
         "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
         "peak_memory_frozen": results[1].get("peak_memory_bytes"),
-        "heads": len(arms[1].edited_heads),
-        "num_heads": arms[1].num_heads,
-        "intervention_seconds": intervention.get("seconds"),
-        "run_seconds_ordinary": _run_seconds(arms[0]),
-        "run_seconds_frozen": _run_seconds(arms[1]),
+        "heads": heads,
+        "num_heads": num_heads,
+        "intervention_seconds": (results[1].get("intervention") or {}).get("seconds"),
+        "run_seconds_ordinary": {clock: arms[0].seconds(clock) for clock in ("everything", "warm")},
+        "run_seconds_frozen": {clock: arms[1].seconds(clock) for clock in ("everything", "warm")},
         "lacks": {name: run.lacks for name, run in zip(("ordinary", "frozen"), arms, strict=True) if run.lacks},
-        "differences": found,
+        "differences": lines,
+        "update_time_bound": free_heads_bound(heads, num_heads),
     }
-    comparison["update_time_bound"] = free_heads_bound(comparison["heads"], comparison["num_heads"])
     comparison["update_time_caveat"] = speed_caveat(comparison)
     if out is not None:
         write_json(Path(out) / "compare.json", comparison)
@@ -116,41 +102,89 @@ def compare_evaluations(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote, of models as they are.
+    """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote.
 
     Raises:
         CompareError: They are of other windows, or computed in another precision; the models differ in more than the
             freezing (`allow_differences` passes that alone), or the second one has no frozen or pruned heads.
         InputError: A file is missing or damaged.
     """
-    (record_o, losses_o), (record_f, losses_f) = read_evaluation(ordinary), read_evaluation(frozen)
+    (record, losses), (other, frozen_losses) = read_evaluation(ordinary), read_evaluation(frozen)
     for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
-        if record_o.get(name) != record_f.get(name):
+        if record.get(name) != other.get(name):
             raise CompareError(
-                f"the evaluations differ in {name}: {record_o.get(name)} in {ordinary}, {record_f.get(name)} in "
-                f"{frozen}; evaluate both models on the same data, partition, length and limit, in one precision, with "
-                "the token that begins a text (bos) or without it"
+                f"the evaluations differ in {name}: {record.get(name)} in {ordinary}, {other.get(name)} in {frozen}; "
+                "evaluate both on the same data, partition, length and limit, in one precision, with or without bos"
             )
-    pair = check_pair((record_o, record_f), (ordinary, frozen), allow_differences=allow_differences)
-    models = (record["provenance"]["checkpoints"].get("model") for record in (record_o, record_f))
-    head = result_header(
-        "comparison",
-        {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
-        checkpoints=dict(zip(("ordinary", "frozen"), models, strict=True)),
-        data={record_o["partition"]: record_o["data_fingerprint"]},
+    pair = check_pair((record, other), (ordinary, frozen), allow_differences=allow_differences)
+    models = (each["provenance"]["checkpoints"].get("model") for each in (record, other))
+    return {
+        **result_header(
+            "comparison",
+            {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
+            checkpoints=dict(zip(("ordinary", "frozen"), models, strict=True)),
+            data={record["partition"]: record["data_fingerprint"]},
+        ),
+        "ordinary": str(ordinary),
+        "frozen": str(frozen),
+        "length": record["length"],
+        "precision": record["precision"],
+        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
+        **pair,
+    }
+
+
+def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
+    """Return a run's evaluation; raise InputError unless its loss is that of result.json."""
+    expected = run.finished_result()["report_loss"]
+    record, losses = read_evaluation(run.folder)
+    if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
+        raise InputError(
+            f"{run.folder}/evaluation.json is of another model or text than the run's end: its loss is "
+            f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
+            "into another folder, and copy both files here"
+        )
+    return record, losses
+
+
+# --- speed
+
+
+def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
+    """Return median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
+
+    A spread is the 20th and 80th percentile. The first updates after the event or a resumption (compilation, allocator
+    growth) are left out; with fewer than five common ones the ratio is None.
+    """
+    for run in (ordinary, frozen):
+        if not run.metrics:
+            raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
+    begin = max(frozen.last_change or 0, *(run.metrics[0]["update"] - 1 for run in (ordinary, frozen)))
+    last = min(run.metrics[-1]["update"] for run in (ordinary, frozen))
+    start = begin + untimed_updates(last - begin)
+    own, other = (
+        {line["update"]: line["update_seconds"] for line in run.metrics if line["update"] > start}
+        for run in (ordinary, frozen)
     )
-    delta = delta_of_windows(losses_o.windows, losses_f.windows, resamples=resamples, seed=seed)
-    shared = {name: record_f[name] for name in ("length", "precision")}
-    return {**head, "ordinary": str(ordinary), "frozen": str(frozen), **shared, **delta, **pair}
+    common = sorted(own.keys() & other.keys())
+    spreads = [quantiles([arm[update] for update in common]) if common else None for arm in (own, other)]
+    medians = [spread and spread[1] for spread in spreads]
+    enough = len(common) >= _MINIMUM_TIMED_UPDATES
+    return {
+        "update_seconds_ordinary": medians[0],
+        "update_seconds_frozen": medians[1],
+        "update_time_ratio": medians[0] / medians[1] if enough and medians[0] and medians[1] else None,
+        "update_seconds_spread_ordinary": spreads[0] and [spreads[0][0], spreads[0][2]],
+        "update_seconds_spread_frozen": spreads[1] and [spreads[1][0], spreads[1][2]],
+        "timed_updates": [common[0], common[-1]] if common else None,
+    }
 
 
-def _opened(run: RecordedRun | Path | str) -> RecordedRun:
-    return run if isinstance(run, RecordedRun) else RecordedRun.open(run)
-
-
-def _run_seconds(run: RecordedRun) -> dict[str, float | None]:
-    """Return what the whole run took on both clocks, its parent's part included."""
-    return {clock: run.seconds(clock) for clock in ("everything", "warm")}
+def quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    """Return the 20th percentile, median and 80th percentile."""
+    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
+    return low, middle, high
 
 
 def speed_caveat(record: Mapping[str, Any]) -> str:
@@ -172,97 +206,43 @@ def was_busy(record: Mapping[str, Any]) -> bool:
 def free_heads_bound(heads: int, num_heads: int) -> float | None:
     """Return the speedup that no update reaches by freezing or pruning `heads` heads; None where all of them are.
 
-    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone and
-    free; no update is so much faster. A closer bound would need to know what an operation costs in attention: at the
-    same shape one kernel leaves 1.37x to gain and another 1.64x (docs/log.md).
+    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone. A
+    closer bound depends on the attention kernel: at one shape 1.37x is left with one and 1.64x with another.
     """
     return None if heads >= num_heads else num_heads / (num_heads - heads)
 
 
+# --- what else differs
+
+
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
-    lines = []
-    matched = _matched_alike(ordinary, frozen)
+    references = [(run.config.get("matched") or {}).get("reference_hash") for run in (ordinary, frozen)]
+    matched = bool(references[0]) and references[0] == references[1]
     left, right = (_settings(run.config, without=_MATCHED if matched else ()) for run in (ordinary, frozen))
-    for key in sorted(left.keys() | right.keys()):
-        if left.get(key) != right.get(key):
-            lines.append(f"{key}: {left.get(key)!r} in the ordinary arm, {right.get(key)!r} in the frozen arm")
-    lines += _parent_difference(ordinary, frozen)
+    pairs = {key: (left.get(key), right.get(key)) for key in sorted(left.keys() | right.keys())}
     for key in () if matched else ("updates", "tokens"):
-        pair = [run.finished_result().get(key) for run in (ordinary, frozen)]
-        if pair[0] != pair[1]:
-            lines.append(f"{key}: {pair[0]} in the ordinary arm, {pair[1]} in the frozen arm")
+        pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))
     for key in ("partition", "length", "precision", "data_fingerprint"):
-        pair = [(run.evaluation or {}).get(key) for run in (ordinary, frozen)]
-        if pair[0] != pair[1]:
-            lines.append(f"evaluation {key}: {pair[0]!r} in the ordinary arm, {pair[1]!r} in the frozen arm")
-    return lines
-
-
-def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
-    """Return median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
-
-    A spread is the 20th and 80th percentile; where the two overlap, the ratio says little. The first updates after
-    the event or a resumption (compilation, allocator growth) are left out; with fewer than five common ones the
-    ratio is None. Arms are separate processes: a controlled measurement interleaves them.
-    """
-    begin = max(frozen.last_change or 0, *(_ends(run)[0] - 1 for run in (ordinary, frozen)))
-    last = min(_ends(run)[1] for run in (ordinary, frozen))
-    start = begin + untimed_updates(last - begin)
-    seconds = [
-        {m["update"]: m["update_seconds"] for m in run.metrics if m["update"] > start} for run in (ordinary, frozen)
+        pairs[f"evaluation {key}"] = ((ordinary.evaluation or {}).get(key), (frozen.evaluation or {}).get(key))
+    lines = [
+        f"{key}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
+        for key, (one, other) in pairs.items()
+        if one != other
     ]
-    common = sorted(seconds[0].keys() & seconds[1].keys())
-    if not common:
-        return dict.fromkeys(_TIMING)
-    (low_o, median_o, high_o), (low_f, median_f, high_f) = (quantiles([arm[u] for u in common]) for arm in seconds)
-    ratio = median_o / median_f if len(common) >= _MINIMUM_TIMED_UPDATES else None
-    spans = [low_o, high_o], [low_f, high_f], [common[0], common[-1]]
-    return dict(zip(_TIMING, (median_o, median_f, ratio, *spans), strict=True))
+    return [*lines, *_parent_difference(ordinary, frozen)]
 
 
-def quantiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Return the 20th percentile, median and 80th percentile."""
-    low, middle, high = (
-        torch.tensor(seconds, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
-    )
-    return low, middle, high
-
-
-def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
-    """Return what `read_evaluation` does; raise InputError unless its loss is that of result.json."""
-    expected = run.finished_result()["report_loss"]
-    record, losses = read_evaluation(run.folder)
-    if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
-        raise InputError(
-            f"{run.folder}/evaluation.json tells of another model or text than the run's end: its loss is "
-            f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
-            "into another folder, and copy both files here"
-        )
-    return record, losses
-
-
-def _ends(run: RecordedRun) -> tuple[int, int]:
-    """Return a run's first and last recorded update; raise InputError when it recorded none."""
-    if not run.metrics:
-        raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
-    return int(run.metrics[0]["update"]), int(run.metrics[-1]["update"])
-
-
-def _matched_alike(ordinary: RecordedRun, frozen: RecordedRun) -> bool:
-    """Return whether both arms were given the same time of one reference: they differ in their updates then."""
-    pair = [run.config.get("matched") or {} for run in (ordinary, frozen)]
-    return bool(pair[0]) and pair[0].get("reference_hash") == pair[1].get("reference_hash")
-
-
-def _settings(config: dict[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+def _settings(config: Mapping[str, Any], *, without: Collection[str]) -> dict[str, Any]:
     """Return the settings that both arms must share, by dotted name."""
-    flat: dict[str, Any] = {}
-    for section in ("model", "train", "data"):
-        for key, value in (config.get(section) or {}).items():
-            flat[f"{section}.{key}"] = value
-    flat["device"] = config.get("device")
-    return {key: value for key, value in flat.items() if key not in _IRRELEVANT and key not in without}
+    flat = {
+        f"{section}.{key}": value
+        for section in ("model", "train", "data")
+        for key, value in (config.get(section) or {}).items()
+    }
+    return {key: value for key, value in flat.items() if key not in _IRRELEVANT and key not in without} | {
+        "device": config.get("device")
+    }
 
 
 def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
