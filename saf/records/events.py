@@ -39,60 +39,59 @@ MADE = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
 """What each kind of event makes of its heads."""
 _OF_FITS = ("fit_kl", "rejected", "certificates", "exponential")
 """What a freeze lists of the heads that were fitted."""
-_EXPECTED = "expected the events.jsonl of a run, or the folder that holds it"
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Hold one event as it was recorded; `values` is its line, with whatever its kind adds."""
+    """One event as it was recorded; `values` is its line, with whatever its kind adds."""
 
     folder: Path
     values: dict[str, Any]
 
     @property
     def number(self) -> int:
-        """Return its number in the run, from 1."""
+        """Its number in the run, from 1."""
         return int(self.values["number"])
 
     @property
     def kind(self) -> str:
-        """Return "freeze", "prune" or "undo"."""
+        """freeze, prune or undo."""
         return str(self.values["kind"])
 
     @property
     def made(self) -> str:
-        """Return what it made of its heads: frozen, pruned or live again."""
+        """What its heads are after it: frozen, pruned or live again."""
         return MADE[self.kind]
 
     @property
     def update(self) -> int | None:
-        """Return after how many updates it came; None for an event outside of training."""
+        """After how many updates it came; None for an event outside of training."""
         return self.values.get("update")
 
     @property
     def heads(self) -> list[list[int]]:
-        """Return its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
+        """Its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
         return [list(head) for head in self.values["heads"]]
 
     @property
     def undone_by(self) -> int | None:
-        """Return the number of the event that took it back; None for one that was kept."""
+        """The number of the event that took it back; None for one that was kept."""
         return self.values.get("undone_by")
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return what its parts cost in seconds."""
+        """What its parts cost in seconds."""
         return dict(self.values.get("seconds", {}))
 
     @property
     def tensors_path(self) -> Path | None:
-        """Return the file of its tensors, None when it has none or the file is gone."""
+        """The file of its tensors; None when it has none or the file is gone."""
         name = self.values.get("tensors")
         return self.folder / name if name and (self.folder / name).is_file() else None
 
     @property
     def lacks(self) -> list[str]:
-        """Return in words what of it is gone: the file of its tensors, where it was recorded with one."""
+        """What of it is gone, in words: the file of its tensors."""
         name = self.values.get("tensors")
         if not name or self.tensors_path is not None:
             return []
@@ -102,7 +101,7 @@ class EventRecord:
         """Return its tensors by name; empty when it has none, or their file is gone.
 
         A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
-        Raises InputError for a file that is not as it was recorded, or whose SHA-256 was not recorded.
+        Raises InputError for a file that is not as it was recorded.
         """
         path = self.checked_tensors_path()
         return {} if path is None else read_tensors(path)
@@ -113,28 +112,26 @@ class EventRecord:
 
     def checked_tensors_path(self) -> Path | None:
         """Return `tensors_path` after comparing the file with its sum; raise InputError as `tensors` does."""
-        path = self.tensors_path
-        if path is None:
-            return None
-        check_file(path, sha256=self.values[SUM], advice="move it away to go on without patterns and statistics")
-        return path
+        if self.tensors_path is not None:
+            advice = "move it away to go on without patterns and statistics"
+            check_file(self.tensors_path, sha256=self.values[SUM], advice=advice)
+        return self.tensors_path
 
 
 def read_events(path: Path | str) -> list[EventRecord]:
-    """Return the events recorded in a folder, in order; none where there are none.
+    """Return the events recorded in a folder of a run or checkpoint, in order; none where there are none.
 
-    The folder is a run's, or a checkpoint's that `saf freeze` wrote; `path` may also be its events.jsonl. Raises
-    InputError when the record cannot be read.
+    `path` may also be the events.jsonl. Raises InputError when it cannot be read.
     """
     path = events_file(path)
     if path.is_dir() and path.name != EVENTS:
         return []
     if not path.is_file() or path.suffix != ".jsonl":
-        raise InputError(f"{path} {'is no events.jsonl' if path.exists() else 'does not exist'}; {_EXPECTED}")
+        raise InputError(f"{path} must be a run's {EVENTS} or the folder that holds it")
     lines = read_lines(path)
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():
-            raise InputError(f"{path}, line {number}, is not an event: it has no kind or lists no heads; {_EXPECTED}")
+            raise InputError(f"{path}, line {number}, must have a kind and heads")
     return [EventRecord(path.parent, line) for line in lines]
 
 
@@ -149,18 +146,14 @@ def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> li
 
     With `made`, "frozen" or "pruned", those alone.
     """
-    heads: dict[tuple[int, int], str] = {}
-    for event in events:
-        for layer, head in event.heads:
-            heads[layer, head] = event.made
+    heads = {(layer, head): event.made for event in events for layer, head in event.heads}
     return [list(head) for head, now in sorted(heads.items()) if now == made or (made is None and now != MADE["undo"])]
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
     """Return the heads that are frozen or pruned in a run or checkpoint, or in that of an events.jsonl, sorted.
 
-    Those that its parent had already are among them. Raises InputError where there is none: the run had no event, or
-    undid all, or the folder is none of these.
+    Those of its parent are among them. Raises InputError where there is none, or for a folder that is none of these.
     """
     path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
     events = read_events(path)
@@ -168,37 +161,30 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
     kept = {tuple(head) for head in _heads_of_model(path)} - changed
     if heads := sorted(kept | {tuple(head) for head in heads_in_force(events)}):
         return [list(head) for head in heads]
-    if any(event.heads for event in events):
-        raise InputError(
-            f"{path} made all heads live again that it froze or pruned, so that it has none to name; {advice}"
-        )
+    if changed:
+        raise InputError(f"{path} made all heads live again that it froze or pruned; {advice}")
     kind = kind_of(path)
     if events or path.suffix == ".jsonl" or kind is Kind.RUN:
-        raise InputError(f"{path} froze and pruned no heads, so that it has none to name; {advice}")
+        raise InputError(f"{path} froze and pruned no heads; {advice}")
     if kind is Kind.CHECKPOINT:
         raise InputError(f"{path} has no record of events; name the folder of its run, or heads as LAYER:HEAD")
-    raise InputError(f"{path} is a folder that tells of no heads; {advice}")
+    raise InputError(f"{path} must be a run or a checkpoint; {advice}")
 
 
 def _heads_of_model(path: Path) -> list[list[int]]:
     """Return the heads that a run's result or its newest checkpoint, or a checkpoint, lists as frozen or pruned."""
     folder = path.parent if path.name == EVENTS else path
-    steps = [(re.findall(r"\d+", state.parent.name), state) for state in folder.glob("checkpoints/step-*/saf.json")]
-    newest = max(steps, key=lambda step: (int(step[0][0]), step[1].parent.name), default=(None, folder / "saf.json"))[1]
-    result = folder / "result.json"
-    if result.is_file():
+    if (result := folder / "result.json").is_file():
         provenance = read_result(result)["provenance"]
         return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
+    steps = [(re.findall(r"\d+", state.parent.name), state) for state in folder.glob("checkpoints/step-*/saf.json")]
+    newest = max(steps, key=lambda step: (int(step[0][0]), step[1].parent.name), default=(None, folder / "saf.json"))[1]
     layers = enumerate(read_json(newest).get("layers") or [] if newest.is_file() else [])
     return [[layer, head] for layer, edited in layers for made in MADE.values() for head in edited.get(made) or []]
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
-    """Return what kind of arm a run is by its model's heads, or by its events where these were all undone.
-
-    A model with frozen heads is a "frozen" one, with pruned heads a "pruned" one, with both "frozen and pruned", and
-    without either "ordinary", as is one whose events found no head.
-    """
+    """Return frozen, pruned, both or ordinary by a model's heads, or by its events where these were all undone."""
     kinds = [kind for kind, heads in ((MADE["freeze"], frozen), (MADE["prune"], pruned)) if heads]
     made = [event.made for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) if kinds else made[0] if made else "ordinary"
@@ -222,9 +208,7 @@ def heads_in_words(counts: Mapping[str, int]) -> str:
 
 
 def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
-    """Return what is said of heads that changed beside all: "more" of a kind that there was, and all by kind.
-
-    Both are "" where no head was frozen or pruned before.
+    """Return "more" where heads of the changed kind existed before, and all heads by kind; "" for none before.
 
     >>> beside_earlier({"frozen": 3}, {"frozen": 8}), beside_earlier({"frozen": 3}, {"frozen": 3, "pruned": 4})
     (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
@@ -240,10 +224,9 @@ def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tup
 
 
 def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
-    """Return what events that were kept chose together, as the newest tells it; None without one that has scores.
+    """Return the line of the newest kept event with heads, scores and fits of all; None without one that has scores.
 
-    `heads` are those of all, in the order of the events; `scores` `[L][H]` those by which each was chosen, and the
-    newest ones of live heads; `fit_kl`, `rejected`, `certificates` and `exponential` those of all.
+    `scores` `[L][H]` are those by which each head was chosen, and the newest ones of live heads.
     """
     kept = [event.values for event in events if event.undone_by is None and {"heads", "scores"} <= event.values.keys()]
     if not kept:

@@ -1,6 +1,6 @@
 """A run as its folder records it: settings, metrics, the freezing event, evaluation and final numbers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ RECORDS = ("config.json", "metrics.jsonl", "evaluations.jsonl", EVENTS, "clock.j
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Hold what a run folder holds; parts that the run did not write are None or empty."""
+    """What a run folder holds; parts that the run did not write are None or empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -50,41 +50,49 @@ class RecordedRun:
     def open(cls, folder: Path | str) -> "RecordedRun":
         """Read a run folder.
 
-        Raises InputError when it is none, when a file in it cannot be read, and when one is not what the result of the
-        run tells of. A file that is gone is among what the run `lacks`.
+        Raises InputError when it is none, when a file in it cannot be read, and when one is not what the run's result
+        lists by its SHA-256. A file that is gone is among what the run `lacks`.
         """
         folder = Path(folder)
         expect(folder, Kind.RUN)
-        result = _optional(folder / "result.json", read_result)
-        _check_records(folder, result)
+        result, evaluation = (
+            read_result(folder / name) if (folder / name).exists() else None
+            for name in ("result.json", "evaluation.json")
+        )
+        for name, expected in _recorded(result).items():
+            if (folder / name).is_file():
+                advice = "restore it, or move result.json away and resume the run"
+                check_file(folder / name, sha256=expected, advice=advice)
+        # The last line of each update: a resumed run writes some twice.
+        metrics = {int(line["update"]): line for line in read_lines(folder / "metrics.jsonl")}
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
             result=result,
-            evaluation=_optional(folder / "evaluation.json", read_result),
+            evaluation=evaluation,
             events=read_events(folder),
-            metrics=_latest_by_update(read_lines(folder / "metrics.jsonl")),
+            metrics=[metrics[update] for update in sorted(metrics)],
             evaluations=read_lines(folder / "evaluations.jsonl"),
         )
 
     @property
     def kept_freezes(self) -> list[EventRecord]:
-        """Return the events that froze or pruned heads and were not undone, in order."""
+        """The events that froze or pruned heads and were not undone, in order."""
         return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
 
     @property
     def newest_freeze(self) -> EventRecord | None:
-        """Return the newest event that froze or pruned heads and was kept; None without any."""
+        """The newest of `kept_freezes`."""
         return next(reversed(self.kept_freezes), None)
 
     @property
     def freeze(self) -> dict[str, Any] | None:
-        """Return what these events chose and measured, as `chosen` joins them; None without any."""
+        """Heads, scores and fits of `kept_freezes`, as `chosen` joins them; None without any."""
         return chosen(self.kept_freezes)
 
     @property
     def arm(self) -> str:
-        """Return "frozen", "pruned" or both when the run did that to heads, or is to, else "ordinary"."""
+        """frozen, pruned, "frozen and pruned" or ordinary: what the run did to heads, or is to."""
         if self.result is not None:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
@@ -93,33 +101,33 @@ class RecordedRun:
 
     @property
     def num_heads(self) -> int:
-        """Return how many heads the whole model has, frozen and pruned ones included."""
+        """How many heads the whole model has, frozen and pruned ones included."""
         model = self.config.get("model") or {}
         return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
 
     @property
     def frozen_heads(self) -> list[list[int]]:
-        """Return every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
+        """Every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
         return self._heads_of("heads", "frozen")
 
     @property
     def pruned_heads(self) -> list[list[int]]:
-        """Return every head pruned in the final model in the same way."""
+        """Every head pruned in the final model in the same way."""
         return self._heads_of("pruned", "pruned")
 
     @property
     def edited_heads(self) -> list[list[int]]:
-        """Return every head frozen or pruned in the final model in the same way."""
+        """Every head frozen or pruned in the final model in the same way."""
         return sorted(self.frozen_heads + self.pruned_heads)
 
     @property
     def heads_in_words(self) -> str:
-        """Return how many heads of the final model are what: "36 frozen", "24 frozen and 12 pruned"."""
+        """How many heads of the final model are what: "36 frozen", "24 frozen and 12 pruned"."""
         return heads_in_words(self.head_counts)
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """Return how many heads of the final model are frozen, and how many pruned."""
+        """How many heads of the final model are frozen, and how many pruned."""
         return {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
 
     def _heads_of(self, name: str, made: str) -> list[list[int]]:
@@ -128,39 +136,38 @@ class RecordedRun:
 
     @property
     def freeze_update(self) -> int | None:
-        """Return the update after which heads were first frozen or pruned, or None."""
+        """The update after which heads were first frozen or pruned, or None."""
         intervention = (self.result or {}).get("intervention") or {}
         update = intervention.get("update", self.events[0].update if self.events else None)
         return None if update is None else int(update)
 
     @property
     def last_change(self) -> int | None:
-        """Return the update after which heads were last frozen, pruned or made live again, or None."""
-        updates = [event.update for event in self.events if event.update is not None]
-        return max(updates, default=self.freeze_update)
+        """The update after which heads were last frozen, pruned or made live again, or None."""
+        return max((event.update for event in self.events if event.update is not None), default=self.freeze_update)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """Return patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of freezes that were kept, if any.
+        """Patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of the freezes that were kept, if any.
 
-        Patterns are in the order of the events and their heads; what was measured of a head is that of the event that
-        froze it, and of a live one that of the newest.
+        Patterns are in the order of the events and their heads; what was measured of a head is from the event that
+        froze it, and of a live one from the newest.
         """
         events = self.kept_freezes
         if not events:
             return {}
         parts = [event.tensors() for event in events]
-        found = parts[-1]
+        joined = parts[-1]
         for event, part in zip(events[:-1], parts[:-1], strict=True):
-            for name in _MEASURED & found.keys() & part.keys():
+            for name in _MEASURED & joined.keys() & part.keys():
                 for layer, head in event.heads:
-                    found[name][layer, head] = part[name][layer, head]
+                    joined[name][layer, head] = part[name][layer, head]
         for name in _PATTERN:
             if all(name in part for part in parts):
-                found[name] = torch.cat([part[name] for part in parts])
+                joined[name] = torch.cat([part[name] for part in parts])
             else:
-                found.pop(name, None)
-        return found
+                joined.pop(name, None)
+        return joined
 
     def seconds(self, clock: str) -> float | None:
         """Return the whole run's seconds on a clock, "everything" or "warm" (without loading and compilation).
@@ -171,16 +178,15 @@ class RecordedRun:
 
     @property
     def lacks(self) -> list[str]:
-        """Return in words what the folder of a finished run does not hold; empty for one that is whole."""
+        """What the folder of a finished run does not hold, in words; empty for one that is whole."""
         if self.result is None:
             return []
-        lacking = list(self.result.get("lacks", []))
         gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
-        lacking += [f"{name}: the file is missing" for name in gone if name != EVENTS]
+        lines = [*self.result.get("lacks", []), *(f"{name}: the file is missing" for name in gone if name != EVENTS)]
         inherited = "weights_of_update" in (self.config.get("parent") or {})
         if self.edited_heads and not self.events and not inherited:
-            lacking.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
-        return lacking
+            lines.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
+        return lines
 
     def finished_result(self) -> dict[str, Any]:
         """Return result.json; raise InputError when the run has not ended."""
@@ -191,22 +197,5 @@ class RecordedRun:
 
 def _recorded(result: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the SHA-256 of a run's files that its result holds, by name."""
-    files = ((result or {}).get("provenance") or {}).get("files") or {}
-    return {name: value for name, value in files.items() if name in RECORDS}
-
-
-def _check_records(folder: Path, result: Mapping[str, Any] | None) -> None:
-    """Raise InputError for a file that is not the one that a run's result tells of."""
-    for name, expected in _recorded(result).items():
-        if (folder / name).is_file():
-            check_file(folder / name, sha256=expected, advice="restore it, or move result.json away and resume the run")
-
-
-def _optional(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
-    return read(path) if path.exists() else None
-
-
-def _latest_by_update(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keep the last line of each update, in order: a resumed run writes some updates twice."""
-    latest = {int(record["update"]): record for record in records}
-    return [latest[update] for update in sorted(latest)]
+    sums = ((result or {}).get("provenance") or {}).get("files") or {}
+    return {name: value for name, value in sums.items() if name in RECORDS}

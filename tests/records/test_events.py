@@ -93,5 +93,5 @@ def test_inherited_events_are_marked_and_replace_what_was_there(tmp_path):
 
 def test_what_is_no_record_of_events_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"events\.jsonl does not exist"):
+    with pytest.raises(InputError, match="the folder that holds it"):
         read_events(tmp_path / "events.jsonl")
