@@ -114,8 +114,8 @@ def no_room(error: BaseException) -> str | None:
 
 def _no_room_code(error: BaseException) -> int | None:
     """Return the system's number of an error that says that there was no room; None for any other."""
-    told = re.search(r"os error (\d+)", str(error))
-    code = getattr(error, "errno", None) or (told and int(told[1]))
+    match = re.search(r"os error (\d+)", str(error))
+    code = getattr(error, "errno", None) or (match and int(match[1]))
     return code if code in _NO_ROOM else None
 
 

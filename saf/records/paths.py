@@ -1,4 +1,4 @@
-"""What a path means to `saf`: a checkpoint, a run, data, a model saved here or by transformers, heads, or a result."""
+"""Which kind of folder or file a path is: a checkpoint, a run, data, a saved model, heads, an evaluation, a result."""
 
 import json
 import os
@@ -102,16 +102,16 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
     Raises:
         error: It is none of `kinds`; the message says what was expected and what is there.
     """
-    found = kind_of(path)
-    if found in kinds and found is not None:
-        return found
+    kind = kind_of(path)
+    if kind in kinds and kind is not None:
+        return kind
     *others, last = [_WORDS[kind] for kind in kinds]
-    wanted = f"{', '.join(others)} or {last}" if others else last
-    raise error(f"{path} {_found(Path(path), found)}; expected {wanted}")
+    expected = f"{', '.join(others)} or {last}" if others else last
+    raise error(f"{path} {_description(Path(path), kind)}; expected {expected}")
 
 
-def _found(path: Path, kind: Kind | None) -> str:
-    """Return what a path turned out to be, in words that follow its name."""
+def _description(path: Path, kind: Kind | None) -> str:
+    """Return what a path is, in words that follow its name."""
     if kind is Kind.RESULT:
         return "is a .json file"
     if kind is not None:

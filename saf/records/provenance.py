@@ -37,11 +37,9 @@ _DECIDING = ("saf", "experiments")
 
 @cache
 def commit() -> str | None:
-    """Return the commit of the checkout the package runs from, "+" appended when it was edited; None outside one.
+    """Return the commit of the checkout that the package runs from, with "+" when `saf` or `experiments` was edited.
 
-    Edited is what has files in `saf` or `experiments` that are changed, new or gone.
-
-    It is that of when a process first asked, which has loaded its modules by then: what is edited later did not run.
+    None outside a checkout. Cached: what is edited after a process loaded its modules did not run.
     """
     root = Path(saf.__file__).parents[1]
     if not (root / ".git").exists():
@@ -80,10 +78,9 @@ def versions() -> dict[str, str | None]:
 
 
 def command() -> str:
-    """Return the command line: a program by its name alone, a script by the path it was called by, unless absolute.
+    """Return the command line, with the last names alone of absolute paths, which are one machine's own.
 
-    A `saf` command that `torchrun` started begins with as much of that as its environment tells. Of absolute paths the
-    last name is told: where this machine keeps data and results decides nothing of them, their sums stand beside.
+    A `saf` command that `torchrun` started begins with that, as far as the environment tells.
     """
     if (arguments := invocation.get()) is not None:
         return shlex.join([*_starter(), "saf", *_named(arguments)])

@@ -105,7 +105,7 @@ def test_heads_come_from_words_and_files(tmp_path):
         ("no.json", "LAYER:HEAD"),
         (tmp_path / "run", "run froze and pruned no heads"),
         (tmp_path / "run" / "events.jsonl", "events.jsonl froze and pruned no heads"),
-        (tmp_path / "undone", "undone made all heads live again that it froze or pruned, so that it has none"),
+        (tmp_path / "undone", "undone made all heads live again that it froze or pruned"),
         (tmp_path / "empty", "empty must be a run or a checkpoint"),
         (tmp_path / "other.json", "must list heads"),
     ):
