@@ -1,4 +1,4 @@
-"""Tables of results: benchmarks give the committed cells, the newest accepted measurement stands, answers have cells."""
+"""Tables of results: benchmarks give the committed cells, the newest measurement stands, answers have cells."""
 
 import copy
 from pathlib import Path
