@@ -12,7 +12,7 @@ Head = tuple[int, int]
 
 
 class HeadSet:
-    """Hold an immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
+    """Immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
@@ -20,25 +20,20 @@ class HeadSet:
     """
 
     def __init__(self, heads: Iterable[Head] = ()):
-        """Take `(layer, head)` pairs of whole numbers in any order; raise InputError on a repeated or negative one."""
         pairs = head_pairs(heads)
         self._heads = tuple(sorted(set(pairs)))
         if len(self._heads) != len(pairs):
-            raise InputError(
-                f"heads must differ: a set names each head once; got {len(pairs)} pairs, {len(self._heads)} different"
-            )
+            raise InputError(f"a set names each head once; got {len(pairs)} pairs, {len(self._heads)} different")
         if any(layer < 0 or head < 0 for layer, head in pairs):
             raise InputError(f"layers and heads count from 0; got {min(pairs)}")
 
     @classmethod
     def in_order(cls, heads: "HeadSet | Iterable[Head]") -> "HeadSet":
-        """Return a set of heads that go with something else in their order; raise InputError if they do not ascend."""
-        if isinstance(heads, HeadSet):
-            return heads
-        given = head_pairs(heads)
-        chosen = cls(given)
-        if list(chosen) != given:
-            raise InputError(f"heads go with patterns in (layer, head) order; got {given}, sort both")
+        """Build from heads that something else follows in order; raise InputError if they do not ascend."""
+        pairs = head_pairs(heads)
+        chosen = cls(pairs)
+        if list(chosen) != pairs:
+            raise InputError(f"heads go with patterns in (layer, head) order; got {pairs}, sort both")
         return chosen
 
     @classmethod
@@ -47,15 +42,15 @@ class HeadSet:
         return cls(head_pairs(pairs))
 
     def to_list(self) -> list[list[int]]:
-        """Return `[[layer, head], ...]` for JSON files."""
+        """`[[layer, head], ...]` for JSON files."""
         return [[layer, head] for layer, head in self._heads]
 
     def in_layer(self, layer: int) -> list[int]:
-        """Return the ascending head ids of one layer."""
+        """Ascending head ids of one layer."""
         return [head for at, head in self._heads if at == layer]
 
     def index(self, head: Head) -> int:
-        """Return the position of a head in iteration order; raise InputError for one that is not in the set."""
+        """Position of a head in iteration order; raises InputError for one that is not in the set."""
         if head not in self._heads:
             raise InputError(f"head {shown(head)} is not among these {len(self)} heads")
         return self._heads.index(head)
@@ -91,19 +86,19 @@ class HeadSet:
 ROLES = ("query", "key", "value", "output")
 """A layer's projections: three whose rows, and one whose columns, belong to heads."""
 BIAS = "_bias"
-"""What the name of a role is followed by where its projection's bias is meant, which has rows as the weight has."""
+"""Suffix of a role's name for its projection's bias, which has rows as the weight has."""
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
-"""In which projections heads of a kind have rows; what they lack is what making them that kind removes."""
+"""Projections in which heads of a kind have rows; making heads of a kind removes their other rows."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
 
 
 def role_of(name: str) -> str:
-    """Return what projection a parameter belongs to by its name: `query` for `query` and for `query_bias`."""
+    """Projection that a parameter belongs to by its name: `query` for `query` and for `query_bias`."""
     return name.removesuffix(BIAS)
 
 
 def roles_of(name: str) -> tuple[str, ...]:
-    """Return the roles whose rows a parameter holds one after another, by its name.
+    """Roles whose rows a parameter holds one after another, by its name.
 
     >>> roles_of("query_bias"), roles_of("query_key_value")
     (('query',), ('query', 'key', 'value'))
@@ -112,7 +107,7 @@ def roles_of(name: str) -> tuple[str, ...]:
 
 
 def head_pairs(heads: Any) -> list[Head]:
-    """Return `(layer, head)` pairs in the order given; raise InputError for anything else than whole numbers."""
+    """`(layer, head)` pairs of whole numbers, in the same order."""
     if isinstance(heads, HeadSet):
         return list(heads)
     return [(index(layer), index(head)) for layer, head in heads]
@@ -120,9 +115,7 @@ def head_pairs(heads: Any) -> list[Head]:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Give one layer's execution order: live heads first, then frozen ones, each in ascending original id.
-
-    Pruned heads have no place in it.
+    """One layer's execution order: live heads first, then frozen ones, each in ascending original id, no pruned ones.
 
     >>> HeadLayout(4, 4, frozen=(1,), pruned=(2,)).slots
     (0, 3, 1)
@@ -140,7 +133,7 @@ class HeadLayout:
                 f"num_heads {self.num_heads} must be positive and divide into num_kv_heads {self.num_kv_heads}"
             )
         for kind in EDITED:
-            heads = self._of(kind)
+            heads: tuple[int, ...] = getattr(self, kind)
             if list(heads) != sorted(set(heads)):
                 raise InputError(f"{kind} head ids must ascend without repeats; got {heads}")
             if heads and not 0 <= heads[0] <= heads[-1] < self.num_heads:
@@ -150,37 +143,34 @@ class HeadLayout:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """Return the original ids of the heads that compute ordinary attention."""
-        edited = {head for kind in EDITED for head in self._of(kind)}
-        return tuple(head for head in range(self.num_heads) if head not in edited)
+        """Original ids of the heads that compute ordinary attention."""
+        return tuple(head for head in range(self.num_heads) if head not in {*self.frozen, *self.pruned})
 
     @property
     def ordinary(self) -> bool:
-        """Return whether all heads are live."""
+        """Whether all heads are live."""
         return self.num_live == self.num_heads
 
     def changed(self, heads: Iterable[int], kind: str) -> "HeadLayout":
-        """Return the layout with `heads` of another kind, one of `KINDS`."""
+        """Layout with `heads` of another kind, one of `KINDS`."""
         moved = set(heads)
-        left = {each: set(self._of(each)) - moved for each in EDITED}
-        if kind in left:
-            left[kind] |= moved
-        return replace(self, **{each: tuple(sorted(ids)) for each, ids in left.items()})
+        edited = {each: set(getattr(self, each)) - moved | (moved if each == kind else set()) for each in EDITED}
+        return replace(self, **{each: tuple(sorted(ids)) for each, ids in edited.items()})
 
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Return whose rows each projection holds, in order, by role: heads, or the KV heads that they share.
+        """Owners of the rows that each projection holds, in order, by role: heads, or the KV heads that they share.
 
         Heads lie in slot order. With grouped queries keys and values lie in ascending order, and a KV head keeps its
         rows while a head of its group reads them.
         """
-        held = {role: tuple(head for kind in KINDS if role in KINDS[kind] for head in self._of(kind)) for role in ROLES}
+        held = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
         if self.grouped:
             held |= {role: tuple(sorted(set(map(self.kv_of, held[role])))) for role in ("key", "value")}
         return held
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
-        """Return `(role, whose)` of every row block of a parameter, in order: of a fused projection role after role.
+        """`(role, owner)` of every row block of a parameter, in order: of a fused projection role after role.
 
         >>> HeadLayout(2, 2, frozen=(1,)).rows_in("query_value")
         (('query', 0), ('value', 0), ('value', 1))
@@ -188,44 +178,40 @@ class HeadLayout:
         return tuple((role, one) for role in roles_of(name) for one in self.rows[role])
 
     def kv_of(self, head: int) -> int:
-        """Return the KV head of a query head, by the original model's numbers."""
+        """KV head of a query head, by the original model's numbers."""
         return head // (self.num_heads // self.num_kv_heads)
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Return the original head id of each slot."""
+        """Original head id of each slot."""
         return self.rows["output"]
 
     @property
     def num_live(self) -> int:
-        """Return how many heads compute ordinary attention."""
+        """Number of heads that compute ordinary attention."""
         return self.num_heads - len(self.frozen) - len(self.pruned)
 
     @property
     def num_slots(self) -> int:
-        """Return how many heads are executed."""
+        """Number of heads that are executed."""
         return self.num_heads - len(self.pruned)
 
     @property
     def num_frozen(self) -> int:
-        """Return how many heads use a fixed pattern."""
+        """Number of heads that use a fixed pattern."""
         return len(self.frozen)
 
     @property
     def grouped(self) -> bool:
-        """Return whether several query heads share one KV head."""
+        """Whether several query heads share one KV head."""
         return self.num_kv_heads != self.num_heads
 
     @property
     def kv_head(self) -> tuple[int, ...]:
-        """Return which of the value heads that are held each slot reads."""
+        """Which of the held value heads each slot reads."""
         return tuple(self.rows["value"].index(self.kv_of(head)) for head in self.slots)
 
     @property
     def key_head(self) -> tuple[int, ...]:
-        """Return which of the key heads that are held each live slot reads."""
+        """Which of the held key heads each live slot reads."""
         return tuple(self.rows["key"].index(self.kv_of(head)) for head in self.live)
-
-    def _of(self, kind: str) -> tuple[int, ...]:
-        heads: tuple[int, ...] = getattr(self, kind)
-        return heads
