@@ -41,8 +41,7 @@ from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
 from saf.selection import Chooser, chooser, ranking, select
 from saf.statistics import AttentionStatistics
-from saf.surgery import check_editable, install_, prune_, uninstall_
-from saf.surgery.edit import value_dtypes
+from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
 _REPLACING = ("residual_cosine", "relative_output_change")

@@ -12,6 +12,7 @@ import torch
 from saf.adapters.transformers.folder import folder_hash, weight_files
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
+from saf.frozen_state import read_pattern
 from saf.heads import EDITED
 from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
@@ -22,7 +23,6 @@ from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
 from saf.sidecar import check_sums
 from saf.storage import pattern_bytes, storage_report
-from saf.surgery.state import read_pattern
 from saf.train.checkpoint import step_folders
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,12 +19,12 @@ from saf.adapters.description import (
 )
 from saf.adapters.transformers.folder import OPENS
 from saf.errors import CheckpointError, InputError, SafWarning
+from saf.frozen_state import SCHEMA as HEADS_SCHEMA
+from saf.frozen_state import apply_, load_weights_, restore_
 from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, read_json, read_tensors, write_json, write_tensors
 from saf.records.folders import new_files, no_room
 from saf.records.paths import Kind, expect
-from saf.surgery import apply_, load_weights_, restore_
-from saf.surgery.state import SCHEMA as HEADS_SCHEMA
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"

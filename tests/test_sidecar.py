@@ -79,8 +79,8 @@ def test_a_saved_model_may_be_saved_over(tmp_path):
         (None, "must hold a JSON object; got list"),
         ({"sha256": None}, "sha256 must name files"),
         ({"schema": None}, "expected frozen heads of schema"),
-        ({"layers": None}, "layers, or what each must say, is missing"),
-        ({"layers": [{}, {}]}, "layers, or what each must say, is missing"),
+        ({"layers": None}, "is damaged: layers must have"),
+        ({"layers": [{}, {}]}, "is damaged: layers must have"),
     ],
 )
 def test_a_damaged_description_is_named(changes, message, tmp_path):

@@ -36,8 +36,7 @@ from saf.ops.heads import take_heads
 from saf.ops.positions import QueryRows
 from saf.patterns import CompactPattern, Pattern
 from saf.records.paths import means_transformers
-from saf.surgery import finalize_, install_, prune_, uninstall_
-from saf.surgery.edit import patterns_of
+from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 
 Placement = Literal["early", "even", "groups"]
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from saf.errors import CheckpointError, InputError
+from saf.frozen_state import load_weights_, restore_, state_of
 from saf.machine.processes import done_once, entered_once
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json, read_metadata, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.records.paths import Kind, expect, kind_of
-from saf.surgery import load_weights_, restore_, state_of
 from saf.train.optimizer import optimizer_state, restore_optimizer
 from saf.train.parallel import Engine
 from saf.train.shares import fill_shares_, in_shares, read_shares, write_shares

@@ -9,10 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.frozen_state import apply_, restore_, state_of
 from saf.heads import HeadSet
 from saf.models import GPT
 from saf.patterns import TrainablePattern
-from saf.surgery import apply_, install_, restore_, state_of, uninstall_
+from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import LENGTH, SHAPE, SOME, make, patterns, update
 
 TOKENS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(9))

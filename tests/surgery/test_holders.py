@@ -137,11 +137,12 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
             wrapper(tokens())  # to evaluate it is no matter
             model.train()
     assert all(map(torch.equal, model.parameters(), before))
-    del wrapper
-    wrapper = DistributedDataParallel(model, find_unused_parameters=True)
-    assert all(update(wrapper, optimizer).isfinite() for _ in range(3))
+    newer = DistributedDataParallel(model, find_unused_parameters=True)
+    assert all(update(newer, optimizer).isfinite() for _ in range(3))
     assert kept.isfinite()
     assert not any(map(torch.equal, model.parameters(), before)) or edit is not there_and_back
+    with pytest.raises(InputError, match="wrap the model again"):
+        update(wrapper, optimizer)  # beside a newer one, too
 
 
 def test_a_compiled_model_says_so_too(group):

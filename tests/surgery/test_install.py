@@ -10,10 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from saf.adapters import adapter_for
 from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.frozen_state import restore_, state_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
-from saf.surgery import finalize_, install_, prune_, restore_, state_of, uninstall_
+from saf.surgery import finalize_, install_, prune_, uninstall_
 
 LENGTH = 24
 SHAPE = GPTConfig(vocab_size=40, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
@@ -104,45 +105,6 @@ def test_uninstall_is_the_exact_inverse(optimizer, options):
     assert not any(site.removed for site in adapter_for(model).sites())
 
 
-def columns() -> dict[tuple[int, int], torch.Tensor]:
-    """Output columns for some of SOME, whole layers and parts of them."""
-    generator = torch.Generator().manual_seed(9)
-    return {head: torch.randn(8, 32, generator=generator, dtype=torch.float64) for head in [(0, 3), (1, 0), (1, 2)]}
-
-
-def test_written_output_columns_are_undone_as_they_were_while_the_others_train_on():
-    model, trainer = make()
-    before = snapshot(model, trainer)
-    install_(model, SOME, patterns(6), optimizer=trainer, output=columns())
-    outputs = [block.attention.o_proj.weight.detach().T.unflatten(0, (4, 8)) for block in model.blocks]
-    assert torch.equal(outputs[0][3], columns()[0, 3])  # slots: 0, 2, 1, 3
-    assert torch.equal(outputs[1][[0, 2]], torch.stack([columns()[1, 0], columns()[1, 2]]))
-    saved, weights = state_of(model), copy.deepcopy(model.state_dict())
-    uninstall_(model, optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-
-    again = GPT(SHAPE).double()
-    restore_(again, *saved)
-    again.load_state_dict(weights)
-    optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
-    update(again, optimizer)
-    uninstall_(again, optimizer=optimizer)
-    for layer, block in enumerate(again.blocks):
-        weight, own = f"blocks.{layer}.attention.o_proj.weight", block.attention.o_proj.weight.T.unflatten(0, (4, 8))
-        for head in range(4):
-            kept = torch.equal(own[head], before[weight].T.unflatten(0, (4, 8))[head])
-            assert kept == ((layer, head) in columns())
-
-
-def test_output_columns_of_no_installed_head_or_of_another_shape_are_refused():
-    model, trainer = make()
-    before = snapshot(model, trainer)
-    for output, message in [({(2, 0): torch.zeros(8, 32)}, "not among"), ({(0, 3): torch.zeros(32, 8)}, "must be")]:
-        with pytest.raises(InputError, match=message):
-            install_(model, SOME, patterns(6), optimizer=trainer, output=output)
-    assert_equal(snapshot(model, trainer), before)
-
-
 def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
     """A model with the heads' patterns fixed by hand, all rows kept, takes the same AdamW steps."""
     model, trainer = make()
@@ -226,12 +188,12 @@ def test_an_open_autocast_context_sees_the_edit():
     model, tokens = model.float(), torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ordinary = model(tokens)
-        install_(model, SOME, patterns(6), output=columns())
+        install_(model, SOME, patterns(6))
         frozen = model(tokens)
         uninstall_(model)
         undone = model(tokens)
     assert torch.equal(undone, ordinary)
-    install_(model, SOME, patterns(6), output=columns())
+    install_(model, SOME, patterns(6))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(tokens), frozen)
 

@@ -11,9 +11,10 @@ from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance, exact_rotati
 from saf.adapters import adapter_for
 from saf.cli import main as cli
 from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.frozen_state import restore_, state_of
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
-from saf.surgery import finalize_, install_, prune_, restore_, state_of, uninstall_
+from saf.surgery import finalize_, install_, prune_, uninstall_
 from tests.adapters.test_families import by_hand as dense_reference
 from tests.surgery.test_install import LENGTH, SHAPE, assert_equal, broken, by_hand, make, patterns, snapshot, update
 from tests.transformers_models import LENGTH as LONG

@@ -8,10 +8,11 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.errors import InputError, UnsupportedError
+from saf.frozen_state import restore_, state_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
-from saf.surgery import install_, pattern_parameters, restore_, state_of, uninstall_
+from saf.surgery import install_, pattern_parameters, uninstall_
 
 LENGTH = 24
 SHAPE = GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH)

@@ -9,9 +9,9 @@ import pytest
 import saf.train.loop as loop
 from saf.errors import InputError, SafWarning, SelectionError
 from saf.freeze_config import FreezeConfig
+from saf.frozen_state import state_of
 from saf.records.events import read_events
 from saf.schedules import Freeze, Prune, Undo
-from saf.surgery import state_of
 from saf.train import latest, load_model, pretrain
 from saf.train.clock import Clock
 from tests.train.killed import Killed, die_at

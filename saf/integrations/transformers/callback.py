@@ -25,6 +25,7 @@ from saf.calibration.capture import check_heads as check_measurable
 from saf.calibration.capture import check_vocabulary
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
+from saf.frozen_state import restore_
 from saf.heads import EDITED
 from saf.integrations.transformers.editing import Editing
 from saf.integrations.transformers.passes import check_evaluation, check_packing, longer
@@ -34,12 +35,12 @@ from saf.integrations.transformers.trainer import check_arguments, check_wrapper
 from saf.loss_guard import heldout_loss
 from saf.machine.execution import Execution
 from saf.machine.processes import agreed
+from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.sidecar import check_sums
-from saf.surgery import check_editable, restore_, uninstall_
-from saf.surgery.optimizer import unwrap_optimizer
+from saf.surgery import check_editable, uninstall_
 from saf.train.events import CARRY_OUT, check_freeze, meant, start_proposer
 from saf.train.parallel import Alone, Parallel, Replicas
 

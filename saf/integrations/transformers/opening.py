@@ -21,10 +21,10 @@ from saf.adapters.description import STATE, TENSORS
 from saf.adapters.transformers.attention import state_of
 from saf.adapters.transformers.folder import forget_heads_, holds_heads, mark_of
 from saf.errors import CheckpointError, UnsupportedError
+from saf.frozen_state import adopt_, resize_
 from saf.ops.layout import LAYOUT, compare_layouts
 from saf.records.files import read_json, read_tensors
 from saf.sidecar import check_sums
-from saf.surgery import adopt_, resize_
 
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that say where files lie."""

@@ -1,8 +1,8 @@
-"""The frozen heads of a model as plain data: what checkpoints and sidecars store beside the weights, and its way back.
+"""The frozen heads of a model as plain data, which checkpoints and sidecars store beside the weights, and the way back.
 
-`state_of` makes it. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_` freezes a
-model that has its weights, whose sums tell the weights that were saved from others. Of weights that a library fills in
-by itself, `resize_` is what comes before and `adopt_` what comes afterwards.
+`state_of` returns it. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_` freezes a
+model that has its weights, whose checksums tell the saved weights from others. Where another library fills the weights
+in, `resize_` comes before and `adopt_` afterwards.
 """
 
 import warnings
@@ -22,17 +22,17 @@ from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.ops.backends import choose_backend
 from saf.ops.layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
-from saf.surgery.edit import (
+from saf.surgery import (
     LayerEdit,
     absent_rows,
     carry_out_,
     editable,
     editing,
     plan_edit,
+    replace_data_,
     value_dtypes,
-    watch_wrapper_,
+    watch_wrappers_,
 )
-from saf.surgery.rows import replace_data_
 
 _NAMED = 3
 """Layers that an error names where weights differ."""
@@ -53,10 +53,11 @@ def restore_(
     layer has the one that it was saved with, see `recorded_backends`. Raises CheckpointError when the state is of
     another schema or of another shape of model, or lacks a pattern; the model is unchanged then.
     """
-    for number, edit in _planned(model, state, tensors, backend):
+    edits = _planned(model, state, tensors, backend)
+    for number, edit in edits:
         _resize_(edit.site, edit.layout)
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
-        watch_wrapper_(edit.site.attention)
+    watch_wrappers_([edit.site.attention for _, edit in edits])
 
 
 @editing
@@ -66,16 +67,13 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
     The first half of what `restore_` does, for weights that are filled in between; `adopt_` is the second one. Returns
     the layers whose heads were edited, with their layouts. Raises CheckpointError as `restore_` does.
     """
-    found = [
-        (site, layout)
-        for _, site, layer in matching_layers(model, state)
-        if not (layout := _layout(site, layer)).ordinary
-    ]
-    for site, layout in found:
+    layouts = [(site, _layout(site, layer)) for _, site, layer in matching_layers(model, state)]
+    edited = [(site, layout) for site, layout in layouts if not layout.ordinary]
+    for site, layout in edited:
         site.check(layout)
         check_plain_weights(site)
         _resize_(site, layout)
-    return found
+    return edited
 
 
 @editing
@@ -86,21 +84,21 @@ def adopt_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor
 
 
 def _resize_(site: Site, layout: HeadLayout) -> None:
-    """Cut a layer's weights to the shapes that a layout has; which of their rows are left says nothing."""
+    """Cut a layer's weights to the shapes of a layout; which rows are left has no meaning."""
     for name, (parameter, dimension) in site.projections().items():
         rows = len(layout.rows_in(name)) * site.head_dim
         replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
 
 
 def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
-    """Return the layout that a layer's description tells of."""
+    """Return the layout in a layer's description."""
     return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
     """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError for what misfits.
 
-    Weights of earlier files do not tell which heads are frozen; the state that shaped the model told it.
+    Weights of earlier files do not name the frozen heads; the state that shaped the model does.
     """
     try:
         model.load_state_dict(with_layout(weights, model))
@@ -134,10 +132,9 @@ def apply_(
 
     Without `backend` each layer has the one that it was saved with, see `recorded_backends`.
 
-    Rows kept for undoing are those that were saved. The model's attention weights should be the saved ones, too. Where
-    those rows, or the sums of the weights that stay (`sums_of`, as `weights` of each layer; earlier files have
-    none), tell that they are not, a warning names them and says to load the others. Raises CheckpointError for another
-    schema or shape of model; it is unchanged then.
+    Rows kept for undoing are those that were saved. A warning names the attention weights that differ from the saved
+    ones, by these rows and by the checksums of weights that stay (`sums_of`, as `weights` of each layer). Raises
+    CheckpointError for another schema or shape of model; it is unchanged then.
     """
     edits = _planned(model, state, tensors, backend)
     saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
@@ -158,31 +155,28 @@ def apply_(
 
 
 def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
-    """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here.
-
-    Earlier files may name none, which is "auto" too.
-    """
-    found, missed = {}, {}
+    """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here."""
+    backends, errors = {}, {}
     for number, site, layer in layers:
         name, device = layer.get("backend") or "auto", rows_of(site, "value").parameter.device
         trainable = bool(layer.get("trainable"))
         try:
-            found[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
+            backends[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
         except (InputError, UnsupportedError) as error:
-            found[number], missed[name] = "auto", error
-    for name, error in missed.items():
+            backends[number], errors[name] = "auto", error
+    for name, error in errors.items():
         warnings.warn(
             f"the frozen heads were saved with backend {name!r}, which is not used here: {error}. 'auto' takes its "
             "place, whose results differ by rounding",
             SafWarning,
             stacklevel=6,  # past the plan and the wrapper of edits, at the caller of load
         )
-    return found
+    return backends
 
 
 def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
     """Return the projections whose rows are not those kept for undoing; CheckpointError for another shape."""
-    found = set()
+    differing = set()
     for role, rows in saved.items():
         at = rows_of(site, role)
         for head, tensors in rows.items():
@@ -195,8 +189,8 @@ def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
                 )
             narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
             if not torch.equal(own.to(narrower), kept.to(narrower)):
-                found.add(role_of(at.name))
-    return found
+                differing.add(role_of(at.name))
+    return differing
 
 
 def _listed(differing: dict[int, set[str]]) -> str:
@@ -211,23 +205,20 @@ def differing_roles(site: Site, sums: Sums) -> set[str]:
 
     Weights of a narrower dtype cannot be compared, and are not named.
     """
-    found = set()
+    differing = set()
     for role, recorded in sums.items():
         weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
         comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
         if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
-            found.add(role_of(role))
-    return found
+            differing.add(role_of(role))
+    return differing
 
 
 def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the rows that were saved for undoing: those that a layout lacks, and what frozen heads wrote with before.
-
-    Of what is final none were saved.
-    """
+    """Return the rows that were saved for undoing, those that a layout lacks; of what is final none were saved."""
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for role, heads in [*absent_rows(whole, layout).items(), ("output", layout.frozen)]:
+    for role, heads in absent_rows(whole, layout).items():
         for head, each in product(heads, (role, role + BIAS)):
             prefix = f"{number}.{head}.removed.{each}."
             rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -241,30 +232,23 @@ def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, 
 
     Raises CheckpointError unless the model is of that shape, with no heads frozen.
     """
-    sites = adapter_for(model).sites()
+    sites, layers = adapter_for(model).sites(), state.get("layers")
     if state.get("schema") != SCHEMA:
         raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
-    if not isinstance(state.get("layers"), list) or not all(map(_is_layer, state["layers"])):
-        raise CheckpointError(
-            "the description of the frozen heads is damaged: layers, or what each must say, is missing"
-        )
-    if len(state["layers"]) != len(sites):
-        raise CheckpointError(f"frozen heads of a model with {len(state['layers'])} layers; this one has {len(sites)}")
-    for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True)):
-        shape = (layer["num_heads"], layer["num_kv_heads"])
-        if shape != (site.layout.num_heads, site.layout.num_kv_heads) or not site.layout.ordinary:
-            layout = site.layout
+    required = {"num_heads", "num_kv_heads", "frozen"}
+    if not isinstance(layers, list) or not all(isinstance(one, dict) and one.keys() >= required for one in layers):
+        raise CheckpointError(f"the description of the frozen heads is damaged: layers must have {sorted(required)}")
+    if len(layers) != len(sites):
+        raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
+    for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):
+        shape, layout = (layer["num_heads"], layer["num_kv_heads"]), site.layout
+        if shape != (layout.num_heads, layout.num_kv_heads) or not layout.ordinary:
             raise CheckpointError(
                 f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
                 f"frozen or pruned yet; the model has {layout.num_heads} and {layout.num_kv_heads}, "
                 f"{len(layout.frozen)} frozen, {len(layout.pruned)} pruned"
             )
-    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, state["layers"], strict=True))]
-
-
-def _is_layer(layer: Any) -> bool:
-    """Return whether a layer's description says what every layer must."""
-    return isinstance(layer, dict) and layer.keys() >= {"num_heads", "num_kv_heads", "frozen"}
+    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, layers, strict=True))]
 
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
