@@ -1,14 +1,13 @@
 """How far execution is from float64, beside the paper's gradient table, and within which limits.
 
 A layer, frozen and pruned, and its frozen heads alone are compared with the exact result in float64: the output and
-every gradient. Beside it stand the unfrozen layer or PyTorch's own attention at the same shape, which limits follow,
-and eager attention in the same precision, the paper's comparison. With `--transitions N` a model's heads are also
-frozen, pruned and undone N times, and its logits compared with those of a model made afresh in each state.
+every gradient. Limits follow the unfrozen layer, or PyTorch's own attention at the same shape; eager attention in the
+same precision is the paper's comparison. With `--transitions N` a model's heads are also frozen, pruned and undone N
+times, and its logits compared with those of a new model in each state.
 """
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from benchmarks import run
 from saf.bench.layer import TOLERANCE
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
-from saf.errors import InputError
+from saf.bench.speed import require
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine.execution import Execution
 from saf.models import GPT, GPTConfig
@@ -34,13 +33,17 @@ from saf.surgery import install_, prune_, uninstall_
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""
+ROLES = ("query", "key", "value", "output")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SDPA_FACTOR = 2.0
-"""Largest multiple of the error that PyTorch's own attention has at the same shape; `TOLERANCE` bounds it too."""
+"""Largest multiple of the error of PyTorch's own attention at the same shape; `TOLERANCE` bounds it too."""
 LAYER_FACTOR = 1.1
 """Largest multiple of the unfrozen layer's error, under bfloat16 autocast."""
 NORM_FLOOR = 1e-8
-"""Under the norm of what is exact, as in the paper's table."""
+"""Under the norm of the exact result, as in the paper's table."""
+
+Errors = dict[str, float]
+Row = dict[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -52,8 +55,11 @@ class Accuracy:
     stored: int = 192
     """Positions that the patterns cover."""
     batch_size: int = 2
+    """Sequences of an input."""
     num_heads: int = 4
+    """Heads of the layer."""
     head_dim: int = 64
+    """Channels of a head."""
     frozen: tuple[int, ...] = (1, 3)
     """Frozen heads, counted from 0."""
     backends: tuple[str, ...] = ()
@@ -63,20 +69,22 @@ class Accuracy:
     kernel: str = "auto"
     """Attention kernel of live heads, on both sides."""
     transitions: int = 0
-    """Also freeze, prune and undo heads of a model so many times, in fp32."""
+    """Freeze, prune and undo heads of a model so many times too, in fp32."""
     seed: int = 0
+    """Random seed for weights, inputs and patterns."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto is CUDA if there is one."""
 
 
-def measure(settings: Accuracy, *, out: Path | None = None) -> dict[str, Any]:
+def measure(settings: Accuracy, *, out: Path | None = None) -> Row:
     """Return the record: rows of `max_abs`, `relative_l2`, the same `beside` and against `eager`, `limit`, `within`.
 
     Raises:
-        InputError: Sizes that fit no layer, or a backend there is none of.
+        InputError: Sizes that fit no layer, or an unknown backend.
         UnsupportedError: A device that is not there, or a named backend that cannot run on it.
     """
-    if not 1 <= settings.length <= settings.stored or settings.head_dim % 2:
-        raise InputError(f"length must be 1 to stored={settings.stored} and head_dim even; got {settings.length}")
+    fits = 1 <= settings.length <= settings.stored and settings.head_dim % 2 == 0
+    require(fits, f"length must be 1 to stored={settings.stored} and head_dim even; got {settings.length}")
     execution = Execution.of(settings.device, compile="off")
     with Session("errors", asdict(settings), execution, out=out) as session:
         layer = Layer.draw(settings, execution.device)
@@ -101,61 +109,57 @@ def above_limits(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def add(session: Session, backend: str | None, precision: str, rows: Sequence[dict[str, Any]]) -> None:
+def add(session: Session, backend: str | None, precision: str, rows: Sequence[Row]) -> None:
     """Record the rows of one backend in one precision; without a backend, those of the pruned layer."""
     session.add([{"backend": backend, "precision": precision, **row} for row in rows])
     worst = max(row["relative_l2"] / row["limit"] for row in rows)
-    session.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of what is allowed")
+    session.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of the limit")
 
 
 def usable_backends(session: Session, settings: Accuracy, precision: str) -> Iterator[str]:
     """Yield the named backends, which must run, or those that do."""
     device, dtype = session.execution.device, DTYPES[precision]
     for name in settings.backends or BACKENDS:
-        reason = None if settings.backends else BACKENDS[name].supports(device, dtype)
-        if reason:
+        if not settings.backends and (reason := BACKENDS[name].supports(device, dtype)):
             session.leave_out(f"{name} {precision}", reason)
         else:
             yield choose_backend(name, device=device, dtypes=[dtype])
 
 
-def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precision: str) -> Iterator[dict[str, Any]]:
+def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precision: str) -> Iterator[Row]:
     """Yield a row for each tensor of a whole layer; without a backend the layer is pruned."""
     autocast = torch.bfloat16 if precision == "bf16" else None
-    dense = partial(layer.eager, frozen=backend is not None, pruned=backend is None)
-    exact = dense(dtype=torch.float64)
-    found = layer.model(backend=backend, pruned=backend is None, kernel=settings.kernel, autocast=autocast)
-    eager = dense(dtype=torch.float32, autocast=autocast)
+    edit = {"frozen": backend is not None, "pruned": backend is None}
+    exact, eager = layer.eager(dtype=torch.float64, **edit), layer.eager(autocast=autocast, **edit)
+    result = layer.model(backend=backend, pruned=backend is None, kernel=settings.kernel, autocast=autocast)
     unfrozen = layer.model(backend=None, kernel=settings.kernel, autocast=autocast)
     unfrozen_exact = layer.eager(frozen=False, dtype=torch.float64)
     for name in TENSORS:
-        errors, beside = distance(found[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
+        errors, beside = distance(result[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
         limit = LAYER_FACTOR * beside["relative_l2"]
-        # In float32 rounding is near the bar of operators anyway: a lucky unfrozen layer does not lower it.
+        # In float32 rounding is near the limit of operators anyway: a lucky unfrozen layer does not lower it.
         limit = limit if autocast else max(limit, TOLERANCE[DTYPES[precision]])
         part = "layer" if backend else "pruned layer"
-        yield row_of(part, name, errors, beside, limit, eager=distance(found[name], eager[name]))
+        yield row_of(part, name, errors, beside, limit, eager=distance(result[name], eager[name]))
 
 
-def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: str) -> Iterator[dict[str, Any]]:
+def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: str) -> Iterator[Row]:
     """Yield a row for each tensor of the frozen heads alone, beside PyTorch's attention at the same shape."""
     shape = (settings.batch_size, layer.heads.num_frozen, settings.length, settings.head_dim)
     generator, dtype = torch.Generator().manual_seed(settings.seed + 1), DTYPES[precision]
     query, key, value, upstream = (torch.randn(shape, generator=generator).to(layer.x.device, dtype) for _ in range(4))
     frozen = FrozenHeads.from_patterns(layer.pattern, backend=backend, dtype=dtype, device=value.device)
     weights = layer.pattern.dense()[:, : settings.length, : settings.length]
-    found = mixing_errors(lambda x: frozen_attention(x, frozen), weights, value, upstream)
-    future = torch.ones(settings.length, settings.length, dtype=torch.bool, device=value.device).triu(1)
+    result = mixing_errors(lambda x: frozen_attention(x, frozen), weights, value, upstream)
     scores = query.double() @ key.double().mT * settings.head_dim**-0.5
-    softmax = scores.masked_fill(future, -torch.inf).softmax(-1)
-    attention = partial(live_attention, query, key, kernel=settings.kernel)
-    beside = mixing_errors(attention, softmax, value, upstream)
-    for name in found:
+    softmax = scores.masked_fill(future(settings.length, value.device), -torch.inf).softmax(-1)
+    beside = mixing_errors(partial(live_attention, query, key, kernel=settings.kernel), softmax, value, upstream)
+    for name, errors in result.items():
         limit = min(TOLERANCE[dtype], SDPA_FACTOR * beside[name]["relative_l2"])
-        yield row_of("operator", name, found[name], beside[name], limit, eager=None)
+        yield row_of("operator", name, errors, beside[name], limit)
 
 
-def mixing_errors(mix: Any, weights: Tensor, value: Tensor, upstream: Tensor) -> dict[str, dict[str, float]]:
+def mixing_errors(mix: Any, weights: Tensor, value: Tensor, upstream: Tensor) -> dict[str, Errors]:
     """Return the errors of `mix(value)` and of its gradient against exact `weights [..., T, T]`."""
     leaf = value.clone().requires_grad_()
     output = mix(leaf)
@@ -166,16 +170,14 @@ def mixing_errors(mix: Any, weights: Tensor, value: Tensor, upstream: Tensor) ->
     }
 
 
-def distance(found: Tensor, exact: Tensor) -> dict[str, float]:
+def distance(result: Tensor, exact: Tensor) -> Errors:
     """Return the largest absolute and the relative L2 error, with the paper's floor of 1e-8 under the norm."""
-    error = found.double() - exact.double()
-    return {
-        "max_abs": error.abs().max().item(),
-        "relative_l2": (error.norm() / exact.double().norm().clamp(min=NORM_FLOOR)).item(),
-    }
+    error = result.double() - exact.double()
+    norm = exact.double().norm().clamp(min=NORM_FLOOR)
+    return {"max_abs": error.abs().max().item(), "relative_l2": (error.norm() / norm).item()}
 
 
-def row_of(part: str, tensor: str, errors: dict, beside: dict, limit: float, *, eager: dict | None) -> dict[str, Any]:
+def row_of(part: str, tensor: str, errors: Errors, beside: Errors, limit: float, eager: Errors | None = None) -> Row:
     """Return a row."""
     within = errors["relative_l2"] <= limit
     return {
@@ -187,6 +189,11 @@ def row_of(part: str, tensor: str, errors: dict, beside: dict, limit: float, *, 
         "within": within,
         "eager": eager,
     }
+
+
+def future(length: int, device: torch.device) -> Tensor:
+    """Return the mask of later positions, `[T, T]`."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,18 +216,23 @@ class Layer:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device)
 
-        weights = {role: normal(width, width) * width**-0.5 for role in ("query", "key", "value", "output")}
+        weights = {role: normal(width, width) * width**-0.5 for role in ROLES}
         x, upstream = (normal(settings.batch_size, settings.length, width) for _ in range(2))
         pattern = synthetic_patterns(heads.num_frozen, settings.stored, generator, device)
         return cls(heads=heads, weights=weights, x=x, upstream=upstream, pattern=pattern)
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a head."""
+        """The channels of a head."""
         return self.x.shape[-1] // self.heads.num_heads
 
     def eager(
-        self, *, frozen: bool, dtype: torch.dtype, autocast: torch.dtype | None = None, pruned: bool = False
+        self,
+        *,
+        frozen: bool,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+        pruned: bool = False,
     ) -> dict[str, Tensor]:
         """Run head by head with materialised patterns, as in Eqs. (1) and (3), in `dtype` or under autocast.
 
@@ -229,24 +241,21 @@ class Layer:
         leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in self.weights.items()}
         x = self.x.to(dtype, copy=True).requires_grad_()
         length = x.shape[1]
-        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         fixed = self.pattern.dense()[:, :length, :length].to(dtype)
-        with autocast_to(x.device, autocast):
+        with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             query, key, value = (
-                F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                for role in ("query", "key", "value")
+                F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for role in ROLES[:3]
             )
             value.retain_grad()
             query, key = exact_rotation(query), exact_rotation(key)
             mixed = []
             for head in range(self.heads.num_heads):
-                edited = head in self.heads.frozen
-                if edited and (frozen or pruned):
+                if head in self.heads.frozen and (frozen or pruned):
                     weights = fixed[self.heads.frozen.index(head)] if frozen else torch.zeros_like(fixed[0])
                     weights = weights.expand(x.shape[0], -1, -1)
                 else:
                     scores = query[:, head] @ key[:, head].mT * self.head_dim**-0.5
-                    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+                    weights = scores.masked_fill(future(length, x.device), -torch.inf).softmax(-1)
                 mixed.append(weights @ value[:, head])
             output = F.linear(torch.stack(mixed, 2).flatten(2), leaves["output"])
         output.backward(self.upstream.to(output.dtype))
@@ -266,47 +275,40 @@ class Layer:
             options = {"dtype": autocast or torch.float32, "device": device, "kv_head": heads.kv_head}
             frozen = FrozenHeads.from_patterns(self.pattern, backend=backend, **options)
         live, kept = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
-        rows = {role: self._rows(live if role in ("query", "key") else kept) for role in self.weights}
+        channel = torch.arange(self.head_dim, device=device)
+        rows = {
+            role: (torch.tensor(own, device=device)[:, None] * self.head_dim + channel).flatten()
+            for role, own in zip(ROLES, (live, live, kept, kept), strict=True)
+        }
         leaves = {
             role: (weight[:, rows[role]] if role == "output" else weight[rows[role]]).clone().requires_grad_()
             for role, weight in self.weights.items()
         }
         x = self.x.clone().requires_grad_()
         rotation = Rotary(self.head_dim, x.shape[1]).to(device)(torch.arange(x.shape[1], device=device)[None])
-        with autocast_to(device, autocast):
-            parts = [F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)) for role in ("query", "key", "value")]
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            parts = [F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)) for role in ROLES[:3]]
             query, key = (rotate(part, rotation).transpose(1, 2) for part in parts[:2])
             value = parts[2].transpose(1, 2)
             value.retain_grad()
-            mixed = mixed_attention(query, key, value, frozen, kernel=kernel)
-            output = F.linear(flat_heads(mixed), leaves["output"])
+            output = F.linear(flat_heads(mixed_attention(query, key, value, frozen, kernel=kernel)), leaves["output"])
         output.backward(self.upstream.to(output.dtype))
         gradients = {role: torch.zeros_like(weight) for role, weight in self.weights.items()}
         for role, leaf in leaves.items():
-            assert leaf.grad is not None
-            (gradients[role].T if role == "output" else gradients[role])[rows[role]] = (
-                leaf.grad.T if role == "output" else leaf.grad
-            )
+            if role == "output":
+                gradients[role][:, rows[role]] = leaf.grad
+            else:
+                gradients[role][rows[role]] = leaf.grad
         assert value.grad is not None
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
         ordered[:, list(kept)] = value.grad
         return named(output, x, ordered, gradients)
 
-    def _rows(self, heads: tuple[int, ...]) -> Tensor:
-        """Return the rows of the weights that belong to heads, in order."""
-        channel = torch.arange(self.head_dim, device=self.x.device)
-        return (torch.tensor(heads, device=self.x.device)[:, None] * self.head_dim + channel).flatten()
-
 
 def named(output: Tensor, x: Tensor, value: Tensor | None, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Name the seven tensors; every gradient must be there."""
-    found = [output.detach(), x.grad, value, *(weights[role] for role in ("query", "key", "value", "output"))]
-    return dict(zip(TENSORS, [tensor for tensor in found if tensor is not None], strict=True))
-
-
-def autocast_to(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context of autocast to `dtype`; None is no autocast."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    tensors = [output.detach(), x.grad, value, *(weights[role] for role in ROLES)]
+    return dict(zip(TENSORS, [tensor for tensor in tensors if tensor is not None], strict=True))
 
 
 def exact_rotation(x: Tensor) -> Tensor:
@@ -321,36 +323,31 @@ def exact_rotation(x: Tensor) -> Tensor:
 
 # A model whose heads are frozen, pruned and undone many times over
 
-VOCABULARY, LAYERS = 64, 2
-MOST = 3
-"""Heads that one operation changes at most."""
+VOCABULARY, LAYERS, MAX_HEADS = 64, 2, 3
+"""Of the model; heads that one operation changes at most."""
 
 
-def transitions_row(settings: Accuracy, backend: str, device: torch.device) -> dict[str, Any]:
+def transitions_row(settings: Accuracy, backend: str, device: torch.device) -> Row:
     """Return the largest error of a model's logits after any operation, beside that of the model before them all.
 
     The limit is that of operators: a single state's error is chance, the largest of many is at most a few times it.
     """
-    first, *later = (distance(found, exact) for found, exact in states(settings, backend, device))
+    first, *later = (distance(logits, exact) for logits, exact in states(settings, backend, device))
     worst = {name: max(each[name] for each in later) for name in first}
     limit = max(TOLERANCE[torch.float32], SDPA_FACTOR * first["relative_l2"])
-    return row_of("transitions", f"logits, worst of {settings.transitions}", worst, first, limit, eager=None)
+    return row_of("transitions", f"logits, worst of {settings.transitions}", worst, first, limit)
 
 
 def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits of a float32 model before any operation and after each, with the exact ones of its state.
 
     An operation freezes, prunes or undoes one to three heads, drawn from the seed. The exact logits are those of the
-    same weights in float64, of which the same heads are frozen on the reference backend, or pruned, for the first time.
+    same weights in float64, with the same heads frozen on the reference backend, or pruned, for the first time.
     """
     generator = torch.Generator().manual_seed(settings.seed)
-    config = GPTConfig(
-        vocab_size=VOCABULARY,
-        num_layers=LAYERS,
-        num_heads=settings.num_heads,
-        hidden_size=settings.num_heads * settings.head_dim,
-        max_length=settings.stored,
-    )
+    width = settings.num_heads * settings.head_dim
+    sizes = {"num_heads": settings.num_heads, "hidden_size": width, "max_length": settings.stored}
+    config = GPTConfig(vocab_size=VOCABULARY, num_layers=LAYERS, **sizes)
     model = GPT(config).eval()
     model.reset_parameters(generator)
     weights = {name: value.double() for name, value in model.state_dict().items()}
@@ -361,9 +358,7 @@ def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[t
     kinds = dict.fromkeys(every, "live")
 
     def edit(edited: nn.Module, changes: dict[Head, str], backend: str) -> None:
-        frozen, pruned = (
-            HeadSet(head for head, kind in changes.items() if kind == name) for name in ("frozen", "pruned")
-        )
+        frozen, pruned = (HeadSet(head for head in changes if changes[head] == kind) for kind in ("frozen", "pruned"))
         if len(frozen):
             install_(edited, frozen, patterns[[every.index(head) for head in frozen]], backend=backend)
         if len(pruned):
@@ -388,14 +383,13 @@ def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[t
 
 
 def draw_change(kinds: dict[Head, str], generator: torch.Generator) -> dict[Head, str]:
-    """Return some heads with what they become: live ones frozen or pruned, or others live again."""
-    live = [head for head, kind in kinds.items() if kind == "live"]
-    edited = [head for head, kind in kinds.items() if kind != "live"]
-    number, choice = (int(torch.randint(n, (), generator=generator)) for n in (MOST, 3))
+    """Return some heads with their next kinds: live ones frozen or pruned, or others live again."""
+    live, edited = ([head for head, kind in kinds.items() if (kind == "live") == wanted] for wanted in (True, False))
+    number, choice = (int(torch.randint(n, (), generator=generator)) for n in (MAX_HEADS, 3))
     undo = bool(edited) and (not live or choice == 0)
     pool = edited if undo else live
-    picked = [pool[place] for place in torch.randperm(len(pool), generator=generator)[: number + 1]]
-    return dict.fromkeys(picked, "live" if undo else ("frozen", "pruned")[choice == 1])
+    heads = [pool[place] for place in torch.randperm(len(pool), generator=generator)[: number + 1]]
+    return dict.fromkeys(heads, "live" if undo else ("frozen", "pruned")[choice == 1])
 
 
 def main(words: Sequence[str] | None = None) -> int:

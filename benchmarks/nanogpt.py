@@ -10,17 +10,17 @@ and 50,304 tokens; both take micro-batches that are on the device already. A sec
 
 import importlib.util
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import run
 from saf.bench import Update
 from saf.bench.models import random_tokens
-from saf.bench.protocol import Arm, Session, alternate, clean_process, refused, summary, wait_for
+from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, row_block, summary
 from saf.bench.whole import PRELOADED
 from saf.errors import InputError
 from saf.machine.cuda_graphs import GraphPool
@@ -41,32 +41,29 @@ class BesideNanoGPT(Update):
 class NanoGPT:
     """nanoGPT's model and the update of its training script."""
 
-    def __init__(self, settings, point, source):
-        execution = settings.execution
+    def __init__(self, settings: BesideNanoGPT, point: Point, source: Any):
+        execution, self.settings = settings.execution, settings
         config = preset(settings.model, max_length=point.length)
         torch.manual_seed(settings.seed)
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         shape = source.GPTConfig(
             block_size=point.length, vocab_size=config.vocab_size, n_layer=config.num_layers, n_head=config.num_heads,
             n_embd=config.hidden_size, dropout=0.0, bias=False,
         )  # fmt: skip
-        self.device, self.repeats, self.accumulation = execution.device, settings.repeats, point.accumulation
+        self.device, self.autocast, self.accumulation = execution.device, execution.autocast, point.accumulation or 1
         model = source.GPT(shape).to(self.device)
         self.optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), self.device.type)
         self.parameters = list(model.parameters())
         self.model = torch.compile(model) if execution.compile else model
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-        self.autocast = execution.autocast
         tokens = random_tokens(
             min(PRELOADED, self.accumulation), point.batch_size, point.length, config.vocab_size,
             torch.Generator().manual_seed(settings.seed), self.device,
         )  # fmt: skip
         self.batches = [(inputs.contiguous(), targets.contiguous()) for inputs, targets in tokens]
-        self.warmup = settings.warmup
 
-    def update(self):
-        """Do one update; return its loss, on the device."""
+    def update(self) -> None:
+        """Do one update."""
         for step in range(self.accumulation):
             inputs, targets = self.batches[step % len(self.batches)]
             with self.autocast():
@@ -78,35 +75,26 @@ class NanoGPT:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
 
-    def warm_up(self):
+    def warm_up(self) -> None:
         """Compile and run untimed updates."""
-        for _ in range(self.warmup):
+        for _ in range(self.settings.warmup):
             self.update()
 
-    def timed_block(self, _):
+    def timed_block(self, _: str) -> float:
         """Return the mean milliseconds of some updates in a row."""
-        wait_for(self.device)
-        began = time.perf_counter()
-        for _ in range(self.repeats):
-            self.update()
-        wait_for(self.device)
-        return 1e3 * (time.perf_counter() - began) / self.repeats
+        return row_block(self.update, repeats=self.settings.repeats, device=self.device)
 
 
-def compare_updates(settings: BesideNanoGPT, *, out: Path | None = None) -> dict:
+def measure(settings: BesideNanoGPT, *, out: Path | None = None) -> dict[str, Any]:
     """Measure every point and return the record."""
     path = settings.nanogpt / "model.py"
     if not path.exists():
-        raise InputError(f"{path} does not exist; give the folder of a nanoGPT clone")
-    specification = importlib.util.spec_from_file_location("nanogpt_model", path)
-    assert specification is not None
-    assert specification.loader is not None
+        raise InputError(f"{path} does not exist; name the folder of a nanoGPT clone")
+    specification: Any = importlib.util.spec_from_file_location("nanogpt_model", path)
     source = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(source)
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    session = Session("nanogpt", values, settings.execution, out=out, seconds=settings.seconds)
+    session = Session("nanogpt", asdict(settings), settings.execution, out=out, seconds=settings.seconds)
     session.describe(nanogpt_model_sha256=file_hash(path))
     with session:
         for point in settings.parsed_points():
@@ -115,11 +103,11 @@ def compare_updates(settings: BesideNanoGPT, *, out: Path | None = None) -> dict
     return session.record
 
 
-def compare_point(session, settings, point, source):
+def compare_point(session: Session, settings: BesideNanoGPT, point: Point, source: Any) -> None:
     """Compare at one point; nanoGPT is the baseline."""
-    kernel = "cudnn" if settings.execution.device.type == "cuda" else "auto"
-    arms = {"nanoGPT": NanoGPT(settings, point, source), "control nanoGPT": NanoGPT(settings, point, source)}
-    arms["ordinary"] = settings.build(point, Arm(kernel), GraphPool())
+    ordinary = settings.build(point, Arm("cudnn" if settings.cuda else "auto"), GraphPool())
+    arms: dict[str, Any] = {name: NanoGPT(settings, point, source) for name in ("nanoGPT", "control nanoGPT")}
+    arms["ordinary"] = ordinary
     for name, subject in arms.items():
         subject.warm_up()
         session.say(f"{point.name} ready: {name}")
@@ -129,19 +117,19 @@ def compare_point(session, settings, point, source):
     }
     times = alternate(session, point.name, blocks, settings.pairs)
     control = summary(times["control nanoGPT"])["ratio"] if "control nanoGPT" in times else None
-    tokens = point.length * point.batch_size * point.accumulation
+    tokens = point.length * point.batch_size * (point.accumulation or 1)
     for name, pairs in times.items():
-        found = summary(pairs)
-        rates = {f"{side}_tokens_per_second": 1e3 * tokens / found[f"{side}_ms"] for side in ("baseline", "arm")}
+        numbers = summary(pairs)
+        rates = {f"{side}_tokens_per_second": 1e3 * tokens / numbers[f"{side}_ms"] for side in ("baseline", "arm")}
         row = {"model": settings.model, "point": point.to_dict(), "variant": "update", "baseline": "nanoGPT"}
-        row |= {"arm": name, "control": name != "ordinary", **found, **rates, "control_ratio": control}
+        row |= {"arm": name, "control": name != "ordinary", **numbers, **rates, "control_ratio": control}
         session.add([row | {"refused": refused(control, settings.tolerance)}])
-        session.say(f"{point.name} {name}: {found['ratio']:.4f}x ({found['arm_ms']:.1f} ms)")
+        session.say(f"{point.name} {name}: {numbers['ratio']:.4f}x ({numbers['arm_ms']:.1f} ms)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command."""
-    run(BesideNanoGPT, compare_updates, words, prog="nanogpt")
+    run(BesideNanoGPT, measure, words, prog="nanogpt")
     return 0
 
 
