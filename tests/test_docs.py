@@ -17,7 +17,6 @@ def load_tool(name: str):
 
 check_docs = load_tool("check_docs")
 check_source = load_tool("check_source")
-check_areas = load_tool("check_areas")
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path for path in check_docs.documents()}
 EXAMPLES = sorted(
     file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
@@ -113,9 +112,3 @@ def test_blocks_share_names_and_a_failure_has_the_line_of_the_document(document)
 )
 def test_source_rules(code, path, count):
     assert len(check_source.problems(code, path)) == count
-
-
-def test_an_area_or_backend_without_a_passed_test_is_told():
-    results = [("tests.ops.test_toeplitz.test_x", "passed"), ("tests.fit.test_y.test_z", "skipped")]
-    found = check_areas.problems(results, {"ops", "fit"}, {"toeplitz", "fused"})
-    assert found == ["no test of tests/fit ran", "no test of backend fused ran"]

@@ -171,7 +171,7 @@ def help_of(*words: str) -> str:
 
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        saf([*words, "--help-all" if words[0] in ("pretrain", "finetune") else "--help"])
+        saf([*words, "--help-all"])
     return shown.getvalue()
 
 
