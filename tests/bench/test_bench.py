@@ -10,11 +10,8 @@ import saf
 from saf import bench
 from saf.bench.models import ModelPlan, is_folder, synthetic_patterns
 from saf.bench.protocol import Arm
-from saf.cli import main
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
-from saf.machine.execution import Execution
-from saf.records.files import read_json
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {
@@ -178,16 +175,6 @@ def test_points_beyond_the_time_allowed_are_left_out():
     assert record["left_out"][-1] == {"what": "T=32 B=1 fp32", "why": "out of time"}
 
 
-def test_the_command_writes_the_record_and_prints_its_tables(tmp_path, gpt, capsys):
-    words = "--points 16x1 --device cpu --pairs 2 --tolerance 1e9 --warmup 1 --repeats 1 --no-profile --others"
-    out = tmp_path / "bench.json"
-    assert main(["bench", "prefill", str(gpt), *words.split(), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    (frozen,) = (row for row in read_json(out)["rows"] if row["role"] == "frozen")
-    assert f"{frozen['ratio']:.3f}×" in printed
-    assert "18.75%" in printed
-
-
 FOLDER = "a folder with frozen heads"
 REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("update", {"model": "124n"}, InputError, "model must be"),
@@ -234,9 +221,3 @@ def test_a_folder_without_edited_heads_is_refused(tmp_path):
     assert is_folder(str(tmp_path))
     with pytest.raises(InputError, match="no frozen or pruned heads"):
         bench.prefill(str(tmp_path), points=("16x1",), **TOY)
-
-
-def test_settings_name_what_ran():
-    settings = bench.Update(points=("4096x8",))
-    assert settings.parsed_points()[0].accumulation == 15
-    assert settings.execution == Execution.of("auto")

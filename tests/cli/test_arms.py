@@ -27,15 +27,6 @@ def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
         assert (losses.log_probs - losses_again.log_probs).abs().max() < 1e-4 + recorded["log_probs_step"]
 
 
-def test_evaluate_shows_a_table_and_writes_nothing_unasked(saf, arms):
-    before = sorted(arms[0].rglob("*"))
-    code, out, _ = saf("evaluate", arms[0] / "checkpoints" / "step-12", "--limit", 2, "--partition", "controller")
-    assert code == 0
-    assert "2 of 32 tokens" in out
-    assert "controller of" in out
-    assert sorted(arms[0].rglob("*")) == before
-
-
 def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp_path):
     (tmp_path / "file").write_text("x")
     for out, word in (
@@ -81,16 +72,6 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     assert open_data(text_data, source).fingerprint == state["data_fingerprint"]
 
 
-def test_evaluate_refuses_a_training_folder_made_anew_with_another_tokenizer(arms, text_data, tmp_path):
-    folder = tmp_path / "data"
-    prepare([str(text_data.parent / "text")], folder, vocab_size=280, heldout_fraction=0.3, progress=False)
-    opened = find_model(arms[0])
-    state = opened.state | {"settings": opened.state["settings"] | {"data": str(folder)}}
-    del state["tokenizer"]
-    with pytest.raises(DataError, match="does not record its tokenizer"):
-        open_data(None, ModelFolder(opened.folder, replace(opened.checkpoint, state=state)))
-
-
 def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms, text_data, tmp_path):
     from saf.sidecar import save
     from saf.train import load_model
@@ -112,6 +93,8 @@ def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
     assert printed["timed_updates"] == [16, 24]
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
+    assert out.startswith(f"Cost: perplexity {printed['delta_ppl_percent']:+.3f}%".replace("-", "−"))
+    assert max(map(len, out.splitlines())) <= 80
     assert "2 of 8" in out
     assert "paired windows" in out
 
@@ -218,15 +201,6 @@ def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, a
         assert "optimizer.safetensors is missing" in err
 
 
-def test_a_checkpoint_without_its_manifest_is_not_called_a_saved_model(saf, arms, tmp_path):
-    checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
-    (checkpoint / "manifest.json").unlink()
-    for command in ("inspect", "evaluate"):
-        code, _, err = saf(command, checkpoint)
-        assert code == 2
-        assert "is not a checkpoint: it has no manifest.json" in err
-
-
 def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -284,16 +258,6 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
     assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
 
 
-def test_freezing_at_the_same_rate_chooses_what_the_run_chose(saf_json, arms, tmp_path):
-    parent = arms[0] / "checkpoints" / "step-12"
-    options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
-    printed = saf_json("freeze", parent, "--out", tmp_path / "frozen", *options)
-    event = read_events(arms[1])[0].values
-    assert printed["heads"] == event["heads"]
-    assert printed["sequences_hash"] == event["sequences_hash"]
-    assert printed["scores"] == event["scores"]
-
-
 def test_a_finalised_checkpoint_is_smaller(saf_json, arms, tmp_path):
     sizes = []
     for options in ([], ["--finalize"]):
@@ -322,17 +286,6 @@ def test_freeze_refuses_sequences_shorter_than_the_runs_unless_told(saf, arms, t
     code, _, err = saf(*options, "--allow-shorter")
     assert code == 0, err
     assert "saf freeze: calibration has 16 tokens, the model takes up to 32" in err
-
-
-def test_freeze_refuses_to_overwrite_and_a_rate_that_is_none(saf, arms, tmp_path):
-    (tmp_path / "there").mkdir()
-    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "there")
-    assert code == 2
-    assert "exists already" in err
-    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "new", "--rate", 1.5)
-    assert code == 2
-    assert "rate" in err
-    assert not (tmp_path / "new").exists()
 
 
 def test_arms_kept_as_the_guide_says_are_compared_without_their_checkpoints(saf_json, arms, tmp_path):

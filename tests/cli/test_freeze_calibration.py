@@ -1,12 +1,5 @@
 """`saf freeze` states what calibration holds before it starts, and shows how far it is."""
 
-import io
-
-import pytest
-
-from saf.cli import output
-from saf.cli.output import LayerProgress
-
 
 def words(arms, out, *more):
     return ("freeze", arms[0], "--out", out, "--sequences", 4, "--batch-size", 2, "--device", "cpu", *more)
@@ -36,27 +29,3 @@ def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
     code, _, err = saf(*words(arms, tmp_path / "out", "--capture-gb", 1e-9))
     assert code == 2
     assert "capture_bytes allows 1 bytes; raise it" in err
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_time_left_counts_only_layers_measured_here(monkeypatch, terminal):
-    now = [0.0]
-    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
-    file = io.StringIO()
-    console = output.Console(file=file, force_terminal=terminal, width=100)
-    monkeypatch.setattr(output, "Console", lambda **_: console)
-    with LayerProgress() as progress:
-        progress(4, 10)
-        for done in (5, 6, 10):
-            now[0] += 15.0
-            progress(done, 10)
-    lines = file.getvalue().splitlines()
-    if terminal:
-        assert "10/10 layers" in file.getvalue()
-    else:
-        assert lines == [
-            "calibrated 4/10 layers, found",
-            "calibrated 5/10 layers, 1m 15s left",
-            "calibrated 6/10 layers, 60s left",
-            "calibrated 10/10 layers, 0s left",
-        ]

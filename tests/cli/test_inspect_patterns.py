@@ -1,7 +1,5 @@
 """inspect tells which heads are executed as stored T x T matrices, and why."""
 
-import json
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.frozen_heads import FrozenHeads
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
-from saf.records.files import read_json
 from saf.sidecar import save
 from saf.surgery import install_
 from tests.ops.exponential_patterns import exponential_patterns
@@ -77,19 +74,3 @@ def test_tables_say_how_many_and_why(saf, saved):
     assert "stored" in out
     allocated = saf_package.storage_report(saf_package.load(saved)).allocated
     assert f"allocated to execute them (CPU, float32 and bfloat16): {readable(allocated)}" in words
-
-
-def test_nothing_stored_is_told_too(saf, tmp_path):
-    model = GPT(GPTConfig(**SHAPE))
-    install_(model, HeadSet([(0, 0)]), [SOFT])
-    save(model, tmp_path)
-    _, out, _ = saf("inspect", tmp_path)
-    assert "heads that backend toeplitz stores as T x T: none" in " ".join(out.split())
-
-
-def test_a_sidecar_without_a_list_of_trainable_heads_is_read(saf_json, saved):
-    state = read_json(saved / "saf.json")
-    for layer in state["layers"]:
-        del layer["trainable"]
-    (saved / "saf.json").write_text(json.dumps(state))
-    assert saf_json("inspect", saved)["patterns"][0]["stored"]["float16"] == 2

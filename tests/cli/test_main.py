@@ -98,14 +98,6 @@ def test_doctor_readme_and_docs_name_the_same_families(saf_json):
         assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:] == names
 
 
-def test_a_short_fall_is_one_plain_line(saf, arms, tmp_path):
-    words = ("--max-fit-kl", 1e-12, "--sequences", 4, "--device", "cpu")
-    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", *words)
-    assert code == 2
-    assert "\nsaf freeze: only 0 of 2 heads could be frozen" in f"\n{err}"
-    assert "Warning" not in err
-
-
 def test_records_tell_the_command(saf_json, arms, tmp_path):
     saf_json("evaluate", arms[0], "--out", tmp_path / "evaluation", "--device", "cpu", "--limit", 2)
     record = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())

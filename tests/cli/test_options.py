@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from saf.cli.finetune import parse_words as parse_finetune
 from saf.cli.freeze import Command
 from saf.cli.parsing import parse, read_heads
 from saf.cli.pretrain import parse_words
@@ -155,3 +156,8 @@ def test_freezing_by_gradients_that_the_run_kept(saf_json, text_data, tmp_path):
     printed = saf_json("freeze", tmp_path / "run" / "checkpoints" / "step-2", "--out", tmp_path / "frozen", *words)
     state = read_json(tmp_path / "run" / "checkpoints" / "step-2" / "state.json")
     assert printed["scores"] == state["qk_gradient"]["average"]
+
+
+def test_what_finetuning_begins_with_must_be_named():
+    with pytest.raises(InputError, match="name it with --parent"):
+        parse_finetune([])

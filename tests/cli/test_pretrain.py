@@ -32,11 +32,6 @@ def parse(*words):
     return parse_words([str(word) for word in words])
 
 
-def test_options_left_out_are_the_defaults(tmp_path):
-    config = parse("--data", "d", "--out", tmp_path).config
-    assert config == TrainConfig(data="d", out=str(tmp_path))
-
-
 def test_options_arrive_in_the_settings(tmp_path):
     config = parse(
         *f"--data d --out {tmp_path} --updates 50 --peak-lr 1e-3 --warmup 5 --betas 0.8 0.9 --sampler random".split(),
@@ -144,17 +139,6 @@ def test_resume_takes_the_runs_settings(data, tmp_path):
     assert parse("--out", tmp_path, "--resume").run()["report_loss"] == first["report_loss"]
     with pytest.raises(InputError, match="cannot resume with other settings"):
         parse("--out", tmp_path, "--resume", "--peak-lr", 0.1).run()
-
-
-def test_says_what_is_missing(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse("--out", tmp_path)
-    assert stop.value.code == 2
-    printed = capsys.readouterr().err
-    assert "--data" in printed
-    assert "Folder made by `saf data prepare`" in printed
-    with pytest.raises(InputError, match=r"--freeze\.max-fit-kl needs --freeze\.rate"):
-        parse("--data", "d", "--out", tmp_path, "--freeze.max-fit-kl", 0.3)
 
 
 def test_resuming_from_another_parent_is_refused(data, tmp_path):

@@ -145,29 +145,6 @@ def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, s
     assert (folder / "saf.json").is_file()
 
 
-def test_heads_pruned_beside_frozen_ones_are_told_with_their_number_wherever_they_are_compared(
-    base, frozen, saf, saf_json, tmp_path
-):
-    pruned = tmp_path / "model"
-    words = ("freeze", frozen, "--data", base / "data", "--operation", "prune", "--count", 1, *FLAGS)
-    saf_json(*words, "--out", pruned)
-    for name, folder in (("ordinary", base / "model"), ("frozen", frozen), ("pruned", pruned)):
-        saf_json("evaluate", folder, "--data", base / "data", "--limit", 4, "--device", "cpu", "--out", tmp_path / name)
-    number = len(saf_json("inspect", frozen)["frozen"])
-    both, beside = f"{number} frozen and 1 pruned", "what these cost is not in the change"
-    for first, told in (("ordinary", "ordinary"), ("frozen", f"{number} frozen")):
-        code, shown, _ = saf("compare", tmp_path / first, tmp_path / "pruned", "--card", pruned)
-        shown = " ".join(shown.split())
-        assert code == 0
-        assert f"({told}) │ │ perplexity after │ " in shown
-        assert f"({both}) │ │ change │ " in shown
-        card = (pruned / "README.md").read_text()
-        assert f"attention heads this model has {both}, a share of" in card
-        assert (f" before with {number} frozen, " in card, beside in shown) == (2 * (first == "frozen",))
-    saf_json("report", pruned, tmp_path / "frozen", tmp_path / "pruned")
-    assert beside in (pruned / "report.html").read_text()
-
-
 def test_a_page_tells_of_heads_fits_and_quality(base, frozen, saf, saf_json, tmp_path):
     for name, folder in (("before", base / "model"), ("after", frozen)):
         saf_json("evaluate", folder, "--data", base / "data", "--limit", 6, "--device", "cpu", "--out", tmp_path / name)
