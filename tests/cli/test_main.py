@@ -35,7 +35,7 @@ def test_every_command_has_help(words, capsys):
 def test_help_has_two_tiers(saf, words):
     first, every = (saf(*words, flag)[1] for flag in ("--help", "--help-all"))
     count = [len(re.findall(r"^[|│ ]+--", text, re.MULTILINE)) for text in (first, every)]
-    assert 10 < count[0] <= 0.6 * count[1]
+    assert 10 < count[0] <= 0.7 * count[1]
     assert "--help-all" in first
 
 
@@ -87,11 +87,8 @@ def test_doctor_names_backend_packages_and_devices(saf, saf_json):
     assert "frozen heads on cpu, float32:" in out
 
 
-def test_doctor_readme_and_docs_name_the_same_families(saf_json):
+def test_doctor_and_docs_name_the_same_families(saf_json):
     names, root = list(saf_json("doctor")["families"]), Path(__file__).resolve().parents[2]
-    rows = (root / "README.md").read_text().split("## Supported models")[1].split("\n\n")[1].splitlines()[3:]
-    listed = ", ".join(row.split("|")[1].strip() for row in rows).replace(" of transformers 5.17 and later", "")
-    assert sorted(listed.split(", ")) == sorted(names)
     text = (root / "docs" / "huggingface.md").read_text()
     for title, then in (("## What is tested", "## Families"), ("## Families", "## How to add a family")):
         lines = text.split(title)[1].split(then)[0].splitlines()

@@ -67,7 +67,7 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
     train = ["pretrain", "--data", text_data, "--out", tmp_path / "out", "--device", "cpu", "--length", "32"]
     event = ["freeze", arms[0], "--out", tmp_path / "out"]
     for words, message in (
-        ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "calibration_sequences"),
+        ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "ask for fewer"),
         ([*event, "--sequences", 10**6], "sequences"),
         ([*train, "--length", 10**6], f"the controller partition of {text_data} has "),
         ([*train, "--batch-size", "0"], "batch_size must be at least 1"),
