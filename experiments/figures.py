@@ -81,5 +81,5 @@ def _panel(
 
 def _paper(text: str | None) -> float | None:
     """Return the number that a quotation of the paper begins with."""
-    found = re.match(r"[+-]?[\d,]*\.?\d+", (text or "").replace("\u2212", "-"))
-    return float(found[0].replace(",", "")) if found else None
+    match = re.match(r"[+-]?[\d,]*\.?\d+", (text or "").replace("\u2212", "-"))
+    return float(match[0].replace(",", "")) if match else None

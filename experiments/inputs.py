@@ -49,14 +49,14 @@ class Inputs:
     def _first(self, names: tuple[str, ...]) -> Path:
         assert self.tasks is not None
         files = [self.tasks / f"{name}{end}" for name in names for end in ("", ".gz")]
-        found = next((path for path in files if path.is_file()), None)
-        if found is None:
+        first = next((path for path in files if path.is_file()), None)
+        if first is None:
             raise InputError(f"{self.tasks} has no {' or '.join(names)}, gzipped or not; see docs/experiments.md")
-        return found
+        return first
 
 
 def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) -> None:
-    """Raise InputError for text of a vocabulary far from the scale's, or of which the recorded runs were not made."""
+    """Raise InputError for text of a vocabulary far from the scale's, or other than that of the recorded runs."""
     data = TokenData.open(inputs.text())
     if abs(data.vocab_size / scale.vocabulary - 1) > 0.01:
         raise InputError(
@@ -69,30 +69,30 @@ def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) ->
         )
 
 
-def smoke_inputs(folder: Path, given: Inputs) -> Inputs:
-    """Return the inputs of the smoke scale, made below a folder where they are not given."""
-    data, tasks = given.data or folder / "data", given.tasks or folder / "tasks"
+def smoke_inputs(folder: Path, inputs: Inputs) -> Inputs:
+    """Return the inputs of the smoke scale, made below a folder where `inputs` has none."""
+    data, tasks = inputs.data or folder / "data", inputs.tasks or folder / "tasks"
     if not data.exists():
         prepare(("python",), data, max_bytes=250_000, vocab_size=512, seed=0, progress=False)
-    if given.tasks is None:
+    if inputs.tasks is None:
         for name, text in _smoke_examples().items():
             (tasks / name).parent.mkdir(parents=True, exist_ok=True)
             (tasks / name).write_text(text)
-    return Inputs(data=data, tasks=tasks, questions=given.questions or Path(__file__).parent / "smoke_tasks")
+    return Inputs(data=data, tasks=tasks, questions=inputs.questions or Path(__file__).parent / "smoke_tasks")
 
 
 def _smoke_examples() -> Mapping[str, str]:
     """Return files of a few short examples of every task."""
     words = ("good", "bad", "for", "not", "self", "if", "in", "or")
     lines = [f"{words[n % 2]} {words[2 + n % 6]} {n}\t{1 - n % 2}" for n in range(80)]
-    asked: list[Any] = [
+    questions_of_passages: list[Any] = [
         {"question": f"is {n}", "passage": words[n % 8], "idx": n, "label": n % 2 == 0} for n in range(80)
     ]
     questions = [{"question": f"{n}", "options": ["a", "b"], "gold_label": 1 + n % 2} for n in range(20)]
     return {
         "sst2/train.tsv": "\n".join(["sentence\tlabel", *lines[:64]]) + "\n",
         "sst2/dev.tsv": "\n".join(["sentence\tlabel", *lines[64:]]) + "\n",
-        "boolq/train.jsonl": "".join(json.dumps(each) + "\n" for each in asked[:64]),
-        "boolq/val.jsonl": "".join(json.dumps(each) + "\n" for each in asked[64:]),
+        "boolq/train.jsonl": "".join(json.dumps(each) + "\n" for each in questions_of_passages[:64]),
+        "boolq/val.jsonl": "".join(json.dumps(each) + "\n" for each in questions_of_passages[64:]),
         PUBLIC["quality"][0][-1]: json.dumps({"article": " ".join(words), "questions": questions}) + "\n",
     }

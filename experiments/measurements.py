@@ -1,7 +1,7 @@
-"""What a recipe measures beside training, a benchmark or an analysis, as data; and how it is made.
+"""Measurements of a recipe beside its training runs: benchmarks and analyses as data, and the code that makes them.
 
-`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder` and `QuestionFolder` stand in settings for what is
-only known once runs have ended.
+`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder` and `QuestionFolder` stand in settings for paths
+that are known once runs have ended.
 """
 
 import importlib
@@ -93,12 +93,12 @@ class Number:
 
     def find(self, record: Mapping[str, Any]) -> float | None:
         """Return the number; None where the record has none. Raises InputError where several entries meet it."""
-        found: list[Any] = [record]
+        values: list[Any] = [record]
         for step in self.path:
-            found = [each for value in found for each in _step(value, step) if each is not None]
-        if len(found) > 1 and self.of == "one":
-            raise InputError(f"{self.title}: {len(found)} entries meet {self.path}; add a condition")
-        return self.scale * (max if self.of == "max" else statistics.fmean)(map(float, found)) if found else None
+            values = [each for value in values for each in _step(value, step) if each is not None]
+        if len(values) > 1 and self.of == "one":
+            raise InputError(f"{self.title}: {len(values)} entries meet {self.path}; add a condition")
+        return self.scale * (max if self.of == "max" else statistics.fmean)(map(float, values)) if values else None
 
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
@@ -109,10 +109,10 @@ def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
     return [value.get(step)]
 
 
-def _meets(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(_meets(found.get(name), value) for name, value in wanted.items())
-    return found in wanted if isinstance(wanted, frozenset) else found == wanted
+def _meets(value: Any, condition: Any) -> bool:
+    if isinstance(condition, Mapping):
+        return isinstance(value, Mapping) and all(_meets(value.get(name), one) for name, one in condition.items())
+    return value in condition if isinstance(condition, frozenset) else value == condition
 
 
 def speedup(
@@ -175,13 +175,13 @@ class Measurement:
         """Return the arms that it reads at a scale."""
         if scale == "smoke" and not self.smoke:
             return []
-        found: list[str] = []
+        arms: list[str] = []
         for each in self.references(scale):
             if isinstance(each, Changes):
-                found += [arm for group in each.arms.values() for arm in group.values()]
+                arms += [arm for group in each.arms.values() for arm in group.values()]
             elif isinstance(each, Checkpoint | RunOf):
-                found.append(each.arm)
-        return found
+                arms.append(each.arm)
+        return arms
 
     def file(self, folder: Path, recipe: str, scale: str, seed: int) -> Path:
         """Return the file of its record below a scale's folder: of one seed where it reads runs."""
@@ -195,7 +195,7 @@ IN_PROCESS = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__
 
 
 def _program(words: list[str]) -> tuple[str, list[str]]:
-    """Return the module that `python -m` runs for the words of a measurement, and what it is given."""
+    """Return the module that `python -m` runs for the words of a measurement, and its arguments."""
     if words[0] == "bench":
         return "saf", words
     return ("experiments.analyses", words[1:]) if words[0] == "analyze" else (f"benchmarks.{words[1]}", words[2:])
@@ -223,10 +223,10 @@ class Maker:
         if out.is_file():
             return None
         say(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
-        log, made = out.with_suffix(".log"), out.with_suffix(".partial.json")
+        log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            words = self._words(each, made)
+            words = self._words(each, partial)
         except (SafError, OSError) as error:
             return f"failed: {error}"
         processes = each.at(self.scale.base, "processes")
@@ -249,16 +249,16 @@ class Maker:
             return f"failed: {lines[-1]} (see {log})"
         seed = None if out.stem == "once" else self.seed
         place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name, "seed": seed}
-        write_json(out, {**read_json(made), "experiment": place})
-        made.unlink()
+        write_json(out, {**read_json(partial), "experiment": place})
+        partial.unlink()
         return None
 
     def _words(self, each: Measurement, out: Path) -> list[str]:
         base = self.scale.base
         words = [*each.does.split(), *(str(self._value(one, each)) for one in each.at(base, "on")), "--out", str(out)]
-        for name, given in each.flags(base).items():
-            value, flag = self._value(given, each), name.replace("_", "-")
-            if isinstance(given, QuestionFolder) and value is None:
+        for name, setting in each.flags(base).items():
+            value, flag = self._value(setting, each), name.replace("_", "-")
+            if isinstance(setting, QuestionFolder) and value is None:
                 continue
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -266,29 +266,29 @@ class Maker:
                 words += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
-    def _value(self, given: Any, each: Measurement) -> Any:
+    def _value(self, reference: Any, each: Measurement) -> Any:
         """Return what a reference stands for, or a value itself."""
-        if isinstance(given, Checkpoint):
-            run, folder = self._run(given.arm), self._run(given.arm).folder / "checkpoints"
-            if given.at == 1 and (last := latest(folder)) is not None:
+        if isinstance(reference, Checkpoint):
+            run, folder = self._run(reference.arm), self._run(reference.arm).folder / "checkpoints"
+            if reference.at == 1 and (last := latest(folder)) is not None:
                 return last
-            return folder / step_name(OneTime(at=float(given.at)).first_update(run.updates))
-        if isinstance(given, RunOf):
-            return self._run(given.arm).folder
-        if isinstance(given, RecordOf):
-            return self.file(next(one for one in self.measurements if one.name == given.measurement))
-        if isinstance(given, FileOf):
-            return self.inputs.examples(given.task)[given.part == "test"]
-        if isinstance(given, DataFolder):
+            return folder / step_name(OneTime(at=float(reference.at)).first_update(run.updates))
+        if isinstance(reference, RunOf):
+            return self._run(reference.arm).folder
+        if isinstance(reference, RecordOf):
+            return self.file(next(one for one in self.measurements if one.name == reference.measurement))
+        if isinstance(reference, FileOf):
+            return self.inputs.examples(reference.task)[reference.part == "test"]
+        if isinstance(reference, DataFolder):
             return self.inputs.text()
-        if isinstance(given, QuestionFolder):
+        if isinstance(reference, QuestionFolder):
             return self.inputs.questions
-        if isinstance(given, Changes):
+        if isinstance(reference, Changes):
             path = self.file(each).with_name(f"changes-{self.seed}.json")
             return write_json(
-                path, {group: dict(map(self._change, arms.items())) for group, arms in given.arms.items()}
+                path, {group: dict(map(self._change, arms.items())) for group, arms in reference.arms.items()}
             )
-        return given
+        return reference
 
     def _change(self, named: tuple[str, str]) -> tuple[str, float]:
         """Return a name with the change in perplexity, %, of its arm from the run that it branched off."""

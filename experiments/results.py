@@ -73,8 +73,8 @@ class Shown:
         if self.title:
             yield f"**{escaped(self.title)}**"
         if len(self.frame):
-            kept: Any = self.frame[[name for name in self.frame if not self.columns or name in self.columns]]
-            yield markdown(kept)
+            shown: Any = self.frame[[name for name in self.frame if not self.columns or name in self.columns]]
+            yield markdown(shown)
         if self.text:
             yield self.text
 
@@ -121,23 +121,23 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 
 def render(results: Path, docs: Path) -> dict[Path, str]:
-    """Return what each file should hold that is made from the records in `results`."""
+    """Return what each file should hold that is rendered from the records in `results`."""
     pictures: dict[Path, str] = {}
     pages = {name: list(_page(name, results, docs / "images", pictures)) for name in PAGES}
-    made = {docs / "results" / f"{name}.md": _markdown(name, parts) for name, parts in pages.items() if parts}
+    rendered = {docs / "results" / f"{name}.md": _markdown(name, parts) for name, parts in pages.items() if parts}
     cells = [line for parts in pages.values() for part in parts for line in _cells(part)]
-    return {**made, **pictures, results / "cells.csv": pd.DataFrame(cells).to_csv(index=False)}
+    return {**rendered, **pictures, results / "cells.csv": pd.DataFrame(cells).to_csv(index=False)}
 
 
 def stale(results: Path, docs: Path) -> list[str]:
     """Return what is not as `python -m experiments results` would write it, and records that newer ones supersede."""
-    made = render(results, docs)
+    rendered = render(results, docs)
     problems = [
         f"{path}: not what {results}/ renders to; run `python -m experiments results`"
-        for path, text in made.items()
+        for path, text in rendered.items()
         if not path.is_file() or path.read_text() != text
     ]
-    cells = made[results / "cells.csv"]
+    cells = rendered[results / "cells.csv"]
     answers = docs / "results.md"
     for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
         if number not in cells:
@@ -303,13 +303,13 @@ def _linear(path: Path) -> Iterator[Shown]:
 
 def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
     """Return the records of a recipe's measurements at a scale, by measurement."""
-    found: dict[str, list[Record]] = {}
+    records: dict[str, list[Record]] = {}
     base = scale_named(table.scale).base
     for each in table.recipe.measurements:
         place = each.file(folder, table.name, base, 0).parent
         if files := sorted(path for path in place.glob("*.json") if path.stem.partition("-")[0] in ("seed", "once")):
-            found[each.name] = [read_result(path) for path in files]
-    return found
+            records[each.name] = [read_result(path) for path in files]
+    return records
 
 
 def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> Iterator[str]:

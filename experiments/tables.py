@@ -118,12 +118,14 @@ def frame(records: Mapping[tuple[str, int], Record]) -> pd.DataFrame:
     rows: list[tuple[str, int, str, float]] = []
     for (arm, seed), record in records.items():
         reports = record.get("reports") or {}
-        told = {arm: record} | {
+        by_name = {arm: record} | {
             f"{arm}@{place}": {**record, **reports[update]} for place, update in enumerate(sorted(reports, key=int))
         }
-        for name, one in told.items():
-            values = {metric: read(one) for metric, read in (READ if one.get("shared") else {**READ, **TIMES}).items()}
-            for test in (one.get("recall") or {}).get("tests", ()):
+        for name, report in by_name.items():
+            values = {
+                metric: read(report) for metric, read in (READ if report.get("shared") else {**READ, **TIMES}).items()
+            }
+            for test in (report.get("recall") or {}).get("tests", ()):
                 values[recall_metric(test["length"], test["pairs"])] = 100 * test["accuracy"]
             rows += [(name, seed, metric, float(value)) for metric, value in values.items() if value is not None]
     return pd.DataFrame(rows, columns=["arm", "seed", "metric", "value"])
@@ -131,14 +133,14 @@ def frame(records: Mapping[tuple[str, int], Record]) -> pd.DataFrame:
 
 def read_records(folder: Path, scale: str) -> dict[tuple[str, int], Record]:
     """Return the records of a scale by arm and seed: of run folders, or of files ARM/seed-SEED.json."""
-    found = {}
+    records = {}
     for path in sorted((folder / scale).glob("*/seed-*")):
         file = path / "result.json" if path.is_dir() else path
         if path.parent.name == "measurements" or file.suffix != ".json" or not file.is_file():
             continue
         if "experiment" in (record := read_result(file)):
-            found[record["experiment"]["arm"], int(record["experiment"]["seed"])] = record
-    return found
+            records[record["experiment"]["arm"], int(record["experiment"]["seed"])] = record
+    return records
 
 
 # --- numbers of a row, by metric
@@ -197,12 +199,12 @@ class Comparison:
 
     def speedup(self) -> Any:
         """Return the reference's update over the arm's; a number beyond free heads' bound is a busy machine's."""
-        found: Any = 1.0 / self.ratio("update", self.row.arm, self.row.reference)
-        if not isinstance(found, pd.Series):
-            return found
+        speedup: Any = 1.0 / self.ratio("update", self.row.arm, self.row.reference)
+        if not isinstance(speedup, pd.Series):
+            return speedup
         heads, total = self.get(self.row.arm, "heads"), self.get(self.row.arm, "num_heads").dropna()
         bounds = {seed: free_heads_bound(int(heads[seed]), int(total[seed])) or math.inf for seed in total.index}
-        return found.where(~(found > pd.Series(bounds, dtype=float).reindex(found.index)))
+        return speedup.where(~(speedup > pd.Series(bounds, dtype=float).reindex(speedup.index)))
 
 
 METRICS = {
@@ -330,18 +332,18 @@ class RecipeTable:
     @cached_property
     def wide(self) -> Any:
         """The long table with a row a seed and a column an arm and metric."""
-        kept = self.frame[self.frame.seed.isin(self.seeds)]
-        return kept.pivot_table(index="seed", columns=["arm", "metric"], values="value")
+        chosen = self.frame[self.frame.seed.isin(self.seeds)]
+        return chosen.pivot_table(index="seed", columns=["arm", "metric"], values="value")
 
     @cached_property
     def values(self) -> dict[tuple[str, str], Value]:
         """Numbers by row's label and metric; those that there are not are absent."""
-        found = {}
+        values = {}
         for row in self.recipe.rows:
             for metric in self.recipe.metrics:
                 if (value := self._value(row, metric)) is not None:
-                    found[row.label, metric] = value
-        return found
+                    values[row.label, metric] = value
+        return values
 
     def _resolved(self, arm: str) -> str:
         """Return an arm, or the one that stands for it where it was not run."""
@@ -415,10 +417,10 @@ class RecipeTable:
         return self._draws[arm, seed, block].numpy()
 
     def _check_same_windows(self, arms: list[str], seed: int) -> None:
-        for what, told in (("windows_hash", "held-out windows"), ("questions_hash", "questions")):
-            found = {self.records[arm, seed].get(what) for arm in arms}
-            if len(found) > 1:
-                raise CompareError(f"{' and '.join(arms)} were evaluated on different {told}; train both on one text")
+        for what, words in (("windows_hash", "held-out windows"), ("questions_hash", "questions")):
+            hashes = {self.records[arm, seed].get(what) for arm in arms}
+            if len(hashes) > 1:
+                raise CompareError(f"{' and '.join(arms)} were evaluated on different {words}; train both on one text")
 
     # --- shown
 
@@ -430,8 +432,8 @@ class RecipeTable:
         """Return the rows of the headline: those with a number in it that stand beside no other row."""
         beside = {arm for row in self.ran() for arm in row.beside.values()}
         named = self.recipe.headline or self.recipe.metrics
-        kept = [row for row in self.ran() if any((row.label, metric) in self.values for metric in named)]
-        return [row for row in kept if row.arm not in beside]
+        with_numbers = [row for row in self.ran() if any((row.label, metric) in self.values for metric in named)]
+        return [row for row in with_numbers if row.arm not in beside]
 
     def shown(self, *, headline: bool = False) -> pd.DataFrame:
         """Return the table as text, the paper's number behind each of ours; empty columns are left out."""
@@ -479,8 +481,8 @@ class RecipeTable:
 
     def overtrained(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
-        found = {row.label: self.values.get((row.label, "exchange")) for row in self.recipe.rows}
-        return [label for label, value in found.items() if value and value.reach and value.reach[1] < 0]
+        exchanges = {row.label: self.values.get((row.label, "exchange")) for row in self.recipe.rows}
+        return [label for label, value in exchanges.items() if value and value.reach and value.reach[1] < 0]
 
     def _own(self) -> list[Record]:
         arms = {self._resolved(row.arm).partition("@")[0] for row in self.ran()}
@@ -506,13 +508,13 @@ def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.Da
     lines = []
     for each in recipe.measurements:
         for number in each.numbers if records.get(each.name) else ():
-            found = [value for record in records[each.name] if (value := number.find(record)) is not None]
+            values = [value for record in records[each.name] if (value := number.find(record)) is not None]
             metric = Metric(number.title, number.places, number.signed)
             ours = "not run"
-            if found and number.scientific:
-                ours = f"{Value(by_seed=dict(enumerate(found))).mean:.2e}".replace("e-0", "e-")
-            elif found:
-                ours = Value(by_seed=dict(enumerate(found))).text(metric)
+            if values and number.scientific:
+                ours = f"{Value(by_seed=dict(enumerate(values))).mean:.2e}".replace("e-0", "e-")
+            elif values:
+                ours = Value(by_seed=dict(enumerate(values))).text(metric)
             lines.append([number.title, ours, number.paper or "–"])
     return pd.DataFrame(lines, columns=["", "ours", "paper"]).set_index("")
 

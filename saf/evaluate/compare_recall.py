@@ -30,34 +30,33 @@ def has_recall(run: RecordedRun) -> bool:
 def compare_recall(
     ordinary: RecordedRun, frozen: RecordedRun, *, out: Path | str | None = None, allow_differences: bool = False
 ) -> dict[str, Any]:
-    """Return what two runs of recall answer differently, paired by example; written to `out`/compare.json if given.
+    """Return what two runs of recall answer differently, paired by example; written to `out`/compare.json.
 
-    `tests` are those at the end, `reports` those that both runs answered in between, by update. Each test has what
-    `paired_tests` says of it; intervals are over examples and say nothing of seeds.
+    `tests` are those at the end, `reports` those that both runs answered in between, by update, each as `paired_tests`
+    returns it; intervals are over examples and say nothing of seeds.
 
     Raises:
         CompareError: Other queries, or runs that differ in how they were trained (`allow_differences` passes that, and
             compares the tests that both runs have).
-        InputError: A run that has not ended, is not of recall, or whose files tell of other answers than its result.
+        InputError: A run that has not ended, is not of recall, or whose files hold other answers than its result.
     """
-    pair = (ordinary, frozen)
-    results = [run.finished_result() for run in pair]
-    for run in pair:
-        if not has_recall(run):
+    pair = {"ordinary": ordinary, "frozen": frozen}
+    for run in pair.values():
+        if "recall" not in run.finished_result():
             raise InputError(f"{run.folder} was not judged by recall; compare it with runs of its own task")
-    found = _differences(ordinary, frozen)
-    check_alike(found, allow_differences=allow_differences)
+    lines = _differences(ordinary, frozen)
+    check_alike(lines, allow_differences=allow_differences)
     _check_queries(ordinary, frozen)
-    answers = [_answers(run) for run in pair]
-    tests = {update: paired_tests(answers[0][update], answers[1][update]) for update in answers[0].keys() & answers[1]}
-    gates = {name: one["recall"] for name, one in zip(("ordinary", "frozen"), results, strict=True)}
+    first, second = (_answers(run) for run in pair.values())
+    tests = {update: paired_tests(first[update], second[update]) for update in first.keys() & second}
+    gates = {name: not_learnt(run.finished_result()["recall"]) for name, run in pair.items()}
     record = {
         **pair_header("recall_comparison", ordinary, frozen, allow_differences=allow_differences),
         "tests": tests.pop(None),
         "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
-        "not_learnt": {name: words for name, one in gates.items() if (words := not_learnt(one))},
-        "without_hits": [str(run.folder) for run in pair if not (run.folder / RECALL).is_file()],
-        "differences": found,
+        "not_learnt": {name: words for name, words in gates.items() if words},
+        "without_hits": [str(run.folder) for run in pair.values() if not (run.folder / RECALL).is_file()],
+        "differences": lines,
     }
     if out is not None:
         write_json(Path(out) / "compare.json", record)
@@ -65,40 +64,41 @@ def compare_recall(
 
 
 def paired_tests(ordinary: Tests, frozen: Tests) -> list[dict[str, Any]]:
-    """Return what two models' answers differ by, for each test that both have.
+    """Return the difference of two models' answers for each test that both have.
 
     `difference` is the second model's share of queries answered minus the first's. Where both have the hits of every
     example, its standard error and 95% interval are over examples, paired, so that queries of one example may go
     together; `better` and `worse` count examples of which the second model answers more, or fewer. Accuracies alone
     give no interval: those are None. Raises CompareError where no test is shared.
     """
-    asked = [{(one["length"], one["pairs"]): one for one in tests} for tests in (ordinary, frozen)]
-    shared = [test for test in asked[0] if test in asked[1]]
+    first, second = ({(one["length"], one["pairs"]): one for one in tests} for tests in (ordinary, frozen))
+    shared = [test for test in first if test in second]
     if not shared:
-        tests = ["; ".join(f"{length} tokens with {pairs} pairs" for length, pairs in some) or "none" for some in asked]
-        raise CompareError(f"the runs share no test of recall: one has {tests[0]}, the other {tests[1]}")
-    return [_paired_test(asked[0][test], asked[1][test]) for test in shared]
+        names = [
+            "; ".join(f"{length} tokens with {n} pairs" for length, n in tests) or "none" for tests in (first, second)
+        ]
+        raise CompareError(f"the runs share no test of recall: one has {names[0]}, the other {names[1]}")
+    return [_paired_test(first[test], second[test]) for test in shared]
 
 
 def _paired_test(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what two models' answers to one test differ by."""
-    accuracy = [one["accuracy"], other["accuracy"]]
-    told = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
-    spread: dict[str, Any] = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
-    if "hits" in one and "hits" in other:
-        # Every example of a test has a query for each of its pairs.
-        changes = [(b - a) / one["pairs"] for a, b in zip(one["hits"], other["hits"], strict=True)]
-        count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
-        # As for questions, half an example more that is wholly gained, half that is lost, and one that is unchanged:
-        # the widest that these can make it, also where no example changed.
-        middle, reach = gain / (count + 2), 1.96 * paired_error(squares + 1, gain, count + 2)
-        spread = {
-            "standard_error": paired_error(squares, gain, count),
-            "ci95": [middle - reach, middle + reach],
-            "better": sum(change > 0 for change in changes),
-            "worse": sum(change < 0 for change in changes),
-        }
-    return {**told, "accuracy": accuracy, "difference": accuracy[1] - accuracy[0], **spread}
+    test = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
+    test |= {"accuracy": [one["accuracy"], other["accuracy"]], "difference": other["accuracy"] - one["accuracy"]}
+    if "hits" not in one or "hits" not in other:
+        return test | dict.fromkeys(("standard_error", "ci95", "better", "worse"))
+    # Every example of a test has a query for each of its pairs.
+    changes = [(b - a) / one["pairs"] for a, b in zip(one["hits"], other["hits"], strict=True)]
+    count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
+    # As for questions, half an example more that is wholly gained, half that is lost, and one that is unchanged: the
+    # widest that these can make it, also where no example changed.
+    middle, reach = gain / (count + 2), 1.96 * paired_error(squares + 1, gain, count + 2)
+    return {
+        **test,
+        "standard_error": paired_error(squares, gain, count),
+        "ci95": [middle - reach, middle + reach],
+        "better": sum(change > 0 for change in changes),
+        "worse": sum(change < 0 for change in changes),
+    }
 
 
 def _answers(run: RecordedRun) -> dict[int | None, Tests]:
@@ -107,27 +107,21 @@ def _answers(run: RecordedRun) -> dict[int | None, Tests]:
     Raises InputError for a file of other answers than the result's.
     """
     result = run.finished_result()
-    told = {
-        None: (run.folder, result),
-        **{int(u): (run.folder / "reports" / f"update-{u}", r) for u, r in _between(run)},
-    }
-    found: dict[int | None, Tests] = {}
-    for update, (folder, one) in told.items():
+    reports: dict[int | None, tuple[Path, Mapping[str, Any]]] = {None: (run.folder, result)}
+    for update, one in result["reports"].items():
+        if int(update) != result["updates"]:
+            reports[int(update)] = (run.folder / "reports" / f"update-{update}", one)
+    answers: dict[int | None, Tests] = {}
+    for update, (folder, one) in reports.items():
         short, path = one["recall"]["tests"], folder / RECALL
         whole = read_json(path)["tests"] if path.is_file() else short
         if [{name: test[name] for name in test if name != "hits"} for test in whole] != short:
             raise InputError(
-                f"{path} tells of other answers than the run's result.json; restore it, or move it away to compare "
+                f"{path} holds other answers than the run's result.json; restore it, or move it away to compare "
                 "accuracies without intervals"
             )
-        found[update] = whole
-    return found
-
-
-def _between(run: RecordedRun) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the reports of a run before its end, by update."""
-    result = run.finished_result()
-    return [(update, one) for update, one in result["reports"].items() if int(update) != result["updates"]]
+        answers[update] = whole
+    return answers
 
 
 def _mqar(run: RecordedRun) -> Mapping[str, Any]:
@@ -154,7 +148,7 @@ def _differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
 
 
 def recall_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of what `compare_recall` found: by tests at the end, and by updates where both were judged."""
+    """Return the tables of a comparison: tests at the end, and those in between by update."""
     rows = []
     for test in record["tests"]:
         shares = [f"{100 * share:.2f}" for share in test["accuracy"]]

@@ -58,7 +58,7 @@ def remove_unfinished_(folder: Path, names: Iterable[str]) -> None:
 
     It is for the only process that writes such files of the folder.
     """
-    for path in [found for name in names for found in folder.glob(f".{name}.*.tmp")]:
+    for path in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
         path.unlink(missing_ok=True)
 
 
@@ -95,8 +95,8 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 def entries_hash(entries: Mapping[str, Any], *, without: str = "hash") -> str:
     """Return the SHA-256 of a record's entries but the one that holds the sum."""
-    kept = {key: value for key, value in entries.items() if key != without}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    hashed = {key: value for key, value in entries.items() if key != without}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> Path:

@@ -103,7 +103,7 @@ def remove_leftovers_(parent: Path) -> None:
     """Clear what killed writes and removals left in `parent`; for the run that owns the folder."""
     for path in parent.glob(f"{REPLACED}*"):
         restore_replaced_(parent / path.name.removeprefix(REPLACED))
-    for path in [found for prefix in (TEMPORARY, DELETED, REPLACED) for found in parent.glob(f"{prefix}*")]:
+    for path in [path for prefix in (TEMPORARY, DELETED, REPLACED) for path in parent.glob(f"{prefix}*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -64,17 +64,17 @@ def _git(root: Path, *arguments: str) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the packages, CUDA and cuDNN; None for what is absent."""
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
+    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    found["saf"] = saf.__version__
+            installed[name] = None
+    installed["saf"] = saf.__version__
     import torch  # here: what the command says by itself needs no torch
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+    return {**installed, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
 
 
 def command() -> str:
@@ -109,8 +109,8 @@ def _starter() -> list[str]:
 
 def clock_words(provenance: Mapping[str, Any]) -> str:
     """Return the clocks of the device that measured, before and after, and its power limit; "" where none are told."""
-    told = provenance.get("clocks") or {}
-    before, after = told.get("before") or {}, told.get("after") or {}
+    clocks = provenance.get("clocks") or {}
+    before, after = clocks.get("before") or {}, clocks.get("after") or {}
 
     def span(name: str) -> str:
         values = dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each)

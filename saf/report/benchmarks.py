@@ -57,10 +57,10 @@ def table_of(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 
 def groups(record: Record) -> list[list[Record]]:
     """Return a speed record's rows by subject, point, way of running and baseline, in order."""
-    found: dict[Any, list[Record]] = {}
+    groups_by_key: dict[Any, list[Record]] = {}
     for row in record["rows"]:
-        found.setdefault((subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
-    return list(found.values())
+        groups_by_key.setdefault((subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
+    return list(groups_by_key.values())
 
 
 def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:

@@ -61,12 +61,12 @@ def svg(draw: Callable[[Figure], None], *, height: float, name: str, width: floa
         draw(figure)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    found = re.sub(r' id="[\w.]+_\d+"', "", text.getvalue()[text.getvalue().index("<svg") :])
-    found = re.sub(r"<metadata>.*?</metadata>", "", found, flags=re.DOTALL)
-    found = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", found)
+    element = re.sub(r' id="[\w.]+_\d+"', "", text.getvalue()[text.getvalue().index("<svg") :])
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
+    element = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", element)
     for css, (light, _) in PALETTE.items():
-        found = found.replace(light, f"var(--{css})")
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure" role="img"', found, count=1)
+        element = element.replace(light, f"var(--{css})")
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure" role="img"', element, count=1)
 
 
 def variables(scheme: int) -> str:
@@ -134,15 +134,15 @@ def patterns(run: RecordedRun) -> list[np.ndarray]:
     Queries run down and keys across, in even bins. A value is 0 for attention that is at most uniform over the keys
     before a query, 1 for 100 times that.
     """
-    found = _compact(run)
-    if found is None:
+    pattern = _compact(run)
+    if pattern is None:
         return []
-    size, length = CELL - 2, found.length
+    size, length = CELL - 2, pattern.length
     edges = np.unique(np.linspace(0, length, size + 1).astype(int))
-    pictures = np.zeros((found.alpha.shape[0], size, size))
+    pictures = np.zeros((pattern.alpha.shape[0], size, size))
     for row, end in enumerate(edges[1:]):
         query, starts = int(end) - 1, edges[: row + 1]
-        logits = found.alpha[:, :end] + found.rho[:, :end].flip(-1) - found.log_z[:, query : query + 1]
+        logits = pattern.alpha[:, :end] + pattern.rho[:, :end].flip(-1) - pattern.log_z[:, query : query + 1]
         share = np.add.reduceat(logits.exp().numpy(), starts, axis=-1) / np.diff(np.append(starts, end))
         pictures[:, row, : row + 1] = np.log10(np.maximum(share * end, 1e-9)) / _EVIDENT
     lower = np.tril(np.ones((size, size)))
@@ -185,15 +185,15 @@ def scores(run: RecordedRun, *, name: str) -> str:
 
 def curves(run: RecordedRun, *, name: str) -> str:
     """Return a small panel for each frozen head: its pattern's terms of distance and of key, on one scale of nats."""
-    found = _compact(run)
-    if found is None:
+    pattern = _compact(run)
+    if pattern is None:
         return ""
     heads = [tuple(head) for head in (run.freeze or {})["heads"]]
-    places = np.unique(np.geomspace(1, found.length, 60).astype(int)) - 1
+    places = np.unique(np.geomspace(1, pattern.length, 60).astype(int)) - 1
     across = np.log1p(places) / np.log1p(places[-1] or 1)
     columns = min(6, len(heads))
     rows = -(-len(heads) // columns)
-    terms = {"frozen": found.rho[:, places].numpy(), "ordinary": found.alpha[:, places].numpy()}
+    terms = {"frozen": pattern.rho[:, places].numpy(), "ordinary": pattern.alpha[:, places].numpy()}
     low = max(min(np.nanquantile(values, 0.02) for values in terms.values()), -30.0)
     high = max(values.max() for values in terms.values())
 
@@ -253,7 +253,7 @@ def _label(name: str) -> str:
 
 def gap(pairs: Mapping[str, tuple[RecordedRun, RecordedRun]], colours: Mapping[str, str]) -> str:
     """Return each edited run's training loss above the ordinary one's on the same batches, smoothed; "" without any."""
-    series = {name: found for name, pair in pairs.items() if (found := loss_gap(*pair)) is not None}
+    series = {name: gap for name, pair in pairs.items() if (gap := loss_gap(*pair)) is not None}
     if not series:
         return ""
 
@@ -282,8 +282,8 @@ def loss_gap(ordinary: RecordedRun, edited: RecordedRun) -> tuple[np.ndarray, np
 
 def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
     pairs = [(each["update"], np.nan if each["loss"] is None else each["loss"]) for each in run.metrics]
-    found = np.array(pairs, dtype=float).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    columns = np.array(pairs, dtype=float).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
 def smoothing_window(run: RecordedRun, share: float) -> int:
@@ -305,8 +305,8 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return as many means of neighbours as a page has room for, so that long runs stay small files."""
     parts = np.array_split(np.arange(len(x)), min(CURVE_POINTS, max(1, len(x))))
     means = [(x[part].mean(), y[part].mean()) for part in parts if len(part)]
-    found = np.array(means).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    columns = np.array(means).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
 def write_picture(path: Path, runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[str]) -> Path:

@@ -98,8 +98,8 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
         after = f" after {number(result.get('updates') or len(run.metrics))} updates" if run.metrics else ""
         if result.get("accuracy") is not None:
             return f"{heads}accuracy {100 * result['accuracy']:.2f}%{after}"
-        found = result.get("report_perplexity")
-        reached = f"held-out perplexity {number(found)}{after}" if found else f"training,{after}"
+        ppl = result.get("report_perplexity")
+        reached = f"held-out perplexity {number(ppl)}{after}" if ppl else f"training,{after}"
         return heads + reached if run.metrics else heads.removesuffix(": ")
     arms = []
     for run, record in done:
@@ -222,10 +222,10 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
 
 
 def _event_seconds(run: RecordedRun) -> dict[str, float]:
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     for event in run.events:
-        found |= {part: found.get(part, 0.0) + cost for part, cost in event.seconds.items()}
-    return found
+        costs |= {part: costs.get(part, 0.0) + cost for part, cost in event.seconds.items()}
+    return costs
 
 
 def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[Any, float]) -> Table:
@@ -279,10 +279,18 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
 
 
 def _event_row(event: Any) -> list[Any]:
-    kept = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
+    stands = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
     took = seconds(sum(event.seconds.values())) if event.seconds else None
     what = f"{event.number}: {event.kind}"
-    return [what, number(event.update), len(event.heads), _losses(event.values), kept, took, event.values.get("reason")]
+    return [
+        what,
+        number(event.update),
+        len(event.heads),
+        _losses(event.values),
+        stands,
+        took,
+        event.values.get("reason"),
+    ]
 
 
 def _answers(result: Mapping[str, Any]) -> list[Any]:
@@ -297,12 +305,12 @@ def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
         entries = dict((run.result or {}).get("provenance") or {})
         for name in ("heads", "pruned"):
             entries.pop(name, None)
-        found = {}
+        flat = {}
         for key, value in entries.items():
             group = value if isinstance(value, Mapping) else {"": value}
-            found |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
-        found["evaluation windows"] = (run.evaluation or {}).get("windows_hash")
-        columns.append({key: None if value is None else str(value) for key, value in found.items()})
+            flat |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
+        flat["evaluation windows"] = (run.evaluation or {}).get("windows_hash")
+        columns.append({key: None if value is None else str(value) for key, value in flat.items()})
     keys = list(dict.fromkeys(key for column in columns for key in column))
     return Table.of("", ["", *names], [[key, *(column.get(key) for column in columns)] for key in keys])
 
@@ -317,8 +325,8 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         InputError: No head is frozen or pruned, or the evaluations are not two, the second one of this model.
         CompareError: The evaluations are of different text, questions or precision, or of unrelated models.
     """
-    found = inspect(folder)
-    if not found["frozen"] + found["pruned"]:
+    inspected = inspect(folder)
+    if not inspected["frozen"] + inspected["pruned"]:
         raise InputError(f"{folder} is an ordinary model, none of its heads is frozen; name what `saf freeze` wrote")
     for path in evaluations:
         expect(path, Kind.EVALUATION)
@@ -329,17 +337,17 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
     if evaluations and not (change or answered):
         raise nothing_to_compare(evaluations)
     for record in filter(None, (change, answered)):
-        if record["provenance"]["checkpoints"]["frozen"] != found["hash"]:
+        if record["provenance"]["checkpoints"]["frozen"] != inspected["hash"]:
             raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
     layers = read_json(folder / STATE)["layers"]
     config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
     origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
-    result = {"arm": "frozen" if found["frozen"] else "pruned", "provenance": origin | {"model": found["hash"]}}
-    result["provenance"] |= {"heads": found["frozen"], "pruned": found["pruned"]}
+    result = {"arm": "frozen" if inspected["frozen"] else "pruned", "provenance": origin | {"model": inspected["hash"]}}
+    result["provenance"] |= {"heads": inspected["frozen"], "pruned": inspected["pruned"]}
     run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
     if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
         run = replace(run, events=[])  # of other heads: the model was edited again elsewhere
-    tables = [_fits(found, (read_json(folder / "config.json").get("saf") or {}).get("events", []))]
+    tables = [_fits(inspected, (read_json(folder / "config.json").get("saf") or {}).get("events", []))]
     comparisons = []
     if change:
         low, high = change["ci95"]
@@ -357,12 +365,12 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
     return [run], comparisons, tables
 
 
-def _fits(found: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:
+def _fits(inspected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:
     """Return the frozen heads by layer, with the fits that the configuration lists."""
     kls = {(layer, head): kl for event in events for layer, head, kl in event["fit_kl"]}
     rows = []
-    for layer, patterns in zip(sorted({layer for layer, _ in found["frozen"]}), found["patterns"], strict=True):
-        heads = [head for at, head in found["frozen"] if at == layer]
+    for layer, patterns in zip(sorted({layer for layer, _ in inspected["frozen"]}), inspected["patterns"], strict=True):
+        heads = [head for at, head in inspected["frozen"] if at == layer]
         known = [kls[layer, head] for head in heads if (layer, head) in kls]
         kinds = ", ".join(f"{count} {kind}" for kind, count in patterns["kinds"].items())
         fits = [number(median(known), 3), number(max(known), 3)] if known else [None, None]

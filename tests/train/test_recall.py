@@ -294,7 +294,7 @@ def test_runs_of_recall_with_other_queries_are_refused_and_accuracies_alone_have
     written = read_json(frozen / "recall.json")
     written["tests"][0]["accuracy"] += 0.125
     write_json(without / "recall.json", written)
-    with pytest.raises(InputError, match="tells of other answers than the run's"):
+    with pytest.raises(InputError, match="other answers than the run's"):
         compare_recall(RecordedRun.open(ordinary), RecordedRun.open(without))
     with pytest.raises(InputError, match="was not judged by recall"):
         compare_recall(RecordedRun.open(ordinary), RecordedRun.open(ordinary.parent / "text"))
