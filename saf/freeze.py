@@ -33,6 +33,7 @@ from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of
 from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
+from saf.joint_cost import JointCost, accept_jointly, halves
 from saf.loss_guard import MAX_RISE, heldout_loss, perplexity_rise, worst_layer
 from saf.machine.processes import agreed, done_once
 from saf.machine.stopwatch import Stopwatch
@@ -78,7 +79,7 @@ def freeze_(
         optimizer: The optimiser that trains the model: its state follows the retained rows, and it takes on the
             logits of trainable patterns.
         heldout: Further sequences of the same length. Their loss before and after is reported, and output-aware scores
-            read them.
+            read them. With a `budget` heads are chosen by the first half of them and reported on by the second.
         accept_loss: Whether to keep a model whose perplexity on `heldout` rises by more than 5%. By default that is
             refused without an `optimizer`; with one, training follows.
         score_inputs: Inputs of the score beside the statistics, by name; `gradient` may be the `QKGradient` itself,
@@ -101,6 +102,11 @@ def freeze_(
     adapter = adapter_for(model)
     timer = Stopwatch(adapter.device)
     text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
+    choosing = text
+    if config.budget is not None:
+        if text is None:
+            raise InputError("budget is measured on held-out text: give heldout= sequences")
+        choosing, text = halves(text)
     sequences = done_once(lambda: _read(adapter, batches, config, text, allow_empty))
     loss_before = _loss(model, text, timer)
 
@@ -111,7 +117,7 @@ def freeze_(
 
     # Sort the heads by score, the lowest first, and take k = round(r L H).
     with timer("score"):
-        scores = done_once(lambda: _scores(adapter, sequences, statistics, config, text, inputs))
+        scores = done_once(lambda: _scores(adapter, sequences, statistics, config, choosing, inputs))
     with timer("select"):
         layout = adapter.sites()[0].layout
         group_size = layout.num_heads // layout.num_kv_heads
@@ -122,9 +128,8 @@ def freeze_(
         return fit_heads(model, sequences, statistics, heads, config, timer)
 
     accepted, rejected = done_once(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
-    ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
-    heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
-    patterns = {head: pattern for head in heads if (pattern := accepted[head].pattern) is not None}
+
+    patterns = {head: one.pattern for head, one in accepted.items() if one.pattern is not None}
 
     # Install the patterns; value and output weights and the optimiser's state stay.
     def edit_(some: HeadSet) -> None:
@@ -135,6 +140,14 @@ def freeze_(
         install_(model, some, [patterns[head] for head in some], optimizer=optimizer, **execution)
 
     undo_ = partial(uninstall_, model, optimizer=optimizer)
+    joint = None
+    if config.budget is not None:
+        with timer("joint cost"):
+            joint = done_once(lambda: _within_budget(model, accepted, choosing, config, edit_, undo_, allow_empty))
+        accepted = {head: accepted[head] for head in joint.accepted}
+    ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
+    heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
+    patterns = {head: patterns[head] for head in heads if head in patterns}
     before = {kind: count for kind in EDITED if (count := len(adapter.heads(kind)))}
     if len(heads):
         with timer("prune" if config.operation == "prune" else "install"), _in_all_or_none(lambda: undo_(heads)):
@@ -144,7 +157,7 @@ def freeze_(
         patterns=_stacked(list(patterns.values())),
         fit_kl={head: accepted[head].fit_kl for head in patterns},
         rejected={head: one.fit_kl for head, one in rejected.items()},
-        requested=order.total,
+        requested=order.total if joint is None else config.requested(scores[config.score].numel()),
         before=before,
         deferred=deferred,
         scores=scores[config.score],
@@ -154,6 +167,7 @@ def freeze_(
             head: one.certificate for head, one in (accepted | rejected).items() if one.certificate is not None
         },
         exponential={head: one for head in patterns if (one := accepted[head].exponential) is not None},
+        joint_cost=joint,
         loss_before=loss_before,
         seconds={},
     )
@@ -271,6 +285,8 @@ def head_order(
     too_high = [] if config.below is None else (ranked >= config.below).nonzero().tolist()
     options: dict[str, Any] = {"only": config.only, "exclude": {*config.exclude, *map(tuple, too_high)}, **limits}
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
+    if config.budget is not None:  # twice as many candidates as heads asked for, of which joint cost takes some
+        total = {"count": min(2 * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
     if config.match_heads is not None:
         order = chooser(ranked, match=config.match_heads, **options)
     elif config.match is not None:
@@ -336,7 +352,7 @@ def accept_fits(
                 f"{config.max_fit_kl} nats, {len(rejected)} do not ({listed}): raise max_fit_kl, {remedy}"
             )
         proposed = order.propose()
-    if not order.attained(len(order)):
+    if not order.attained(len(order)) and (config.budget is None or not len(order)):
         reason = (
             f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {config.kind}"
         )
@@ -345,6 +361,28 @@ def accept_fits(
         message = f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}"
         warnings.warn(message, SafWarning, stacklevel=5)  # the caller of freeze_, past done_once
     return {head: fits[head] for head in HeadSet(order)}, rejected
+
+
+def _within_budget(
+    model: nn.Module,
+    candidates: Iterable[Head],
+    text: Any,
+    config: FreezeConfig,
+    edit_: Callable[[HeadSet], None],
+    undo_: Callable[[HeadSet], None],
+    allow_empty: bool,
+) -> JointCost:
+    """Return which candidates stay within the budget together; raise SelectionError where none does."""
+    most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
+    budget: float = config.budget or 0.0
+    joint = accept_jointly(model, candidates, text, budget, most, edit_=edit_, undo_=undo_)
+    if joint.accepted or allow_empty:
+        return joint
+    least = perplexity_rise(0.0, min(joint.alone.values()))
+    raise SelectionError(
+        f"at least 1 head must keep perplexity within {budget:+.2%}, got none of {len(joint.alone)}: the cheapest "
+        f"costs {least:+.2%} alone; raise budget"
+    )
 
 
 def fit_heads(

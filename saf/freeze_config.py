@@ -24,6 +24,7 @@ _WITHOUT_EFFECT = {
     "match": ("max_per_layer",),
 }
 """Settings that have no effect beside another one."""
+_NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
 _OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
 _OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
 COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto")
@@ -82,6 +83,9 @@ class FreezeConfig:
     """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
+    budget: float | None = None
+    """Largest rise of perplexity on held-out text, such as 0.01. Twice as many heads as asked for are tried alone; the
+    cheapest are taken in groups while all together stay within it, up to the rate. Any number when None."""
     seed: Seed = 0
     """Of random scores and sampled patterns; in Python also a torch.Generator, from which one is drawn at once."""
     backend: str = "auto"
@@ -111,6 +115,8 @@ class FreezeConfig:
         object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl must be positive, in nats, got {self.max_fit_kl}")
+        if self.budget is not None and not self.budget > 0:
+            raise InputError(f"budget must be positive, such as 0.01 for 1% of perplexity, got {self.budget}")
         for name, least in (("count", 0), ("max_per_layer", 1)):
             if (number := getattr(self, name)) is not None and number < least:
                 raise InputError(f"{name} must be at least {least}, got {number}")
@@ -120,6 +126,8 @@ class FreezeConfig:
         """Raise InputError for settings that would have no effect beside others, or contradict them."""
         if self.operation == "prune":
             self._refuse("pruned heads have no patterns", _OF_PATTERNS)
+        if self.budget is not None:
+            self._refuse("budget chooses heads by their joint cost", _NAMING)
         if reason := unfitted_reason(self.storage, self.pattern):
             self._refuse(f"{reason}, and nothing is fitted", _OF_FITS)
         for name, others in _WITHOUT_EFFECT.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.events import MADE, EventRecord, append_event, beside_earlier
@@ -51,6 +52,8 @@ class FreezeReport:
     exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """With exponential storage, of each frozen head the numbers of `saf.fit.ExponentialFit`: `extra_kl`,
     `cancellation`, `worst_row`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
+    joint_cost: JointCost | None = None
+    """With a budget: which heads were accepted together and refused, and what each costs alone."""
     loss_before: float | None = None
     """Mean loss on the held-out text before the event, nats a token; None where no such text was given."""
     loss_after: float | None = None
@@ -112,6 +115,7 @@ class FreezeReport:
             "exponential": [{"head": list(head), **each} for head, each in self.exponential.items()],
             "lengths": list(self.statistics.lengths),
             "deferred": [list(head) for head in self.deferred],
+            "joint_cost": {} if self.joint_cost is None else self.joint_cost.to_dict(),
         }
         losses = {} if self.loss_before is None else {"loss_before": self.loss_before, "loss_after": self.loss_after}
         return values | {name: value for name, value in optional.items() if value} | losses
@@ -165,6 +169,10 @@ class FreezeReport:
             notes.append(f"{self.trainable_parameters:,} pattern parameters train on")
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
+        if self.joint_cost is not None:
+            counts = f"{len(self.joint_cost.accepted)} accepted together, {len(self.joint_cost.refused)} refused"
+            rise = signed(100 * perplexity_rise(0.0, self.joint_cost.rise), 2)
+            notes.append(f"{counts} of {len(self.joint_cost.alone)} tried within the budget (perplexity {rise} there)")
         if self.loss_before is not None:
             losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
             notes.append(f"held-out loss {losses} (perplexity {signed(100 * self.perplexity_rise, 1)})")

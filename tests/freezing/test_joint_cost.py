@@ -1,0 +1,82 @@
+"""With a budget heads are accepted by what they cost together on one half of the held-out text, never beyond it."""
+
+import math
+
+import pytest
+import torch
+
+import saf
+from saf.errors import InputError, SelectionError
+from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
+from tests.freezing.test_loss_guard import assert_same, everything, fluent, loss, loss_with, text  # noqa: F401
+
+TOTAL = SHAPE.num_layers * SHAPE.num_heads
+
+
+def config(budget, **settings):
+    return saf.FreezeConfig(budget=budget, max_fit_kl=9, **{"rate": 0.5, **settings})
+
+
+@pytest.mark.parametrize("budget", [0.02, 0.1, 0.5])
+def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):  # noqa: F811
+    model, choosing, reporting = fluent(), text[:2], text[2:]
+    report = saf.freeze_(model, [tokens()], config(budget), heldout=[text], accept_loss=True)
+    joint = report.joint_cost
+    assert set(joint.accepted) == set(report.heads)
+    assert 0 < len(report.heads) <= TOTAL // 2
+    before = loss(fluent(), choosing)
+    assert loss(model, choosing) - before == pytest.approx(joint.rise, abs=1e-4)
+    assert joint.rise <= math.log1p(budget)
+    for head in list(joint.alone)[:3]:
+        assert joint.alone[head] == pytest.approx(loss_with([head], choosing) - before, abs=1e-4)
+    assert report.loss_before == pytest.approx(loss(fluent(), reporting), abs=1e-4)
+    assert report.loss_after == pytest.approx(loss(model, reporting), abs=1e-4)
+    assert len(joint.alone) == TOTAL  # twice the half that is asked for
+
+
+def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken(text):  # noqa: F811
+    pair, choosing = [(0, 0), (0, 1)], text[:2]
+    before = loss(fluent(), choosing)
+    alone = [loss_with([head], choosing) - before for head in pair]
+    together = loss_with(pair, choosing) - before
+    assert together > max(alone)
+    budget = math.expm1((max(alone) + together) / 2)
+    settings = config(budget, rate=2 / TOTAL, only=pair)
+    report = saf.freeze_(fluent(), [tokens()], settings, heldout=[text], accept_loss=True)
+    assert list(report.heads) == [pair[alone.index(min(alone))]]
+    assert report.joint_cost.refused == (pair[alone.index(max(alone))],)
+
+
+def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):  # noqa: F811
+    model = fluent()
+    before = everything(model)
+    with pytest.raises(SelectionError, match="raise budget"):
+        saf.freeze_(model, [tokens()], config(1e-9), heldout=[text])
+    assert_same(everything(model), before)
+
+
+def test_frozen_within_a_budget_it_is_saved_and_undone(text, tmp_path):  # noqa: F811
+    model = fluent()
+    before, ids = everything(model), text[:, :-1]
+    expected = model(ids)
+    saf.freeze_(model, [tokens()], config(0.3), heldout=[text], accept_loss=True)
+    saf.save(model, tmp_path / "heads")
+    assert torch.equal(saf.load(tmp_path / "heads")(ids), model(ids))
+    saf.uninstall_(model)
+    assert_same(everything(model), before)
+    assert torch.equal(model(ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "heldout", "words"),
+    [
+        ({}, None, "heldout="),
+        ({}, [torch.zeros(1, LENGTH, dtype=torch.long)], "2 sequences"),
+        ({"budget": 0.0}, None, "positive"),
+        ({"heads": ((0, 0),)}, None, "joint cost"),
+        ({"whole_groups": True}, None, "joint cost"),
+    ],
+)
+def test_what_a_budget_cannot_be_used_with_is_refused(settings, heldout, words):
+    with pytest.raises(InputError, match=words):
+        saf.freeze_(make(), [tokens()], saf.FreezeConfig(**{"budget": 0.01, **settings}), heldout=heldout)
