@@ -44,20 +44,7 @@ WHOLE_SHARE = 4
 
 
 class Call(NamedTuple):
-    """A checked call of a layer.
-
-    Attributes:
-        query: `[B, L, Tq, D]`, live heads.
-        key: `[B, K, T, D]`, the KV heads that live heads use.
-        value: `[B, H_kv, T, D]`.
-        frozen: the frozen heads, or None.
-        live_slots: the value head of each live slot.
-        frozen_slots: the value head of each frozen slot.
-        scale: of live heads' scores; None for `1/sqrt(D)`.
-        left_pad: `[B]` first real position of each row, or None.
-        cache_position: where queries stand in a cache of fixed size, or None.
-        kernel: of live heads.
-    """
+    """A checked call of `mixed_attention`, its arguments, and the value head of each live and each frozen slot."""
 
     query: Tensor
     key: Tensor
@@ -326,16 +313,10 @@ def _mix(value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, left_pad: T
 
 
 def _checked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads | None,
-    backend: str = "auto",
-    scale: float | None = None,
-    left_pad: Tensor | None = None,
-    cache_position: CachePosition | None = None,
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, backend: str = "auto",
+    scale: float | None = None, left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
     kernel: str = "auto",
-) -> Call:
+) -> Call:  # fmt: skip
     """Return the call of a layer; raise InputError or UnsupportedError for one that cannot be computed."""
     if scale is not None and not -math.inf < scale < math.inf:
         raise InputError(f"scale must be a finite number, got {scale}")

@@ -12,6 +12,8 @@ from saf.patterns import Pattern
 
 Tables = dict[str, Any]
 """What `prepare` returns for one dtype of values: tensors, or tuples of ints, by name."""
+Slots = tuple[int, ...] | None
+"""The value head of every slot of a layer; None where slots and value heads correspond one to one."""
 
 
 class Backend(ABC):
@@ -40,16 +42,9 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
+        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
     ) -> Tables:
-        """Return the tables that execute one fixed pattern per frozen head, for values of `dtype`.
-
-        `kv_head`, when known, names the value head of every slot of the layer.
-        """
+        """Return the tables that execute one fixed pattern per frozen head, for values of `dtype`."""
 
     @abstractmethod
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:

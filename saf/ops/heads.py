@@ -168,8 +168,9 @@ def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)
 
 
-def dense_rows(weights: Tensor) -> Callable[..., Tensor]:
-    """Return the `weights_of` of `row_product` for stored patterns, `weights [F, T, T]`."""
+def dense_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return the `weights_of` of `row_product` for stored patterns, `weights [F, T, T]` of the tables."""
+    weights = tables["weights"]
     return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
 
 

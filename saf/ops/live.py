@@ -206,15 +206,9 @@ def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _capped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    soft_cap: float,
-    left_pad: Tensor | None,
-    kernel: str,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float,
+    left_pad: Tensor | None, kernel: str,
+) -> Tensor:  # fmt: skip
     """Return attention with soft-capped logits: products in the tensors' dtype, softmax in float32 at least."""
     check_kernel(kernel)
     if kernel not in ("auto", "math"):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.heads import dense_product, dense_rows, row_product, take_heads
 from saf.ops.positions import QueryRows
 from saf.patterns import CompactPattern, Pattern
@@ -27,11 +27,7 @@ class Reference(Backend):
         return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
+        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
     ) -> Tables:
         """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
         return {"weights": torch.stack([_weights(one).to(device=device, dtype=dtype) for one in patterns])}
@@ -42,7 +38,7 @@ class Reference(Backend):
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         """Return rows of `P V`."""
-        return row_product(dense_rows(tables["weights"]), value, heads, rows)
+        return row_product(dense_rows(tables), value, heads, rows)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return None: any logits can be trained here."""

@@ -1,15 +1,17 @@
-"""Kernels of live heads by name: packages that users may have, and what is refused."""
+"""Kernels of live heads by name: pinning PyTorch's own, packages that users may have, and refusals."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch.nn.attention import _registry
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, _registry, sdpa_kernel
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import live as flash
 from saf.ops import live_attention
+from saf.ops.live import KERNELS, pinned
 
 CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -92,6 +94,34 @@ def test_what_keeps_a_package_from_running_is_named(operands, monkeypatch):
 def test_unknown_kernels_are_refused(operands):
     with pytest.raises(InputError, match=r"unknown attention kernel 'fa5'; expected 'auto' or one of \['cudnn'"):
         live_attention(*operands, kernel="fa5")
+
+
+ALL = {name: getattr(SDPBackend, backend) for name, backend in attention._backend_names.items()}
+OUTER = ([SDPBackend.MATH], [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], list(ALL.values()))
+CUDA = torch.device("cuda")
+
+
+def switches() -> dict[str, bool]:
+    """Every kernel that PyTorch knows, and whether it may run."""
+    return {name: getattr(torch._C, f"_get_{name}_sdp_enabled")() for name in ALL}
+
+
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
+@pytest.mark.parametrize("outer", OUTER, ids=len)
+def test_pinning_sets_what_sdpa_kernel_would_and_restores_what_was(kernel, outer):
+    with sdpa_kernel(outer):
+        before = switches()
+        with sdpa_kernel(KERNELS[kernel]):
+            expected = switches()
+        with pinned(kernel, CUDA):
+            assert switches() == expected
+        with pinned("auto", CUDA):
+            assert switches() == before
+        with pytest.raises(KeyError), pinned(kernel, CUDA):
+            raise KeyError
+        assert switches() == before
+    assert sum(expected.values()) == 1
 
 
 @pytest.mark.usefixtures("process")

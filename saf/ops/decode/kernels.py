@@ -250,25 +250,11 @@ def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, An
 
 
 def sum_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own: Tensor | None,
-    live_readers: Tensor | None,
-    group: int,
-    read: Tensor | None,
-    readers: Tensor | None,
-    lowest: int,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    first: Tensor | None,
-    place: int,
-    left_pad: Tensor | None,
-    scale: float,
-    sums: Tensor,
-    logs: Tensor,
-    *,
-    precision: str,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, own: Tensor | None, live_readers: Tensor | None, group: int,
+    read: Tensor | None, readers: Tensor | None, lowest: int,
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None], first: Tensor | None, place: int,
+    left_pad: Tensor | None, scale: float, sums: Tensor, logs: Tensor, *, precision: str,
+) -> None:  # fmt: skip
     """Write what `saf::flash_decode` returns into `sums [parts, B, H, rows, D]` and `logs [parts, B, L, rows]`."""
     parts, batch, heads, rows, dim = sums.shape
     live, kv, length = query.shape[1], key.shape[1], value.shape[-2]

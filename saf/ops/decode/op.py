@@ -96,15 +96,9 @@ def unsupported_reason(
 
 
 def flash_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    live_slots: tuple[int, ...],
-    frozen_slots: tuple[int, ...],
-    tables: Tables,
-    rows: QueryRows,
-    scale: float | None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], frozen_slots: tuple[int, ...],
+    tables: Tables, rows: QueryRows, scale: float | None,
+) -> Tensor:  # fmt: skip
     """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
 
     `query [B, L, rows, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; slots name the value head of each live and
@@ -139,24 +133,10 @@ def flash_decode(
 
 @operator("saf::flash_decode")
 def flash_decode_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    own: Tensor | None,
-    live_readers: Tensor | None,
-    group: int,
-    read: Tensor | None,
-    readers: Tensor | None,
-    lowest: int,
-    distance: Tensor | None,
-    key_scale: Tensor | None,
-    row_scale: Tensor | None,
-    first: Tensor | None,
-    place: int,
-    left_pad: Tensor | None,
-    parts: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, own: Tensor | None, live_readers: Tensor | None, group: int,
+    read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
+    row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return every stretch's outputs, `[parts, B, L + F, rows, D]`, and live heads' logarithms `[parts, B, L, rows]`.
 
     `own [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read each,

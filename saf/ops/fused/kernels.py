@@ -484,29 +484,14 @@ _plans = PlanCache()
 
 
 def fused_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    maps: HeadMaps,
-    patterns: FusedPatterns,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns, *, scale: float | None = None,
     config: FusedConfig | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mix all heads of a layer in one launch.
 
-    Args:
-        query: `[B, L, T, D]` of live heads, unit stride in D, any other strides; so for all tensors below.
-        key: `[B, K, T, D]`, the key heads that live heads use.
-        value: `[B, H_kv, T, D]`.
-        maps: states and slots of the H heads.
-        patterns: of the frozen heads, for at least T positions.
-        scale: of the live heads' scores; default 1 / sqrt(D).
-        config: block sizes; default: `choose_config`.
-
-    Returns:
-        The output `[B, H, T, D]` in head order, laid out as `[B, T, H, D]`, and the live heads' row log-sum-exps
-        `[B, L, T]`, float32, nats.
+    `query [B, L, T, D]` of live heads, `key [B, K, T, D]` that they use and `value [B, H_kv, T, D]` have unit stride in
+    D and any others. Returns the output `[B, H, T, D]` in head order, laid out as `[B, T, H, D]`, and the live heads'
+    row log-sum-exps `[B, L, T]`, float32, nats.
     """
     result = heads_like(value, maps.state.numel())
     lse = _log_sums_like(value, maps.counts[0])
@@ -533,15 +518,9 @@ def _forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ..
 
 @torch.library.triton_op("saf::fused_visible", mutates_args=())
 def visible_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    maps: list[Tensor],
-    patterns: list[Tensor],
-    counts: list[int],
-    grouped: bool,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
+    grouped: bool, scale: float,
+) -> Tensor:  # fmt: skip
     """Do `fused_forward`, its output alone, as an operator that a compiler looks into and whose kernel it launches.
 
     Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
@@ -556,15 +535,9 @@ def visible_forward(
 
 
 def forward_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    maps: HeadMaps,
-    patterns: FusedPatterns,
-    scale: float | None = None,
-    config: FusedConfig | None = None,
-) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:
+    query: Tensor, key: Tensor, value: Tensor, result: Tensor, maps: HeadMaps, patterns: FusedPatterns,
+    scale: float | None = None, config: FusedConfig | None = None,
+) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:  # fmt: skip
     """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
     batch, _, length, dim = value.shape
     heads = maps.state.numel()
@@ -580,18 +553,9 @@ def forward_arguments(
 
 
 def fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    maps: HeadMaps,
-    patterns: FusedPatterns,
-    *,
-    scale: float | None = None,
-    config: FusedConfig | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, maps: HeadMaps,
+    patterns: FusedPatterns, *, scale: float | None = None, config: FusedConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of `fused_forward` to query, key and value, each laid out as `[B, T, heads, D]`.
 
     `grad [B, H, T, D]` is that of the output `out`, `lse` the forward's row log-sum-exps; the rest as in the forward.

@@ -6,14 +6,12 @@ the work in it there. In a CUDA graph of 1 x 512 a layer takes 3 us less than an
 us more, of 70 (124M, 25% frozen, H200; docs/log.md).
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.fused.tables import MAPS, PATTERNS, fused_tables, read_tables
 from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.live import score_scale
@@ -39,11 +37,7 @@ class Fused(Backend):
         return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
+        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
     ) -> Tables:
         """Return what the kernels read: `fused_tables`."""
         return fused_tables(patterns, dtype, device, kv_head)
@@ -144,32 +138,20 @@ def mix_few(
     return fused_product(query, key, value, *arguments, factor)[0]
 
 
-@cache
-def _launchers() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the launchers; an import in every call would cost the host more than it does."""
-    from saf.ops.fused.kernels import fused_backward, fused_forward
-
-    return fused_forward, fused_backward
-
-
 @operator("saf::fused")
 def fused_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    maps: list[Tensor],
-    patterns: list[Tensor],
-    counts: list[int],
-    grouped: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
+    grouped: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
 
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
     `PATTERNS`; `counts` of live, compact and dense heads.
     """
+    from saf.ops.fused.kernels import fused_forward
+
     query, key, value = (unit_stride(x) for x in (query, key, value))
-    return _launchers()[0](query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
+    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
 
 
 @torch.library.register_fake("saf::fused")
@@ -180,22 +162,15 @@ def _(query, key, value, maps, patterns, counts, grouped, scale):
 
 @operator("saf::fused_backward")
 def fused_product_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    maps: list[Tensor],
-    patterns: list[Tensor],
-    counts: list[int],
-    grouped: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, maps: list[Tensor],
+    patterns: list[Tensor], counts: list[int], grouped: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
+    from saf.ops.fused.kernels import fused_backward
+
     gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
     tables = read_tables(maps, patterns, counts, grouped)
-    return _launchers()[1](gradient, query, key, value, output, log_sums, *tables, scale=scale)
+    return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
 
 
 @torch.library.register_fake("saf::fused_backward")

@@ -268,31 +268,16 @@ _plans = PlanCache()
 
 
 def linear_matmul(
-    x: Tensor,
-    tables: LinearTables,
-    before: Tensor,
-    after: Tensor,
-    sources: Tensor | None = None,
-    *,
-    transpose: bool,
-    out: Tensor | None = None,
-    config: LinearConfig | None = None,
-    precision: str = "ieee",
-) -> Tensor:
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None = None, *, transpose: bool,
+    out: Tensor | None = None, config: LinearConfig | None = None, precision: str = "ieee",
+) -> Tensor:  # fmt: skip
     """Compute `after[i] sum_j g(i - j) before[j] x[j]` over j <= i, with `transpose` over j >= i, head by head.
 
     Deterministic; neither memory beyond the T positions of x nor scalings beyond T are read.
 
-    Args:
-        x: `[B, H, T, D]`, unit stride in D, any others; bfloat16, float16 or float32.
-        tables: of F heads, in x's dtype, contiguous.
-        before: `[F, >=T]` float32, scales the input.
-        after: `[F, >=T]` float32, scales the output.
-        sources: `[F]` int32, the head of x that each of the F reads; None where H = F and each reads its own.
-        transpose: multiply by the transpose.
-        out: `[B, F, T, D]` to write into, unit stride in D; default: new memory laid out as `[B, T, F, D]`.
-        config: how to run; default: the written rule.
-        precision: of float32 products, "ieee" or "tf32".
+    `x [B, H, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are of F heads, in
+    x's dtype; `before` and `after` `[F, >=T]` are float32; `sources [F]` int32 names the head of x that each of the F
+    reads, None where each reads its own. `out`, `config` and `precision` are those of `toeplitz_matmul`.
     """
     assert (x.stride(3), tables.near.dtype) == (1, x.dtype)
     assert tables.near.shape[1] <= 3, "a band must end within two chunks"

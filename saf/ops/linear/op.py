@@ -3,14 +3,13 @@
 Other patterns of a layer are executed beside them, by the product of `toeplitz`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.decode.op import compact_rows, decode_tables
 from saf.ops.heads import heads_like, merge_slots, row_product, take_heads, unit_stride
 from saf.ops.linear.tables import LinearTables, chunked_product, linear_tables
@@ -41,11 +40,7 @@ class Linear(Backend):
         return f"chunks with a state {how}, time linear in length, for exponential patterns"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
+        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
     ) -> Tables:
         """Return the tables of one pattern per head.
 
@@ -105,14 +100,6 @@ def _rest_of(tables: Tables) -> Tables:
     return {name.removeprefix(_REST): table for name, table in tables.items() if name.startswith(_REST)}
 
 
-@cache
-def _kernels() -> Callable[..., Tensor]:
-    """Return the kernels' launcher; an import in every call would cost the host more than it does."""
-    from saf.ops.linear.kernels import linear_matmul
-
-    return linear_matmul
-
-
 def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
     """Return the sums of `x [B, F, T, D]` over the slots that read each of `count` heads, stored as `[B, T, H, D]`."""
     if heads == list(range(count)):
@@ -126,15 +113,9 @@ def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
 
 @operator("saf::linear")
 def linear_product(
-    x: Tensor,
-    heads: list[int],
-    sources: Tensor,
-    tables: list[Tensor],
-    before: Tensor,
-    after: Tensor,
-    count: int,
+    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, count: int,
     transpose: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return frozen heads `[B, F, T, D]` of values `x [B, count, T, D]`, or with `transpose` the adjoint.
 
     Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
@@ -142,10 +123,12 @@ def linear_product(
     `LinearTables`, scalings `[F, >=T]`, of the direction asked for. Results are stored as `[B, T, ., D]`.
     """
     if uses_triton(x.device, x.dtype):
+        from saf.ops.linear.kernels import linear_matmul
+
         x = unit_stride(x)
         mapped = None if transpose or heads == list(range(x.shape[1])) else sources
         own = LinearTables(*tables)
-        result = _kernels()(x, own, before, after, mapped, transpose=transpose, precision=product_precision(x.dtype))
+        result = linear_matmul(x, own, before, after, mapped, transpose=transpose, precision=product_precision(x.dtype))
         return _sum_by_head(result, heads, count) if transpose else result
     if not transpose:
         return chunked_product(

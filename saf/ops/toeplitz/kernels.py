@@ -271,30 +271,17 @@ _plans = PlanCache()
 
 
 def toeplitz_matmul(
-    x: Tensor,
-    tables: Tensor,
-    pre: Tensor,
-    post: Tensor,
-    *,
-    transpose: bool,
-    out: Tensor | None = None,
-    config: Config | None = None,
-    precision: str = "ieee",
-) -> Tensor:
+    x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, *, transpose: bool, out: Tensor | None = None,
+    config: Config | None = None, precision: str = "ieee",
+) -> Tensor:  # fmt: skip
     """Multiply by diag(post) G diag(pre), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
 
     Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
 
-    Args:
-        x: `[B, F, T, D]`, unit stride in D, any other strides; bfloat16, float16 or float32.
-        tables: tiles of g from `make_tiles`, in x's dtype, for at least T positions.
-        pre: `[F, >=T]` float32, scales the input.
-        post: `[F, >=T]` float32, scales the output.
-        transpose: multiply by the transpose: the gradient of the other direction.
-        out: `[B, F, T, D]` to write into, unit stride in D, of x's dtype or float32; by default new memory laid out as
-            `[B, T, F, D]`.
-        config: how to run; by default the written rule.
-        precision: of float32 products: "ieee" or "tf32".
+    `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
+    from `make_tiles`, for at least T positions; `pre` and `post` `[F, >=T]` are float32. `out` may be memory of x's
+    dtype or float32 to write into, by default it is new and laid out as `[B, T, F, D]`. `precision` of float32 products
+    is "ieee" or "tf32"; `config` is the written rule by default.
     """
     assert (x.stride(3), tables.dtype) == (1, x.dtype)
     if out is None:

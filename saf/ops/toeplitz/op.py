@@ -6,8 +6,7 @@ that the value dtype cannot hold in this form, or a dense one, is executed as a 
 take the same product, with tables from the logits in every call, and gradients by Eq. (S.17).
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.decode.op import compact_rows, decode_tables
 from saf.ops.fused.op import few_tables, serves_few
 from saf.ops.heads import (
@@ -61,11 +60,7 @@ class Toeplitz(Backend):
         return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_head: tuple[int, ...] | None = None,
+        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
     ) -> Tables:
         """Return the tables of one pattern per head.
 
@@ -106,7 +101,7 @@ class Toeplitz(Backend):
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         """Return rows of `P V`, as products with these rows' weights."""
         parts = []
-        for slots, weights_of in ((tables["stored"], _stored_rows), (tables["convolved"], compact_rows)):
+        for slots, weights_of in ((tables["stored"], dense_rows), (tables["convolved"], compact_rows)):
             if slots:
                 read = tuple(heads[slot] for slot in slots)
                 parts.append((slots, row_product(weights_of(tables), value, read, rows)))
@@ -123,10 +118,6 @@ class Toeplitz(Backend):
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
         """Return `P V` with gradients to the logits; `trainable_product` says what tables cannot hold."""
         return trainable_product(value, alpha, rho)
-
-
-def _stored_rows(tables: Tables) -> Callable[..., Tensor]:
-    return dense_rows(tables["weights"])
 
 
 def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -169,14 +160,6 @@ def distance_table(distance: Tensor) -> Tensor:
     return make_tiles(distance) if uses_triton(distance.device, distance.dtype) else distance
 
 
-@cache
-def _matmul() -> Callable[..., Tensor]:
-    """Return the kernel's launcher; an import in every call would cost the host more than it does."""
-    from saf.ops.toeplitz.kernels import toeplitz_matmul
-
-    return toeplitz_matmul
-
-
 @operator("saf::toeplitz")
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Return the batch-shared causal convolution between two scalings (docs/method.md), or its adjoint.
@@ -185,8 +168,10 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
     `[B, T, F, D]`.
     """
     if uses_triton(x.device, x.dtype):
+        from saf.ops.toeplitz.kernels import toeplitz_matmul
+
         precision = product_precision(x.dtype)
-        return _matmul()(unit_stride(x), table, before, after, transpose=transpose, precision=precision)
+        return toeplitz_matmul(unit_stride(x), table, before, after, transpose=transpose, precision=precision)
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 
@@ -239,14 +224,9 @@ def _(alpha: Tensor, rho: Tensor, length: int, dtype: torch.dtype):
 
 @torch.library.custom_op("saf::pattern_gradient", mutates_args=())
 def pattern_gradient(
-    gradient: Tensor,
-    value: Tensor,
-    table: Tensor,
-    distance: Tensor,
-    key_scale: Tensor,
-    row_scale: Tensor,
+    gradient: Tensor, value: Tensor, table: Tensor, distance: Tensor, key_scale: Tensor, row_scale: Tensor,
     positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients to values, and to alpha and rho in the scalings' dtype, Eq. (S.17).
 
     `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
@@ -297,10 +277,12 @@ def split_product(parts: Tensor, table: Tensor, transpose: bool) -> Tensor:
 
     The kernel takes the parts as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
     """
+    from saf.ops.toeplitz.kernels import toeplitz_matmul
+
     _, batch, heads, length, dim = parts.shape
     one = torch.ones(heads, length, device=parts.device)
     sums = parts.new_empty(2 * batch, length, heads, dim, dtype=torch.float32).transpose(1, 2)
-    _matmul()(parts.flatten(0, 1), table, one, one, transpose=transpose, out=sums)
+    toeplitz_matmul(parts.flatten(0, 1), table, one, one, transpose=transpose, out=sums)
     return sums[:batch] + sums[batch:]
 
 

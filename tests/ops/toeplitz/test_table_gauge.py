@@ -132,15 +132,6 @@ def test_what_tables_cannot_hold_is_never_silent(name, generator):
     assert relative(found, weights(exact[0][0], exact[1][0]) @ value.double()) <= BUDGET[torch.float64]
 
 
-def test_tables_of_one_head_know_nothing_of_another(generator):
-    held, lost = logits("early keys", 90, generator), logits("first key", 90, generator)
-    alone = compact_tables(*(x[None] for x in held), torch.float32)
-    both = compact_tables(*(torch.stack(pair) for pair in zip(held, lost, strict=True)), torch.float32)
-    for one, other in zip(alone, both, strict=True):
-        assert torch.equal(one[0], other[0])
-    assert both[2][1].isnan().all()
-
-
 def test_logits_that_are_not_finite_are_not_held(generator):
     alpha = torch.zeros(2, 30)
     alpha[0, 4] = torch.nan
