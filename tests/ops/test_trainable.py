@@ -1,5 +1,7 @@
 """Gradients of key and distance logits against Eq. (S.17) in float64, and what must hold while they are trained."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +12,7 @@ from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
 from saf.ops.backends import choose_backend
 from saf.ops.heads import take_heads
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
+from tests.ops.kernels.logits import NAMES, SPREADS, Case, dense_gradients, drawn, errors
 
 TRAINABLE = ["toeplitz", "reference"]
 UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -254,3 +257,22 @@ def test_what_cannot_be_trained_is_refused(generator):
         TrainablePattern(torch.zeros(4), torch.zeros(5))
     with pytest.raises(InputError, match=r"executed by saf\.frozen_attention"):
         pattern[0](value)
+
+
+SHAPES = {"short": {"length": 16, "batch": 1}, "blocks": {"length": 150, "heads": 2}}
+KINDS = list(itertools.product(("bfloat16", "float32"), SHAPES, SPREADS))
+
+
+@pytest.mark.parametrize("common", [0.0, 3.0])
+@pytest.mark.parametrize(("dtype", "shape", "spread"), KINDS)
+def test_logits_of_every_spread_have_at_most_twice_the_error_of_autograd(dtype, shape, spread, common):
+    """On a CPU, of values with and without a part that cancels."""
+    case = Case(spread, dtype=dtype, common=common, **SHAPES[shape])
+    value, upstream, alpha, rho = drawn(case, "cpu")
+    expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
+    plain = errors(dense_gradients(value, upstream, alpha, rho), expected)
+    inputs = [x.requires_grad_() for x in (value, alpha, rho)]
+    output = BACKENDS["toeplitz"].forward_trainable(*inputs)
+    found = errors(torch.autograd.grad(output, inputs, upstream), expected)
+    for name in NAMES:
+        assert found[name] <= 2 * plain[name], (name, found, plain)
