@@ -397,26 +397,19 @@ def _lowest_keys(fraction: float) -> int:
     return min(int(2 * fraction * 2**64), 2**64 - 1)
 
 
-def _are_few(documents: int, fraction: float) -> bool:
-    """Whether so few documents have keys below `_lowest_keys` that chance may leave too little text there."""
-    return 2 * fraction * documents < _MANY_HELD_OUT
-
-
 def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
     """Mask of the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
 
     The tokenizer learns only from the others. They are those with keys below `_lowest_keys`; of few documents, which
     may hold too little text, also those with the next keys until it suffices, but for too long ones.
     """
-    pool = keys < np.uint64(_lowest_keys(fraction))
-    asked = fraction * sizes.sum()
-    short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * asked
-    if not _are_few(len(keys), fraction) or sizes[pool & short].sum() >= _MARGIN * asked:
+    pool, target = keys < np.uint64(_lowest_keys(fraction)), fraction * sizes.sum()
+    short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * target
+    if 2 * fraction * len(keys) >= _MANY_HELD_OUT or sizes[pool & short].sum() >= _MARGIN * target:
         return pool
     order = np.argsort(keys, kind="stable")
     order = order[short[order]]
-    reach = np.searchsorted(np.cumsum(sizes[order]), _MARGIN * asked) + 1
-    pool[order[:reach]] = True
+    pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
     return pool
 
 
@@ -518,30 +511,28 @@ def _sample(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[str]
     document that may be held out is never used; where there are few, all are read to know which may.
     """
     fraction, read = config.fraction, list[dict[str, Any]]()
-    lowest, few = (0, False) if fraction is None else (_lowest_keys(fraction), True)
+    lowest, many = (0, 0.0) if fraction is None else (_lowest_keys(fraction), _MANY_HELD_OUT / (2 * fraction))
     sizes: dict[int, int] = {}  # bytes of documents by their keys, as long as they are few
     heap: list[tuple[int, int, str, int]] = []
     total, drawn_from = 0, 0
     for text in _read(sources, config, read, Counter()):
         document = _order_key(_digest(text), config.seed)
-        if few and fraction is not None:
+        if len(sizes) < many:
             sizes[document] = len(text.encode())
-            few = _are_few(len(sizes), fraction)
         for piece in split_text(text, _SAMPLE_PIECE) if document >= lowest and not drawn_from else ():
             size = len(piece.encode())
             heapq.heappush(heap, (_order_key(_digest(piece), config.seed), size, piece, document))
             total += size
             while total > config.tokenizer_bytes and len(heap) > 1:
                 total -= heapq.heappop(heap)[1]
-            if (size := sum(each["bytes"] for each in read)) >= _LOOK_AHEAD * config.tokenizer_bytes:
-                drawn_from = size
+            if (bytes_read := sum(each["bytes"] for each in read)) >= _LOOK_AHEAD * config.tokenizer_bytes:
+                drawn_from = bytes_read
                 break
-        if drawn_from and not few:
+        if drawn_from and len(sizes) >= many:
             break
     excluded = set[int]()
-    if few and fraction is not None:
+    if fraction is not None and len(sizes) < many:
         keys, held = np.fromiter(sizes, dtype=np.uint64), np.fromiter(sizes.values(), dtype=np.int64)
         excluded = set(keys[_may_be_held_out(keys, held, fraction)].tolist())
-    return [piece for _, _, piece, document in sorted(heap) if document not in excluded], drawn_from or sum(
-        each["bytes"] for each in read
-    )
+    sample = [piece for _, _, piece, document in sorted(heap) if document not in excluded]
+    return sample, drawn_from or sum(each["bytes"] for each in read)
