@@ -1,4 +1,4 @@
-"""Sets of attention heads, and the order in which one layer executes them."""
+"""A `HeadSet` names heads of a model; a `HeadLayout` is the order in which a layer executes its own."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

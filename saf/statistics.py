@@ -1,4 +1,4 @@
-"""`AttentionStatistics`, the measurements of every head by calibration; scores, targets and fitters read them."""
+"""`AttentionStatistics` holds what calibration measures of every head; scores, targets and fitters read it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

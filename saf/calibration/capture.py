@@ -1,4 +1,4 @@
-"""Running a model over calibration sequences without a trace, and copying queries and keys of some of its layers."""
+"""`capture` runs a model over calibration sequences without a trace, and copies queries and keys of some layers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -107,7 +107,7 @@ def capture(adapter: Adapter, slots: Mapping[int, Slots], ids: Sequence[Tensor])
     for layer, number in filled.items():
         if number != count:
             raise UnsupportedError(
-                f"layer {layer} must attend once in a pass by the model's attention function, got {number} sequences "
-                f"of {count}: put back the forward pass and configuration that transformers gave the layer"
+                f"layer {layer} must attend once in a pass, got {number} sequences of {count}; give it back the "
+                "forward pass and configuration of transformers"
             )
     return {layer: (copies[layer, "query"], copies[layer, "key"]) for layer in slots}

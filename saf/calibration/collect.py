@@ -1,4 +1,4 @@
-"""What `calibrate(collect=...)` keeps beside the statistics, filled strip by strip in the same pass."""
+"""A `Collection` holds the tensors of `calibrate(collect=...)`, filled strip by strip in the pass of the statistics."""
 
 import math
 from collections.abc import Callable, Sequence

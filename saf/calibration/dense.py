@@ -1,4 +1,4 @@
-"""Statistics from whole `T x T` patterns: the float64 oracle, and the collection that the paper describes."""
+"""Whole `T x T` patterns give the same statistics here: the float64 oracle, and the paper's own collection."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Gradients that scores read: the running average of Q/K gradients, and those of gates on head outputs.
+"""Two collectors measure the gradients that scores read, of queries and keys and of gates on head outputs.
 
 The training loop feeds `QKGradient` once an update; `gate_gradients` runs the model over calibration sequences.
 """

@@ -1,4 +1,4 @@
-"""Contributions of heads to the residual stream of held-out sequences, and their changes with the mean pattern."""
+"""`head_outputs` measures what heads add to the residual stream, and how their mean pattern would change that."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -40,8 +40,8 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
     if any(site.norm_after for site in sites):
         raise UnsupportedError(
-            "contributions of heads cannot be separated where a norm follows the attention layer (Gemma 2 and 3); use "
-            "a score of attention patterns, such as 'variance'"
+            "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
+            "such as 'variance'"
         )
     layers = [_Layer(unwrap(model), site, number, statistics) for number, site in enumerate(sites)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:

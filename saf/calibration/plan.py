@@ -1,4 +1,4 @@
-"""How a calibration goes and how much memory it takes, computed before the model runs."""
+"""`plan_calibration` computes how a calibration goes and how much memory it takes, before the model runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

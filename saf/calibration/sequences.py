@@ -1,4 +1,4 @@
-"""Calibration sequences: the user's batches, read once, as token ids on the CPU with the length of every sequence."""
+"""`read_sequences` reads the user's batches once, into token ids on the CPU with the length of every sequence."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences in batches, longest first; a batch again for every reader, so that a generator serves all of them."""
+    """Sequences in batches, longest first. They are batches themselves, so that a generator serves several readers."""
 
     ids: list[Tensor]
     """LongTensors `[B, T]`; shorter sequences are padded behind with zeros, which never enter."""
@@ -98,8 +98,8 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
         tokens = fields.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(
-                "batches must be token ids, integer tensors [B, T] or mappings with such input_ids; got "
-                f"{shown(tokens)}; of text, saf.integrations.transformers.text_sequences makes them"
+                f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
+                "saf.integrations.transformers.text_sequences makes them of text"
             )
         ends = _ends(fields.get("attention_mask"), tokens)
         _check_one_document(fields, ends)
@@ -176,6 +176,6 @@ def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
         )
     if several:
         raise InputError(
-            "position_ids, cu_seq_lens_q or seq_lengths list several documents in a row, and calibration measures "
-            "one sequence a row: give each document a row of its own, padded behind it where they differ in length"
+            "rows must be one document each, got several documents in a row (by position_ids, cu_seq_lens_q or "
+            "seq_lengths); give each a row of its own, padded behind it"
         )

@@ -1,4 +1,4 @@
-"""One layer's statistics from its queries and keys: by the Triton kernels where they run, else strip by strip here.
+"""`measure_layer` computes a layer's statistics: by the Triton kernels where they run, else strip by strip here.
 
 A strip is some rows of the patterns of all sequences: strips outside, all sequences inside, so that deviations from the
 mean are taken directly, never as differences of large sums. The kernels (`saf.calibration.tiles`) take square tiles

@@ -1,4 +1,4 @@
-"""One layer's statistics by Triton kernels: tiles outside, sequences inside, no pattern in memory."""
+"""`measure_by_kernel` computes a layer's statistics in Triton: tiles outside, sequences inside, no pattern kept."""
 
 import math
 from collections.abc import Sequence
