@@ -226,7 +226,8 @@ class FrozenHeads(nn.Module):
         twin = FrozenHeads(patterns, self.backend, self.max_length, self.kv_head)
         for dtype in self.dtypes:
             tables = self.tables(dtype)
-            twin._add_tables(dtype, {k: t.clone() if isinstance(t, Tensor) else t for k, t in tables.items()})
+            # By memo: a tensor that is two tables stays one buffer, as averages of buffers pair them by their order.
+            twin._add_tables(dtype, {name: copy.deepcopy(table, memo) for name, table in tables.items()})
         return twin.train(self.training)
 
 

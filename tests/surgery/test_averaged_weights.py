@@ -1,23 +1,20 @@
 """Averaging a model's weights, buffers and state dicts: which heads are frozen, and how, is no number to average."""
 
 import copy
-import importlib
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 import saf
 from tests.freezing.small_model import make, tokens
-from tests.transformers_models import make as make_hf
-from tests.transformers_models import tokens as hf_tokens
 
 FREEZE = saf.FreezeConfig(count=3, max_fit_kl=99)
 
 
-def by_torch(model, **options):
-    averaged = AveragedModel(model, use_buffers=True, **options)
+def by_torch(model):
+    averaged = AveragedModel(model, use_buffers=True)
 
     def average() -> Any:
         averaged.update_parameters(model)
@@ -42,8 +39,6 @@ def by_hand(model):
 
 WAYS = {
     "stochastic weight averaging": by_torch,
-    "exponential": lambda model: by_torch(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
-    "a function": lambda model: by_torch(model, avg_fn=lambda mean, new, count: mean + (new - mean) / (count + 1)),
     "a state dict": by_hand,
     "a cast of all there is": lambda model: lambda: model.type(torch.float32),
 }
@@ -73,17 +68,3 @@ def test_averaged_weights_are_saved_with_their_heads_and_open_again(way, tmp_pat
         torch.testing.assert_close(again.state_dict()["norm.weight"], torch.stack(weights).mean(0))
     saf.uninstall_(again, report.heads)
     model.load_state_dict(averaged.state_dict())
-
-
-def test_so_are_those_of_a_model_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    importlib.import_module("saf.integrations.transformers")  # which lets from_pretrained open such folders
-    model = make_hf("llama")
-    saf.freeze_(model, [hf_tokens()], FREEZE)
-    average = by_torch(model)
-    for _ in range(2):
-        moved(model)
-        averaged = average()
-    averaged.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again(hf_tokens()).logits, averaged(hf_tokens()).logits)

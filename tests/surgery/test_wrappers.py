@@ -1,4 +1,4 @@
-"""What holds a model as it was before an edit: hooks that know heads by number, wrappers of several processes."""
+"""Data-parallel wrappers that hold a model as it was before an edit refuse to train it on."""
 
 import copy
 
@@ -8,12 +8,9 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import saf
-from saf.adapters import adapter_for
-from saf.errors import InputError, SafWarning, UnsupportedError
+from saf.errors import InputError
 from tests.transformers_models import make, tokens
 
-CONFIG = saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=99)
-PATTERN = saf.CompactPattern.from_parameters(*torch.zeros(2, 1, 32))
 HEADS = [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
 PATTERNS = saf.CompactPattern.from_parameters(*torch.zeros(2, 5, 32))
 
@@ -21,61 +18,6 @@ PATTERNS = saf.CompactPattern.from_parameters(*torch.zeros(2, 5, 32))
 def gpt():
     torch.manual_seed(0)
     return saf.GPT(saf.GPTConfig(vocab_size=61, num_layers=3, num_heads=4, hidden_size=48, max_length=32))
-
-
-def attention_of(model):
-    return adapter_for(model).sites()[0].attention
-
-
-HOOKS = [
-    ("llama", "o_proj", "forward_pre_hook"),
-    ("llama", "v_proj", "forward_hook"),
-    ("llama", "q_proj", "full_backward_hook"),
-    ("llama", "k_proj", "full_backward_pre_hook"),
-    ("qwen3", "q_norm", "forward_hook"),
-    ("gpt2", "c_attn", "forward_hook"),
-    ("phi3", "qkv_proj", "forward_hook"),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "kind"), HOOKS)
-def test_hooks_by_the_number_of_a_head_are_refused_until_they_are_taken_away(family, name, kind):
-    model = make(family)
-    handle = getattr(getattr(attention_of(model), name), f"register_{kind}")(lambda *_: None)
-    _refused_until(model, handle)
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_the_gradient_of_a_weight_are_refused_until_they_are_taken_away(family, kind):
-    model = gpt() if family == "gpt" else make(family)
-    _refused_until(model, getattr(attention_of(model).v_proj.weight, kind)(lambda *_: None))
-
-
-def _refused_until(model, handle):
-    for refused in (
-        lambda: saf.freeze_(model, [tokens()], CONFIG),
-        lambda: saf.install_(model, [(0, 1)], PATTERN),
-        lambda: saf.prune_(model, [(0, 1)]),
-    ):
-        with pytest.raises(UnsupportedError, match="hook"):
-            refused()
-    assert not adapter_for(model).heads("frozen", "pruned")
-    handle.remove()
-    saf.freeze_(model, [tokens()], CONFIG)
-
-
-def test_hooks_around_layers_are_no_matter_and_later_ones_on_projections_are_warned_of(recwarn):
-    model, reached = make("llama"), []
-    model.model.layers[0].register_forward_hook(lambda *_: reached.append("layer"))
-    attention_of(model).register_forward_hook(lambda *_: reached.append("attention"))
-    saf.install_(model, [(0, 1)], PATTERN)
-    model(tokens(), use_cache=False)
-    assert reached == ["attention", "layer"]
-    assert not [one for one in recwarn if issubclass(one.category, SafWarning)]
-    attention_of(model).o_proj.register_forward_pre_hook(lambda *_: None)
-    with pytest.warns(SafWarning, match="hooks on o_proj of layer 0"):
-        model(tokens(), use_cache=False)
 
 
 @pytest.fixture
@@ -116,10 +58,9 @@ def there_and_back(model, optimizer):
 @pytest.mark.parametrize(
     ("edit", "family", "unused"),
     [
-        *((edit, family, True) for edit in (freeze, prune, there_and_back) for family in ("gpt", "llama")),
+        *((edit, "gpt", True) for edit in (freeze, prune, there_and_back)),
         (freeze, "gpt", False),
-        (freeze, "qwen3", False),
-        (freeze, "gpt2", True),
+        (there_and_back, "llama", True),
     ],
 )
 def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, family, unused, group):
