@@ -7,7 +7,7 @@ from typing import Any
 
 import tyro
 
-from saf.machine.processes import joined
+from saf.distributed import process_group
 from saf.records.files import to_json
 from saf.records.text import plain
 from saf.report.benchmarks import tables
@@ -19,7 +19,7 @@ def run(
     """Parse settings of a dataclass, measure, print the tables of the record, and return it."""
 
     def command(settings: Any, out: Path | None = None, json: bool = False) -> dict[str, Any]:
-        with joined(getattr(settings, "device", "auto")):
+        with process_group(getattr(settings, "device", "auto")):
             record = measure(settings, out=out)
         for part in () if json else tables(record):
             print(plain(part)) if isinstance(part, str) else part.print()

@@ -23,7 +23,7 @@ from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
 from saf.bench.speed import require
 from saf.heads import Head, HeadLayout, HeadSet
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.models.rotary import BASE, Rotary, rotate
 from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, live_attention, mixed_attention

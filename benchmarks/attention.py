@@ -19,8 +19,7 @@ from saf.bench.models import mixing_work, random_tokens
 from saf.bench.protocol import Arm, Point, Subject, Work
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
-from saf.machine.cuda_graphs import GraphPool
-from saf.machine.execution import Compile
+from saf.machine import Compile, GraphPool
 
 
 @dataclass(kw_only=True)

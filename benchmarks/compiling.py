@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from saf.train.ahead import Layouts, start
 
 import saf
 from benchmarks import run
@@ -30,10 +31,8 @@ from saf.bench.processes import SPAWN
 from saf.bench.protocol import Arm, Point, Session
 from saf.bench.whole import CLIP, PRELOADED, Preloaded, updates_in_a_row
 from saf.heads import Head, HeadSet
-from saf.machine.execution import Execution
-from saf.train.ahead import Layouts, start
-from saf.train.optimizer import build_optimizer
-from saf.train.updater import Updater
+from saf.machine import Execution
+from saf.train.step import Updater, build_optimizer
 
 FORMS = {"whole": "on", "layers": "layers"}
 RATE = 0.25

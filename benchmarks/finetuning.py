@@ -21,11 +21,10 @@ from saf.bench.protocol import GRAPH, Arm, Point, Subject, Work, kernels_of
 from saf.bench.speed import ModelSpeed, measure, require
 from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, update_work, way_of
 from saf.errors import SafWarning
-from saf.machine.cuda_graphs import GraphPool
-from saf.machine.execution import Compile
+from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
-from saf.train.finetuning import OF_TASKS
+from saf.train.finetune import OF_TASKS
 
 TIMED = {"sst2": (256, 1), "boolq": (64, 1), "quality": (4, 4)}
 """Examples of a micro-batch and micro-batches of an update when the paper times finetuning."""

@@ -26,12 +26,12 @@ from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT
 from saf.opening import find_model
 from saf.statistics import AttentionStatistics
 from saf.surgery import uninstall_
-from saf.train.optimizer import build_optimizer
+from saf.train.step import build_optimizer
 
 SYNTHETIC = "synthetic: random weights whose heads see distance and content to different degrees; not trained"
 """The description of untrained weights in a record."""

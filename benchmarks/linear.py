@@ -25,7 +25,7 @@ import saf
 from saf.bench.layer import TOLERANCE
 from saf.bench.models import synthetic_patterns
 from saf.errors import AccuracyError
-from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine import GraphPool, GraphReplay
 from saf.ops.launch import cdiv
 from saf.ops.linear.kernels import WAVE, LinearConfig, choose_config, linear_matmul
 from saf.ops.linear.tables import CHUNK, linear_tables

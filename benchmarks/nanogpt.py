@@ -23,7 +23,7 @@ from saf.bench.models import random_tokens
 from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, row_block, summary
 from saf.bench.whole import PRELOADED
 from saf.errors import InputError
-from saf.machine.cuda_graphs import GraphPool
+from saf.machine import GraphPool
 from saf.models import preset
 from saf.records.files import file_hash
 

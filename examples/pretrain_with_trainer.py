@@ -32,7 +32,7 @@ from saf.data import TokenData, calibration_windows
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.integrations.transformers import FreezeCallback
-from saf.machine.execution import device_name
+from saf.machine import device_name
 from saf.records.files import write_json
 from saf.records.result import result_header
 

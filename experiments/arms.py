@@ -93,19 +93,20 @@ SPEEDS = {
 }
 CHARGE_SECONDS = 28.3
 """Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
-RAW_CLOCK = {"match_clock": "everything"}
+PAPER_SECONDS = 187.65 * 60
+"""What the paper's ordinary arm took at matched time (tab:equal-time-controls)."""
 
 
 def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
     """Return settings that give a run `ratio` updates for each that its reference had left."""
-    return {**RAW_CLOCK, "match_speed": ratio, "match_speed_source": source, "match_charge_seconds": charge}
+    return {"match_speed": ratio, "match_speed_source": source, "match_charge_seconds": charge}
 
 
 def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str, Settings]:
     """Return the settings of an arm at matched time, by scale.
 
-    The paper's scale has its scaled clock. Small runs are too short for a clock and get the speed that was measured;
-    smoke runs one that is set.
+    At the paper's scale it has the seconds that its reference had left. Small runs are too short for a clock and get as
+    many updates as the measured speed buys; smoke runs have a speed that is set.
     """
     if operation is None:
         small = smoke = speed(1.0, "ordinary: its reference's speed")
@@ -113,7 +114,7 @@ def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str,
         ratio = SPEEDS[context, operation][rate]
         small = speed(ratio, "124M on an H200, measured in pairs", CHARGE_SECONDS)
         smoke = speed(1.25, "set for the smoke scale, not measured")
-    return {"paper": {"match_clock": "scaled"}, "small": small, "smoke": smoke}
+    return {"small": small, "smoke": smoke}
 
 
 def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
@@ -188,12 +189,11 @@ def _raw_clock(k: str, context: int) -> Iterator[Arm]:
     trunk = f"{k}-raw-reference"
     yield Arm(name=trunk, context=context, scaled={"small": {"compile": "off"}})
     timed: Settings = {"context": context, "parent": trunk, "match": trunk}
-    yield Arm(name=f"{k}-ordinary-raw", settings=RAW_CLOCK, **timed)
+    yield Arm(name=f"{k}-ordinary-raw", **timed)
     for name in ("25", "50"):
-        freeze = {**RAW_CLOCK, "freeze": {"rate": RATES[name]}}
+        freeze = {"freeze": {"rate": RATES[name]}}
         yield Arm(name=f"{k}-mean-{name}-raw", settings=freeze, scaled=STRICT, **timed)
-        prune = {**RAW_CLOCK, **PRUNE}
-        yield Arm(name=f"{k}-pruned-{name}-raw", settings=prune, scaled=HELD_OUT, heads=f"{k}-mean-{name}-raw", **timed)
+        yield Arm(name=f"{k}-pruned-{name}-raw", settings=PRUNE, scaled=HELD_OUT, heads=f"{k}-mean-{name}-raw", **timed)
 
 
 def _moments() -> Iterator[Arm]:

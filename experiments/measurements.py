@@ -19,10 +19,10 @@ from experiments.arms import arm_at
 from experiments.inputs import Inputs
 from experiments.run import Key, Run, Say
 from experiments.scales import Scale
+from saf.checkpoint import latest, step_name
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
 from saf.schedules import OneTime
-from saf.train.checkpoint import latest, step_name
 
 
 @dataclass(frozen=True)

@@ -19,26 +19,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import Arm, arm_at, merged
+from experiments.arms import PAPER_SECONDS, Arm, arm_at, merged
 from experiments.inputs import PUBLIC, Inputs
 from experiments.scales import BRANCHES, Scale, scale_named
+from saf.checkpoint import Checkpoint, latest, step_name
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig
-from saf.machine.execution import visible_devices
+from saf.machine import visible_devices
 from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
-from saf.train.checkpoint import latest, step_name
-from saf.train.finetuning import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
+from saf.train.config import recorded_config, settings_after
+from saf.train.finetune import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
+from saf.train.logs import duration
 from saf.train.loop import EXIT_STOPPED, StopRequest
-from saf.train.memory import peak_bytes
-from saf.train.observer import duration
-from saf.train.run_config import recorded_config, settings_after
+from saf.train.step import peak_bytes
 
 Say = Callable[[str], None]
 Key = tuple[str, int]
@@ -188,7 +188,8 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
 
 def config_of(run: Run, inputs: Inputs) -> tuple[TrainConfig, int | None]:
     """Return the configuration of a run whose needs have ended, and its epochs where they are given."""
-    own = {name: value for name, value in run.changes.items() if name not in ("freeze", "schedule", "mqar", "epochs")}
+    apart = ("freeze", "schedule", "mqar", "epochs", "match_speed", "match_speed_source", "match_charge_seconds")
+    own = {name: value for name, value in run.changes.items() if name not in apart}
     own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     if "freeze" in run.changes or "heads" in run.needs:
         heads: dict[str, Any] = {"heads": _heads(run.needs["heads"])} if "heads" in run.needs else {}
@@ -203,11 +204,26 @@ def config_of(run: Run, inputs: Inputs) -> tuple[TrainConfig, int | None]:
     parent = open_checkpoint(_checkpoint(run))
     if run.arm.task is None:
         if run.arm.match:
-            own["match_time"] = str(run.needs["match"].folder)
+            own |= _matched_budget(run, parent)
         if run.arm.reseed:
             own["seed"] = run.seed + run.arm.reseed
         return settings_after(parent, out=out, keep=1, **own), None
     return _finetuned(run, parent, own, inputs), run.changes.get("epochs")
+
+
+def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
+    """Return the budget of a run at matched time: what its reference had left from the parent's checkpoint on.
+
+    That is as many updates as its measured speed buys, less what an event is charged with, or the seconds themselves.
+    """
+    reference = run.needs["match"].record() or {}
+    speed, charge = run.changes.get("match_speed"), run.changes.get("match_charge_seconds", 0.0)
+    if speed is not None:
+        left, charged = reference["updates"] - parent.update, reference["updates"] * charge / PAPER_SECONDS
+        return {"update_budget": int(speed * (left - charged))}
+    before = parent.state["elapsed"]
+    spent = sum(before["parts"].values()) + sum((before["parent"] or {}).values())
+    return {"time_budget_seconds": reference["time"]["everything"]["seconds"] - spent}
 
 
 def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> TrainConfig:

@@ -22,7 +22,6 @@ from saf.errors import CompareError
 from saf.evaluate.compare import free_heads_bound
 from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
 from saf.records.result import read_result
-from saf.train.clock import OFF_CLOCK
 
 Record = Mapping[str, Any]
 PAPER_EXCHANGE = 0.14
@@ -51,7 +50,13 @@ def _continuation(record: Record) -> float | None:
     time = record.get("time") or {}
     if time.get("parent_parts") is None:
         return None
-    return sum(seconds for part, seconds in time["parts"].items() if part not in OFF_CLOCK) / 60
+    # Earlier records also have what they counted in neither total.
+    return sum(seconds for part, seconds in time["parts"].items() if part not in ("afterwards", "lost")) / 60
+
+
+def _compilation(record: Record) -> float | None:
+    parts = (record.get("time") or {}).get("parts") or {}
+    return parts.get("compile", parts.get("compilation"))  # the latter in earlier records
 
 
 def _context(record: Record) -> float | None:
@@ -91,7 +96,7 @@ TIMES: dict[str, Callable[[Record], float | None]] = {
     "minutes": _minutes,
     "continuation": _continuation,
     "intervention": _sum_of(),
-    "compilation": lambda run: ((run.get("time") or {}).get("parts") or {}).get("compilation"),
+    "compilation": _compilation,
     "capture": _sum_of("capture", "statistics"),
     "fit": _sum_of("fit"),
     "update": lambda run: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,

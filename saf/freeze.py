@@ -28,6 +28,7 @@ from saf.calibration import (
     read_sequences,
 )
 from saf.calibration.capture import check_heads as check_measurable
+from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
 from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
@@ -35,8 +36,7 @@ from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.joint_cost import JointCost, accept_jointly, halves
 from saf.loss_guard import MAX_RISE, heldout_loss, perplexity_rise, worst_layer
-from saf.machine.processes import agreed, done_once
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Stopwatch
 from saf.ops import choose_backend
 from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
@@ -107,7 +107,7 @@ def freeze_(
         if text is None:
             raise InputError("budget is measured on held-out text: give heldout= sequences")
         choosing, text = halves(text)
-    sequences = done_once(lambda: _read(adapter, batches, config, text, allow_empty))
+    sequences = on_rank0(lambda: _read(adapter, batches, config, text, allow_empty))
     loss_before = _loss(model, text, timer)
 
     # Measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
@@ -117,7 +117,7 @@ def freeze_(
 
     # Sort the heads by score, the lowest first, and take k = round(r L H).
     with timer("score"):
-        scores = done_once(lambda: _scores(adapter, sequences, statistics, config, choosing, inputs))
+        scores = on_rank0(lambda: _scores(adapter, sequences, statistics, config, choosing, inputs))
     with timer("select"):
         layout = adapter.sites()[0].layout
         group_size = layout.num_heads // layout.num_kv_heads
@@ -127,7 +127,7 @@ def freeze_(
     def fit(heads: HeadSet) -> dict[Head, FittedHead]:
         return fit_heads(model, sequences, statistics, heads, config, timer)
 
-    accepted, rejected = done_once(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
+    accepted, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
 
     patterns = {head: one.pattern for head, one in accepted.items() if one.pattern is not None}
 
@@ -143,7 +143,7 @@ def freeze_(
     joint = None
     if config.budget is not None:
         with timer("joint cost"):
-            joint = done_once(lambda: _within_budget(model, accepted, choosing, config, edit_, undo_, allow_empty))
+            joint = on_rank0(lambda: _within_budget(model, accepted, choosing, config, edit_, undo_, allow_empty))
         accepted = {head: accepted[head] for head in joint.accepted}
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
@@ -176,7 +176,7 @@ def freeze_(
         report = _guard(model, report, text, timer, edit_=edit_, undo_=undo_, accept=accept_loss)
     if len(heads):
         adapter.remember(report.known())
-    return replace(report, seconds=done_once(lambda: timer.seconds))
+    return replace(report, seconds=on_rank0(lambda: timer.seconds))
 
 
 def _read(
@@ -185,7 +185,7 @@ def _read(
     """Return the batches, read once; raise a SafError for what cannot be measured or frozen, before anything is."""
     sequences, longest, sites = read_sequences(batches), adapter.max_length, adapter.sites()
     length = sequences.length
-    # The fifth frame up is the caller of freeze_, past done_once. Pruned heads have no pattern that ends anywhere.
+    # The fifth frame up is the caller of freeze_, past on_rank0. Pruned heads have no pattern that ends anywhere.
     warn = partial(warnings.warn, category=SafWarning, stacklevel=5)
     if config.operation == "freeze" and longest is not None and length > longest:
         warn(
@@ -359,7 +359,7 @@ def accept_fits(
         if not len(order) and not allow_empty:
             raise SelectionError(f"at least 1 head must be {config.kind}, got 0 of {order.total}: {reason}")
         message = f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}"
-        warnings.warn(message, SafWarning, stacklevel=5)  # the caller of freeze_, past done_once
+        warnings.warn(message, SafWarning, stacklevel=5)  # the caller of freeze_, past on_rank0
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
@@ -451,7 +451,7 @@ def _in_all_or_none(undo_: Callable[[], None]) -> Iterator[None]:
     """Let an edit succeed in every process of the group; where one fails, undo it in the others."""
     edited = False
     try:
-        with agreed():
+        with all_ranks_or_raise():
             yield
             edited = True
     except Exception:
@@ -465,7 +465,7 @@ def _loss(model: nn.Module, text: Iterable[Batch] | None, timer: Stopwatch) -> f
     if text is None:
         return None
     with timer("loss"):
-        return done_once(lambda: heldout_loss(model, text))
+        return on_rank0(lambda: heldout_loss(model, text))
 
 
 def _guard(
@@ -488,7 +488,7 @@ def _guard(
     if accept or report.perplexity_rise <= MAX_RISE:
         return report
     undo_(report.heads)
-    worst, loss = done_once(lambda: worst_layer(model, report.heads, text or (), edit_, undo_))
+    worst, loss = on_rank0(lambda: worst_layer(model, report.heads, text or (), edit_, undo_))
     alone, count = perplexity_rise(report.loss_before, loss), len(report.heads.in_layer(worst))
     raise LossError(
         f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; layer {worst} "

@@ -8,22 +8,22 @@ from torch import Tensor
 from saf.adapters.description import STATE, recorded_layouts
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
+from saf.checkpoint import Checkpoint, save_checkpoint
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
-from saf.machine.execution import autocast, pick_device
+from saf.machine import autocast, pick_device
 from saf.models import GPT
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
 from saf.surgery import finalize_
 from saf.targets import collect_for
 from saf.tasks.text import heldout_batches
-from saf.train.checkpoint import Checkpoint, save_checkpoint
-from saf.train.clock import seconds_until, with_intervention
 from saf.train.events import recorded_gradient
+from saf.train.logs import with_freeze
 
 
 def freeze_checkpoint(
@@ -67,7 +67,7 @@ def freeze_checkpoint(
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
-    state["clock"] = with_intervention(seconds_until(checkpoint), report.seconds)
+    state["elapsed"] = with_freeze(checkpoint.state["elapsed"], sum(report.seconds.values()))
     written = save_checkpoint(
         settings.out,
         model,

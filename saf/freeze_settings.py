@@ -5,7 +5,7 @@ from pathlib import Path
 
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig
-from saf.machine.execution import Device, Precision
+from saf.machine import Device, Precision
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences that a score reads where no number is asked for."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from saf.adapters.transformers.folder import folder_hash, weight_files
+from saf.checkpoint import step_folders
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
@@ -23,7 +24,6 @@ from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
 from saf.sidecar import check_sums
 from saf.storage import pattern_bytes, storage_report
-from saf.train.checkpoint import step_folders
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of values, where most models run; which one a checkpoint will meet is not known."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TokenData
 from saf.errors import DataError, InputError
 from saf.records.files import file_hash
 from saf.records.paths import Kind, expect, kind_of
 from saf.sidecar import load
-from saf.train.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from saf.adapters import adapter_for, longest_input
 from saf.errors import InputError, UnsupportedError
-from saf.machine.cuda_graphs import GraphPool, GraphReplay
-from saf.machine.execution import own_program
+from saf.machine import GraphPool, GraphReplay, own_program
 from saf.ops import for_graphs
 
 

@@ -79,7 +79,7 @@ def load(
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError when a model is given without a folder, or a run that has no checkpoint yet. No random numbers are drawn.
     """
-    from saf.train.checkpoint import find_checkpoint, open_checkpoint
+    from saf.checkpoint import find_checkpoint, open_checkpoint
 
     if isinstance(model_or_folder, nn.Module):
         if folder is None:

@@ -96,7 +96,7 @@ def test_blocks_share_names_and_a_failure_has_the_line_of_the_document(document)
     [
         ("import torch.distributed as dist", "saf/train/loop.py", 1),
         ("import torch\ntorch.distributed.barrier()", "saf/train/loop.py", 1),
-        ("import torch.distributed as dist", "saf/machine/processes.py", 0),
+        ("import torch.distributed as dist", "saf/distributed.py", 0),
         ("import torch.distributed as dist", "saf/train/parallel.py", 0),
         ("from torch import load\nload('x')", "saf/sidecar.py", 1),
         ("from safetensors.torch import load_file", "saf/train/checkpoint.py", 1),

@@ -12,8 +12,7 @@ from saf.adapters import adapter_for
 from saf.bench.protocol import Arm, Point
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
-from saf.machine.cuda_graphs import GraphPool
-from saf.machine.execution import own_program
+from saf.machine import GraphPool, own_program
 from saf.ops import FrozenHeads, for_graphs
 from saf.patterns import CompactPattern
 from saf.prefill import LastToken

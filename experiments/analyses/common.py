@@ -21,7 +21,7 @@ from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
-from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
+from saf.machine import Device, Precision, autocast, device_name, pick_device
 from saf.opening import ModelFolder, find_model, open_data
 from saf.patterns import Pattern
 from saf.records.files import write_json

@@ -12,7 +12,7 @@ from saf.calibration.capture import check_heads
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freeze import fit_heads
 from saf.freeze_config import FreezeConfig
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Stopwatch
 from saf.records import paper
 from saf.records.quantities import signed
 

@@ -31,7 +31,7 @@ from saf.evaluate.paired import block_length, bootstrap_means, window_losses
 from saf.freeze import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Stopwatch
 from saf.records import paper
 from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
 from saf.scores import SCORES, required_inputs, score

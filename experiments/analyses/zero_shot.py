@@ -36,8 +36,7 @@ from saf.freeze import FittedHead, accept_fits, fit_heads, head_order
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
-from saf.machine.execution import Device, Precision, autocast, device_name, pick_device
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device
 from saf.records import paper
 from saf.records.files import to_json
 from saf.records.quantities import percent

@@ -114,9 +114,9 @@ RECIPE = Recipe(
         "The reference is trained once from initialisation; its second half is what every arm gets. Pruned arms have "
         "exactly the heads of the frozen arm of their rate; they measure as it does, so that choosing is charged to "
         "them too. The difference is from the frozen arm of that rate.",
-        "At the paper's scale the clock charges compilation, events, losses and checkpoints as seconds of the paper's "
-        "187.65 minutes; the raw clock charges all as they are, and at the small scale its arms run uncompiled. Small "
-        "arms do as many updates as their speed, measured on 124M, buys; an event costs them 28.3 of those seconds.",
+        "At the paper's scale, and on the raw clock, an arm gets the seconds that its reference had left; small arms "
+        "on the raw clock run uncompiled. Other small arms do as many updates as their speed, measured on 124M, buys; "
+        "an event costs them 28.3 of the paper's 187.65 minutes' seconds.",
         "Other order is the ordinary arm with other data in its second half: its change is the scatter of the "
         "comparison itself.",
         "With tokens at a rate: the change at matched tokens less the rate times the extra tokens. 0.14 is the paper's "

@@ -42,7 +42,7 @@ from saf.bench.protocol import (
 from saf.bench.speed import DTYPES, Speed, require
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.heads import HeadLayout
-from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
 from saf.patterns import Pattern, pattern_for_each_head
 

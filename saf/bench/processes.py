@@ -13,7 +13,7 @@ import torch
 from saf.bench.models import free_backend
 from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process, in_short
 from saf.errors import UnsupportedError
-from saf.machine.cuda_graphs import GraphPool
+from saf.machine import GraphPool
 from saf.records.quantities import signed
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -31,12 +31,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
 from saf.errors import InputError, UnsupportedError
-from saf.machine.cuda_graphs import Call
-from saf.machine.driver import asked
-from saf.machine.execution import Execution
-from saf.machine.peaks import Peak, peak_of
-from saf.machine.processes import agreed, done_once, group_place, is_first
+from saf.machine import Call, Execution, Peak, nvidia_smi, peak_of
 from saf.ops.backends import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
@@ -138,7 +135,10 @@ def plan(
     kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
     rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
     roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
-    roles += [(FREE, "free")] * free + [(PRUNED, "pruned")] * pruned
+    if free:
+        roles.append((FREE, "free"))
+    if pruned:
+        roles.append((PRUNED, "pruned"))
     return [
         *(Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels),
         *(Comparison(first, Arm(kernel), "kernel") for kernel in rest),
@@ -283,7 +283,7 @@ def alternate(
             break
         began = time.perf_counter()
         try:
-            with agreed():
+            with all_ranks_or_raise():
                 for key, block in blocks.items():
                     order = (0, 1) if number % 2 == 0 else (1, 0)
                     by_side = {side: block[side]() for side in order}
@@ -331,7 +331,7 @@ class Session:
         self.execution, self.peak = execution, peak_of(execution.device_name)
         self.rows: list[Row] = []
         self.lists: dict[str, list[Row]] = {"memory": [], "kernels": [], "left_out": []}
-        self._out, self._say = (out, say) if is_first() else (None, lambda _: None)
+        self._out, self._say = (out, say) if is_rank0() else (None, lambda _: None)
         self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
         self.folder = self._folder.name
         """For compiled code that lives as long as the benchmark."""
@@ -365,7 +365,7 @@ class Session:
 
     def fits(self, seconds: float) -> bool:
         """Return whether something of `seconds` would end in time, by the first process's clock."""
-        return self._limit is None or done_once(lambda: (self.left or 0.0) > seconds)
+        return self._limit is None or on_rank0(lambda: (self.left or 0.0) > seconds)
 
     def describe(self, **header: Any) -> None:
         """Add entries to the header."""
@@ -386,7 +386,7 @@ class Session:
     def attempt(self, what: str, action: Callable[[], Any]) -> bool:
         """Run `action`; record an error, in any process, as the reason why `what` is left out, and go on."""
         try:
-            with agreed():
+            with all_ranks_or_raise():
                 action()
         except Exception as error:
             self.leave_out(what, in_short(error))
@@ -416,11 +416,11 @@ def in_short(error: BaseException) -> str:
 
 def _environment(execution: Execution, peak: Peak | None) -> Row:
     """Return what a benchmark adds to its provenance: device, driver, peak rates, memory, processes."""
-    result: Row = {"device": execution.device_name, "driver": None, "processes": group_place()[1]}
+    result: Row = {"device": execution.device_name, "driver": None, "processes": rank_and_size()[1]}
     result["peak"] = peak and {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
-        result["driver"] = asked("driver_version", seconds=20).split("\n")[0].strip() or None
+        result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
         result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
     return result
 
@@ -431,7 +431,7 @@ def _clocks(device: torch.device) -> dict[str, float]:
         return {}
     names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
     # The driver numbers devices otherwise than CUDA_VISIBLE_DEVICES does.
-    answer = asked(",".join(names.values()), f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
+    answer = nvidia_smi(",".join(names.values()), f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
     values = zip(names, (part.strip() for part in answer.split("\n")[0].split(",")), strict=False)
     return {name: float(value) for name, value in values if value.replace(".", "", 1).isdecimal()}
 

@@ -26,10 +26,9 @@ from saf.bench.protocol import (
     say_on_stderr,
     ways_of,
 )
+from saf.distributed import all_ranks_or_raise, rank_and_size
 from saf.errors import InputError
-from saf.machine.cuda_graphs import GraphPool
-from saf.machine.execution import Compile, Device, Execution
-from saf.machine.processes import agreed, group_place
+from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
 
@@ -118,7 +117,7 @@ class Speed:
         require(
             not (is_folder(self.model) and self.rates), "rates must be left out of a folder, which has its own heads"
         )
-        require(group_place()[1] == 1 or self.kind == "update", f"{self.kind} must be measured by one process")
+        require(rank_and_size()[1] == 1 or self.kind == "update", f"{self.kind} must be measured by one process")
 
     def parsed_points(self) -> list[Point]:
         """Return the points; InputError for one that is not numbers joined by x."""
@@ -157,7 +156,7 @@ def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], No
         InputError: A setting that is unknown or has no effect here, or `out` exists.
         UnsupportedError: A device that is not there.
     """
-    with agreed():
+    with all_ranks_or_raise():
         settings.check()
         execution, seconds = settings.execution, settings.seconds
         session = Session(settings.kind, asdict(settings), execution, out=out, seconds=seconds, say=say)

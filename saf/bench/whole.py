@@ -28,17 +28,14 @@ from saf.bench.protocol import (
     ways_of,
 )
 from saf.bench.speed import DTYPES, ModelSpeed, require
+from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
-from saf.machine.cuda_graphs import Call, GraphPool, GraphReplay
-from saf.machine.execution import Execution, own_program
-from saf.machine.processes import gathered, group_place
+from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
 from saf.ops import for_graphs
 from saf.ops.live import FLASH_DECODE
 from saf.prefill import LastToken
-from saf.train.optimizer import build_optimizer
-from saf.train.parallel import Alone, Parallel
-from saf.train.sharing import micro_batches_of_one, parallel_of
-from saf.train.updater import Updater
+from saf.train.parallel import Parallel, micro_batches_of_one, parallel_of
+from saf.train.step import Updater, build_optimizer
 
 LEARNING_RATE = 6e-8
 """The first update's of the trainer's warm-up to 6e-4 over 10,000 updates: so small that the weights stay ordinary."""
@@ -106,7 +103,7 @@ class Update(ModelSpeed):
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm that is ready to be warmed up in this process."""
-        execution, (rank, processes) = self.execution, group_place()
+        execution, (rank, processes) = self.execution, rank_and_size()
         if arm.keeping:
             execution = replace(execution, activation_checkpointing=False)
         accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
@@ -121,12 +118,12 @@ class Update(ModelSpeed):
         )
         model = models.build(arm)
         model = model if models.own_decoder else NextTokenLoss(model)
-        parallel = Alone() if arm.apart else self._parallel()
+        parallel = Parallel() if arm.apart else self._parallel()
         return UpdateSubject(self, model, execution, batches=batches, accumulation=accumulation, parallel=parallel)
 
     def work(self, point: Point, arm: Arm) -> Work:
         """Return the work of one update of an arm, of which each process has its share."""
-        accumulation = (point.accumulation or 1) // group_place()[1]
+        accumulation = (point.accumulation or 1) // rank_and_size()[1]
         shape = {"batch": point.batch_size, "length": point.length}
         return update_work(self.plan(point), arm, **shape, accumulation=accumulation)
 
@@ -179,7 +176,7 @@ class UpdateSubject:
                 execution=execution,
                 accumulation=accumulation,
                 clip=CLIP,
-                parallel=parallel or Alone(),
+                parallel=parallel or Parallel(),
                 graphed=way == GRAPH,
             )
             for way in ways_of(settings.graphs, execution.device)
@@ -194,7 +191,7 @@ class UpdateSubject:
 
     def timed_block(self, variant: str) -> float:
         """Return the mean milliseconds of updates in a row, by the slowest process."""
-        return max(gathered(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
+        return max(all_gather(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
 
     def kernels(self) -> list[dict[str, Any]]:
         """Return the kernels of one update, replayed where graphs are timed."""

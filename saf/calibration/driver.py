@@ -12,10 +12,10 @@ from saf.calibration.collect import Collection
 from saf.calibration.plan import CalibrationPlan, plan_for
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.calibration.strips import LayerStatistics, measure_layer
+from saf.distributed import all_gather, all_ranks_or_raise, rank_and_size
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
-from saf.machine.processes import agreed, gathered, group_place
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Stopwatch
 from saf.statistics import AttentionStatistics
 
 
@@ -132,12 +132,12 @@ def calibrate_together(
     model over all sequences and measures consecutive heads, so that few layers are measured in two processes. `timer`
     adds the seconds of joining (`gather`). An error of one process is raised in every one.
     """
-    rank, count = group_place()
+    rank, count = rank_and_size()
     if count == 1:
         return calibrate(model, batches, timer=timer, **options)
-    with agreed():
+    with all_ranks_or_raise():
         live = list(check_heads(adapter_for(model), None))
         own = HeadSet(live[rank * len(live) // count : (rank + 1) * len(live) // count])
         measured = calibrate(model, batches, heads=own, timer=timer, **options)
     with timer("gather"):
-        return AttentionStatistics.join(gathered(measured))
+        return AttentionStatistics.join(all_gather(measured))

@@ -1,12 +1,13 @@
 """The `saf` command: imports the named verb's module alone, runs it, and turns errors into messages."""
 
 import importlib
+import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
@@ -46,14 +47,19 @@ def main(words: Sequence[str] | None = None) -> int:
     called = invocation.set(tuple(words))
     try:
         with _plain_warnings(name), _missing_extras():
-            try:
-                command = _command(name, rest)
-            except SystemExit as stop:  # after the help, or words that tyro has refused
-                return int(stop.code or 0)
+            with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
+                try:
+                    command = _command(name, rest)
+                except SystemExit as stop:  # after the help, or words that tyro has refused
+                    if refused:
+                        _let_rank0_speak()
+                        print(refused.getvalue(), file=sys.__stderr__)
+                    return int(stop.code or 0)
             command.run()
         return 0
     except SafError as error:
         if not error.heard:
+            _let_rank0_speak()
             print(f"saf {name}: {error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
@@ -107,13 +113,21 @@ def _command(name: str, words: list[str]) -> Any:
     return parse(module.Command, words, prog=f"saf {name}", first=getattr(module, "FIRST", ()))
 
 
+def _let_rank0_speak() -> None:
+    """Let rank 0 print an error that all ranks under torchrun have."""
+    if "RANK" in os.environ:
+        from saf.distributed import let_rank0_speak
+
+        let_rank0_speak()
+
+
 def _end_in_group(code: int) -> None:
     """End a process at once that is still in a group with others: the threads of a broken group would abort it."""
     if "torch" not in sys.modules:  # it takes seconds to load
         return
-    from saf.machine.processes import group_place
+    from saf.distributed import rank_and_size
 
-    if group_place()[1] > 1:
+    if rank_and_size()[1] > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -10,8 +10,8 @@ import tyro
 from saf import bench
 from saf.cli.output import show
 from saf.cli.parsing import parse
+from saf.distributed import is_rank0, process_group
 from saf.errors import UnsupportedError
-from saf.machine.processes import is_first, joined
 from saf.records.provenance import clock_words
 from saf.report.benchmarks import tables
 
@@ -41,9 +41,9 @@ class _Bench:
         settings = kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
         if self.folder is not None:
             settings.model = str(self.folder)
-        with joined(settings.device):
+        with process_group(settings.device):
             record = bench.measure(settings, out=self.out)
-            if is_first():
+            if is_rank0():
                 notes = [REFUSED] * any(row["refused"] for row in record["rows"])
                 notes += [f"written to {self.out}"] * (self.out is not None)
                 show(record, _machine(record["provenance"]), *tables(record), *notes, as_json=self.json)

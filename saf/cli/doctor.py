@@ -8,7 +8,7 @@ import torch
 
 from saf.adapters import FAMILIES
 from saf.cli.output import show
-from saf.machine.survey import compilers, devices, package_version
+from saf.machine import compilers, devices, package_version
 from saf.ops import explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
 from saf.records.table import Table

@@ -8,14 +8,14 @@ import tyro
 
 from saf.cli.output import countdowns, say, show
 from saf.data import TextData
+from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
-from saf.machine.execution import device_name, pick_device
-from saf.machine.processes import agreed, done_once, is_first, joined
+from saf.machine import device_name, pick_device
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
 
@@ -86,8 +86,8 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         """Evaluate in the group of processes that is there, show and return the records."""
-        with joined(self.device):
-            with agreed():  # all have looked before the first one writes
+        with process_group(self.device):
+            with all_ranks_or_raise():  # all have looked before the first one writes
                 self._check_out()
             harness = lm_eval_tasks() if self.tasks else None
             opened = open_model(
@@ -106,7 +106,7 @@ class Command:
             if answers is not None:
                 record["zero_shot"] = answers
                 parts += zero_shot_tables(answers)
-            if is_first():
+            if is_rank0():
                 show({"model": opened.folder, **record}, *parts, as_json=self.json)
         return record
 
@@ -157,9 +157,9 @@ class Command:
     def _zero_shot(self, opened: OpenedModel, harness: Any) -> dict[str, Any]:
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        progress = countdowns("requests", say if is_first() else lambda text: None)
+        progress = countdowns("requests", say if is_rank0() else lambda text: None)
         answers = harness.ask(opened, self, longest=self.length, progress=progress)
-        return done_once(
+        return on_rank0(
             lambda: zero_shot_record(
                 answers,
                 {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},

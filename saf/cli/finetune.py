@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import tyro
 
+from saf.checkpoint import names
 from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.tasks.multiple_choice import is_json_lines
 from saf.train import TrainConfig, pretrain
-from saf.train.checkpoint import names
-from saf.train.finetuning import choosing, finetune, finetune_defaults, settings_like
-from saf.train.run_config import recorded_config
+from saf.train.config import recorded_config
+from saf.train.finetune import choosing, finetune, finetune_defaults, settings_like
 
 _FIELDS = tuple(each.name for each in fields(TrainConfig))
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from saf.records.files import to_json
 from saf.records.table import Part
 from saf.records.text import plain
-from saf.train.observer import duration
+from saf.train.logs import duration
 
 EVERY = 10.0
 """Seconds between plain lines of progress."""

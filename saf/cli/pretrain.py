@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from saf.checkpoint import names
 from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.train import pretrain
-from saf.train.checkpoint import names
-from saf.train.run_config import recorded_config, settings_after
+from saf.train.config import recorded_config, settings_after
 
 
 @dataclass(kw_only=True)

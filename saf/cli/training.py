@@ -8,19 +8,18 @@ from typing import Annotated, Any, Self
 
 import tyro
 
+from saf.checkpoint import Checkpoint, find_checkpoint
 from saf.cli.output import show
+from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate.recall import not_learnt, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
-from saf.machine.processes import is_first, joined
 from saf.records.events import beside_earlier, head_counts, heads_in_words
 from saf.records.quantities import seconds, signed
 from saf.records.table import Table
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint
-from saf.train.checkpoint import Checkpoint, find_checkpoint
-from saf.train.clock import LOST
 
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
 """The default of the command line: no flag sets a number of heads."""
@@ -127,13 +126,13 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
 
     Exits with code 75 when a signal stopped the run.
     """
-    with joined(flags.config.device):
+    with process_group(flags.config.device):
         result = train()
         stopped = "stopped_at" in result
-        if is_first() and stopped:
+        if is_rank0() and stopped:
             where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
             print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
-        elif is_first():
+        elif is_rank0():
             show(result, result_table(result), *recall_tables(result), as_json=flags.json)
     if stopped:
         raise SystemExit(EXIT_STOPPED)
@@ -142,7 +141,7 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
 
 def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
-    timing, recall, graphs = result["update_seconds"], result.get("recall"), result["graphs"]
+    timing, recall = result["update_seconds"], result.get("recall")
     perplexity, entropy, taken = (result.get(name) for name in ("report_perplexity", "unigram_entropy", "taken"))
     peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
     rows = {
@@ -156,8 +155,6 @@ def result_table(result: dict[str, Any]) -> Table:
         "loss, training": train_loss and f"{train_loss:.4f} nats per token",
         "update, median": timing
         and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
-        "without a graph": graphs
-        and f"{graphs['uncaptured']:,} of {graphs['micro_batches']:,} micro-batches, of shapes beyond those captured",
         "peak memory": peak and f"{peak / 2**30:.2f} GiB",
         "whole run": _whole_run(result["time"]),
         **_event_rows(result),
@@ -174,8 +171,7 @@ def _accuracy(result: dict[str, Any]) -> str:
 def _whole_run(time: dict[str, Any]) -> str:
     everything, warm = (time[clock]["seconds"] for clock in ("everything", "warm"))
     parent = ", its parent's part included" if time["parent_parts"] else ""
-    lost = f"; {seconds(time['parts'][LOST])} of updates that were lost are in neither" if LOST in time["parts"] else ""
-    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}{lost}"
+    return f"{seconds(everything)}{parent}; without loading and compilation {seconds(warm)}"
 
 
 def _event_rows(result: dict[str, Any]) -> dict[str, str | None]:

@@ -12,7 +12,7 @@ from saf.evaluate.evaluated import check_pair
 from saf.evaluate.paired import RESAMPLES, delta_of_windows
 from saf.evaluate.perplexity import read_evaluation
 from saf.evaluate.tokens import TokenLosses
-from saf.machine.stopwatch import untimed_updates
+from saf.machine import untimed_updates
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
@@ -23,8 +23,8 @@ _MINIMUM_TIMED_UPDATES = 5
 """The median of fewer says nothing about updates whose times spread by some percent."""
 # The same data may lie elsewhere: their fingerprint, which covers the tokenizer, is compared.
 _IRRELEVANT = frozenset({"data.folder", "data.tokenizer"})
-# At matched time of one reference each arm has its own speed.
-_MATCHED = frozenset({"train.match_speed", "train.match_speed_source", "train.match_charge_seconds"})
+_BUDGETS = ("update_budget", "time_budget_seconds")
+"""By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
 
 
 def compare_runs(
@@ -217,9 +217,11 @@ def free_heads_bound(heads: int, num_heads: int) -> float | None:
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
-    references = [(run.config.get("matched") or {}).get("reference_hash") for run in (ordinary, frozen)]
-    matched = bool(references[0]) and references[0] == references[1]
-    left, right = (_settings(run.config, without=_MATCHED if matched else ()) for run in (ordinary, frozen))
+    parents = {(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)}
+    budgets = [any(run.config["train"].get(name) for name in _BUDGETS) for run in (ordinary, frozen)]
+    matched = len(parents) == 1 and None not in parents and all(budgets)
+    without = [f"train.{name}" for name in _BUDGETS] if matched else ()
+    left, right = (_settings(run.config, without=without) for run in (ordinary, frozen))
     pairs = {key: (left.get(key), right.get(key)) for key in sorted(left.keys() | right.keys())}
     for key in () if matched else ("updates", "tokens"):
         pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from saf.adapters import language_model, longest_input
 from saf.calibration.capture import evaluation_mode
+from saf.distributed import map_over_ranks, rank_and_size
 from saf.errors import DivergenceError, InputError
-from saf.machine.execution import autocast
-from saf.machine.processes import group_place, shared_out
+from saf.machine import autocast
 
 Tokens = tuple[int, ...]
 
@@ -79,7 +79,7 @@ def likelihoods(
             for row, numbers in enumerate(members)
             for number in numbers
         }
-        done += group_place()[1] * len(found)
+        done += rank_and_size()[1] * len(found)
         if progress is not None:
             progress(min(done, len(continuations)), len(continuations))
         return found
@@ -87,7 +87,7 @@ def likelihoods(
     if progress is not None:
         progress(0, len(continuations))
     with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        batches = shared_out(measure, list(_batches(continuations, batch_size)))
+        batches = map_over_ranks(measure, list(_batches(continuations, batch_size)))
     by_number = {number: likelihood for batch in batches for number, likelihood in batch.items()}
     return [by_number[number] for number in range(len(continuations))]
 

@@ -14,7 +14,7 @@ from torch import nn
 from saf.adapters import Adapter, language_model, unwrap
 from saf.errors import CompareError, InputError, SafWarning
 from saf.heads import EDITED
-from saf.machine.execution import resolve_precision
+from saf.machine import resolve_precision
 from saf.ops import FrozenHeads
 from saf.records.events import heads_in_words
 

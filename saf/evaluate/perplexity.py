@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.data import TokenData, begun_with, sequential_windows
+from saf.distributed import map_over_ranks, on_rank0, rank_and_size
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.tokens import FILE, TokenLosses
-from saf.machine.execution import autocast, device_name
-from saf.machine.processes import done_once, group_place, shared_out
+from saf.machine import autocast, device_name
 from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
 
@@ -76,13 +76,13 @@ def evaluate_perplexity(
         nonlocal done
         batch = batch.to(device)
         log_probs = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
-        done += group_place()[1] * len(batch)
+        done += rank_and_size()[1] * len(batch)
         if progress is not None:
             progress(min(done, len(windows)), len(windows))
         return log_probs
 
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        log_probs = torch.cat(shared_out(log_probs_of, windows.split(batch_size)))
+        log_probs = torch.cat(map_over_ranks(log_probs_of, windows.split(batch_size)))
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")
@@ -114,7 +114,7 @@ def evaluate_perplexity(
         write_json(Path(out) / WRITTEN[0], written)
         return written
 
-    return done_once(write)
+    return on_rank0(write)
 
 
 def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:

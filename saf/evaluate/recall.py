@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.calibration.capture import evaluation_mode
+from saf.distributed import map_over_ranks
 from saf.errors import DivergenceError, InputError
 from saf.evaluate.answers import NO_TARGET
-from saf.machine.execution import autocast
-from saf.machine.processes import shared_out
+from saf.machine import autocast
 from saf.models import GPT
 from saf.records.table import Table
 
@@ -55,7 +55,7 @@ def answer_queries(
 
     batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        hits, losses = map(torch.cat, zip(*shared_out(answer, batches), strict=True))
+        hits, losses = map(torch.cat, zip(*map_over_ranks(answer, batches), strict=True))
     loss, asked = float(losses.mean()), int(queries.sum())
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")

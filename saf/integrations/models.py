@@ -12,7 +12,7 @@ from saf.adapters import longest_input
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.evaluate.evaluated import PARENT
-from saf.machine.execution import Device, pick_device
+from saf.machine import Device, pick_device
 from saf.opening import find_model, open_data
 from saf.records.paths import means_transformers
 

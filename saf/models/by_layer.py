@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from saf.machine.execution import own_program
+from saf.machine import own_program
 from saf.models.attention import Attention
 from saf.models.gpt import GPT, DecoderLayer, recomputed
 from saf.ops import summed

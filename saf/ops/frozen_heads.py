@@ -245,7 +245,7 @@ def for_graphs(model: nn.Module) -> Iterator[None]:
 
     A graph takes the host out, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`). Code compiled
     outside is compiled once more inside, since compilers guard on this mark of the layers. Capture a program of its own
-    (`saf.machine.execution.own_program`), so that calls do not carry what graphs compiled.
+    (`saf.machine.own_program`), so that calls do not carry what graphs compiled.
     """
     layers = [module for module in model.modules() if isinstance(module, FrozenHeads)]
     before = [layer.replayed for layer in layers]

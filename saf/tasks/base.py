@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saf.calibration import Batch
 from saf.errors import CheckpointError, InputError
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT
 
 

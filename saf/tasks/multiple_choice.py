@@ -20,10 +20,10 @@ from torch import Tensor
 
 from saf.data import Tokenizer
 from saf.data.reading import JSON_LINES, bare_suffix, read_json, read_json_lines, read_table
+from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summary, write_answers
-from saf.machine.execution import Execution
-from saf.machine.processes import done_once
+from saf.machine import Execution
 from saf.models import GPT
 from saf.records.paths import absolute_path
 from saf.tasks.base import Task, TaskSettings
@@ -537,7 +537,7 @@ class FinetuneTask(Task):
             "judged_by": self.own.judge,
             **summary(records),
             "left_out": {name: {why: len(ids) for why, ids in parts.items()} for name, parts in self.left_out.items()},
-            "answers_sha256": done_once(lambda: write_answers(folder, records)),
+            "answers_sha256": on_rank0(lambda: write_answers(folder, records)),
         }
 
     def description(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
 from saf.errors import DataError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT
 from saf.tasks.base import Task, TaskSettings
 

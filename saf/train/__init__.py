@@ -1,8 +1,7 @@
-"""Pretraining: configuration, the loop, exact checkpoints and the events."""
+"""Training runs: settings, the loop with its events, finetuning."""
 
-from saf.train.checkpoint import latest, load_model, open_checkpoint
-from saf.train.config import TrainConfig
+from saf.checkpoint import latest, load_model, open_checkpoint
+from saf.train.config import TrainConfig, continue_from
 from saf.train.loop import EXIT_STOPPED, pretrain
-from saf.train.run_config import continue_from
 
 __all__ = ["EXIT_STOPPED", "TrainConfig", "continue_from", "latest", "load_model", "open_checkpoint", "pretrain"]

@@ -1,50 +1,33 @@
-"""Every setting of a training run, what is checked of them at the start, and their form in JSON."""
+"""Settings of a training run: their checks, their form in config.json, and those of runs that resume or branch off."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from saf.checkpoint import Checkpoint, open_checkpoint
 from saf.errors import InputError, check_name
 from saf.freeze_config import FreezeConfig
-from saf.machine.execution import Compile, Device, Precision
-from saf.models import PRESETS
+from saf.machine import Compile, Device, Execution, Precision
+from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
+from saf.records.files import read_json, to_json
 from saf.records.paths import absolute_path
-from saf.schedules import (
-    OneTime,
-    Schedule,
-    schedule_from_dict,
-    schedule_to_dict,
-    setting_of_moment,
-)
-from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
-from saf.train.sharing import ParallelKind
+from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict, setting_of_moment
+from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
+from saf.tasks.multiple_choice import PATHS
+from saf.train.parallel import ParallelKind
 
-Sampler = Literal["shuffled", "random"]
-LearningRateBy = Literal["update", "elapsed"]
-Graphs = Literal["auto", "on", "off"]
-MatchClock = Literal["everything", "warm", "scaled"]
-CalibrationSource = Literal["auto", "calibration", "train"]
-_CHOICES = {
-    "task": TASKS,
-    "model": PRESETS,
-    "kernel": ("auto", *KERNELS),
-    "lr_by": get_args(LearningRateBy),
-    "match_clock": get_args(MatchClock),
-    "sampler": get_args(Sampler),
-    "device": get_args(Device),
-    "precision": get_args(Precision),
-    "compile": get_args(Compile),
-    "graphs": get_args(Graphs),
-    "parallel": get_args(ParallelKind),
-    "calibration_source": get_args(CalibrationSource),
-}
-"""Settings that are one of several names."""
+SCHEMA = "saf.run/1"
+"""Of config.json."""
+VOCABULARY_MULTIPLE = 64
+"""The output's matrix product runs at full speed where the vocabulary, its width, is a multiple of this."""
 
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """Hold the settings of one arm; raises InputError naming the field that cannot be used."""
+    """The settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
     """Folder made by `saf data prepare`; to finetune, the file of training examples."""
@@ -61,13 +44,13 @@ class TrainConfig:
     """Checkpoint of another run to start from (on the command line also the run, for its newest): weights, optimiser,
     place in the data and among the updates."""
     fresh: bool = False
-    """Take nothing but weights and heads of the parent: optimiser, updates, clock and place in the data begin anew, as
+    """Take nothing but weights and heads of the parent: optimiser, updates, time and place in the data begin anew, as
     for another task."""
     model: str = "tiny"
     """Preset of the model's shape."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the preset to change, on the command line such as: num_layers 2 position learned. The vocabulary is the
-    tokenizer's, rounded up to 64, unless given."""
+    tokenizer's, rounded up to 64, by default."""
     length: int | None = None
     """Context in tokens; the preset's longest when None."""
     batch_size: int = 8
@@ -76,6 +59,12 @@ class TrainConfig:
     """Micro-batches of one update; several processes share them out evenly."""
     updates: int = 1_000
     """Updates of the whole schedule, a parent's included."""
+    update_budget: int | None = None
+    """Updates of this run's own, in place of those that are left of `updates`: more or fewer, over which the learning
+    rate passes through what is left of its schedule. Moments of events stay shares of `updates`."""
+    time_budget_seconds: float | None = None
+    """Seconds of this run's own, in place of updates: the learning rate follows the share that has passed, and training
+    stops before an update that would exceed it."""
     peak_lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = 0.1
@@ -85,25 +74,8 @@ class TrainConfig:
     rewarm: int | float = 0
     """After each event the learning rate rises again, from zero to its schedule: over so many updates, or a share of
     all of them; 0 for no such rise."""
-    lr_by: LearningRateBy = "update"
-    """Advance the learning rate by updates done or by time spent."""
     lr_start: int = 0
     """Update at which the learning-rate schedule begins; above 0 for a later continuation with rates of its own."""
-    time_budget_seconds: float | None = None
-    """Where the learning rate advances by time spent: stop before an update that would exceed this."""
-    match_time: str | None = None
-    """Finished run of the ordinary arm that went through this run's parent: train as long as it still had from there,
-    the learning rate following the time, and stop before an update that would exceed it. Moments stay shares of
-    updates, of which it may do more or fewer; none may be the end."""
-    match_clock: MatchClock = "everything"
-    """Which seconds are matched: everything, as the paper; warm, without loading and compilation; or scaled, which
-    charges compilation, events, losses and checkpoints as if the reference took the paper's 187.65 minutes."""
-    match_speed: float | None = None
-    """Instead of this run's own clock: updates that the arm does while the reference does one, measured as a pair."""
-    match_speed_source: str = ""
-    """Where that speed comes from: the file of `saf bench update`."""
-    match_charge_seconds: float = 0.0
-    """What events and compilation are charged with beside that speed, in seconds of the paper's 187.65 minutes."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's averaging coefficients."""
     weight_decay: float = 0.1
@@ -111,8 +83,8 @@ class TrainConfig:
     clip: float | None = 1.0
     """Largest gradient norm; None leaves gradients as they are."""
     seed: int = 1337
-    """Of the initial weights and the data order."""
-    sampler: Sampler = "shuffled"
+    """Random seed for initial weights and data order."""
+    sampler: Literal["shuffled", "random"] = "shuffled"
     """Non-overlapping windows in shuffled order, or windows that start anywhere."""
     device: Device = "auto"
     """Where to train; auto is CUDA if there is one."""
@@ -120,18 +92,15 @@ class TrainConfig:
     """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, layers where the schedule has several events, off for CPU.
-    layers compiles decoder layers, one program for all of one layout, which later events take up again: they compile
+    layers compiles decoder layers, one program for all of one layout, which later events use again: they compile
     only layouts that are new."""
-    compile_ahead: bool = False
-    """With compile=layers: compile the layouts that events may bring in a process beside training, so that an event
-    finds them in the compiler's cache on disk. Meanwhile it holds some memory of the device."""
     activation_checkpointing: bool = False
     """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
     less memory and more time."""
-    graphs: Graphs = "auto"
-    """Replay the forward and backward pass of micro-batches as CUDA graphs, one for each padded length, since with few
-    tokens the host is slower than the GPU; auto does so up to two sequences of 4K of the 124M model, where all have one
-    length. In one process, without activation checkpointing; examples of many lengths are not compiled with it."""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay the forward and backward pass of micro-batches as CUDA graphs, since with few tokens the host is slower
+    than the GPU; auto does so up to two sequences of 4K of the 124M model, where all have one length. In one process,
+    without activation checkpointing; examples of many lengths are padded, and not compiled with it."""
     parallel: ParallelKind = "auto"
     """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
     saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
@@ -167,7 +136,7 @@ class TrainConfig:
     """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
     calibration_sequences: int = 32
     """Windows to calibrate on."""
-    calibration_source: CalibrationSource = "auto"
+    calibration_source: Literal["auto", "calibration", "train"] = "auto"
     """Partition to calibrate on; auto is the one that the data folder was prepared for. The sampler never moves."""
     heldout_sequences: int = 32
     """Windows of the controller partition that output-aware scores read: its last ones."""
@@ -177,120 +146,86 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        for name, choices in _CHOICES.items():
+        literals = {
+            name: get_args(kind) for name, kind in get_type_hints(TrainConfig).items() if get_origin(kind) is Literal
+        }
+        for name, choices in {**literals, "task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}.items():
             check_name(name, getattr(self, name), choices)
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
         self.data = absolute_path(self.data)
-        for name in _AT_LEAST_ONE:
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("length", self.length is None or self.length >= 1, "at least 1, or None")
-        self._require("peak_lr", self.peak_lr > 0, "above 0")
-        self._require("clip", self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are")
-        self._require("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]")
-        self._require("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)")
-        self._require("lr_start", self.lr_start < self.updates, f"below updates={self.updates}")
-        reports = {*self.report_at}
-        usable = len(reports) == len(self.report_at) and all(0 <= each <= self.updates for each in reports)
-        self._require("report_at", usable, f"different updates from 0 to updates={self.updates}")
-        self._require("save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]")
-        self._require("warmup", 0 <= self.warmup_share < 1, "updates or a share, fewer than all")
-        self._require("rewarm", 0 <= self.rewarm_updates < self.updates, "updates or a share, fewer than all")
-        budget = self.time_budget_seconds
-        self._require(
-            "time_budget_seconds",
-            (budget is not None and budget > 0) if self.lr_by == "elapsed" else budget is None,
-            'a positive number with lr_by="elapsed" and None otherwise',
-        )
-        kind = TASKS[self.task]
-        asks = isinstance(kind, type) and issubclass(kind, FinetuneTask)
-        self._require("finetuning", self.finetuning is None or asks, f"left out with task={self.task!r}")
-        self._require("fresh", self.parent is not None or not self.fresh, "False without a parent")
-        self._check_matching()
-        if self.schedule is not None:
-            self.schedule.first_update(self.updates)
-        self._require("schedule", self.freeze is None or self.schedule is not None, "a schedule when freezing")
-        self._require("rewarm", self.freeze is not None or not self.rewarm, "0 in a run without events")
-        ends = self.freeze is not None and self.freeze_update == self.updates
-        self._require("rewarm", not (ends and self.rewarm), "0 where nothing trains on behind the event")
-        fixed = self.freeze is not None and (self.freeze.operation, self.freeze.storage) == ("freeze", "compact")
-        useful = self.compile == "layers" and fixed
-        if self.compile_ahead and not useful:
-            raise InputError(
-                "compile_ahead has an effect only where heads are frozen with compile='layers'; leave it out"
-            )
-        recalls = self.task == MQARTask.name
-        self._require("mqar", recalls or self.mqar == MQARSettings(), f"left out without task={MQARTask.name!r}")
-        alone = self.freeze is None or self.freeze.backend != "fused"
-        self._require("kernel", self.kernel == "auto" or alone, "auto with backend='fused', which has its own")
-
-    def _check_matching(self) -> None:
-        """Raise InputError for settings of matched time that contradict one another or have no effect."""
-        speed = self.match_speed
-        self._require("match_speed", speed is None or 0 < speed < float("inf"), "a finite number above 0, or None")
-        self._require("match_charge_seconds", 0 <= self.match_charge_seconds < float("inf"), "at least 0")
-        self._require(
-            "match_speed_source", bool(self.match_speed_source) == (speed is not None), "a file, with match_speed"
-        )
-        self._require(
-            "match_charge_seconds", speed is not None or not self.match_charge_seconds, "0 without match_speed"
-        )
-        self._require("match_clock", speed is None or self.match_clock == "everything", "left out with match_speed")
-        if self.match_time is None:
-            self._require("match_speed", speed is None, "left out without match_time, which names the reference")
-            self._require("match_clock", self.match_clock == "everything", "left out without match_time")
-            return
-        self._require("match_time", self.parent is not None, "left out without a parent, where the seconds begin")
-        self._require("time_budget_seconds", self.time_budget_seconds is None, "None with match_time, which sets it")
-        self._require("fresh", not self.fresh, "False with match_time, whose reference went through the parent")
-        if self.freeze is None or self.schedule is None:
-            return
-        self._require(
-            "schedule",
-            self.freeze_update is None or self.freeze_update < self.updates,
-            f"one whose first event ({setting_of_moment(self.schedule)}) comes before the end, updates={self.updates}, "
-            "with match_time: nothing is matched where nothing trains on behind it",
-        )
+        for least, names in _AT_LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                self._require(name, value is None or value >= least, f"at least {least}")
+        for name, (usable, expected) in self._conditions().items():
+            self._require(name, usable, expected)
 
     def _require(self, name: str, usable: bool, expected: str) -> None:
         if not usable:
             raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
+    def _conditions(self) -> dict[str, tuple[bool, str]]:
+        """Return by setting whether it can be used, beside the others, and how it must be."""
+        freeze, budgets = self.freeze, (self.time_budget_seconds, self.update_budget)
+        first = self.freeze_update  # raises for a schedule that does not fit into so many updates
+        text = TASKS[self.task]
+        questions = isinstance(text, type) and issubclass(text, FinetuneTask)
+        at_end = freeze is not None and first == self.updates
+        fused = freeze is not None and freeze.backend == "fused"
+        reports = {each for each in self.report_at if 0 <= each <= self.updates}
+        return {
+            "peak_lr": (self.peak_lr > 0, "above 0"),
+            "clip": (self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are"),
+            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            "lr_start": (self.lr_start < self.updates, f"below updates={self.updates}"),
+            "report_at": (len(reports) == len(self.report_at), f"different updates from 0 to updates={self.updates}"),
+            "save_at": (all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"),
+            "warmup": (0 <= self.warmup_share < 1, "updates or a share, fewer than all"),
+            "time_budget_seconds": (budgets[0] is None or (budgets[0] > 0 and budgets[1] is None),
+                                    "above 0, or None beside update_budget"),
+            "finetuning": (self.finetuning is None or questions, f"left out with task={self.task!r}"),
+            "fresh": (self.parent is not None or not self.fresh, "False without a parent"),
+            "schedule": (freeze is None or self.schedule is not None, "a schedule when freezing"),
+            "rewarm": (0 <= self.rewarm_updates < self.updates and not (self.rewarm and (freeze is None or at_end)),
+                       "fewer updates than all, and 0 where nothing trains on after an event"),
+            "mqar": (self.task == MQARTask.name or self.mqar == MQARSettings(),
+                     f"left out without task={MQARTask.name!r}"),
+            "kernel": (self.kernel == "auto" or not fused, "auto with backend='fused', which has its own"),
+        }  # fmt: skip
+
     @property
     def freeze_update(self) -> int | None:
-        """Return after how many updates the first event comes, or an ordinary arm saves a checkpoint to branch from."""
+        """After how many updates the first event comes, or an ordinary arm saves a checkpoint to branch from."""
         return None if self.schedule is None else self.schedule.first_update(self.updates)
 
     @property
     def branch_updates(self) -> frozenset[int]:
-        """Return the updates whose checkpoints are kept for other runs to go on from."""
+        """The updates whose checkpoints are kept for other runs to go on from."""
         asked = {OneTime(at=share).first_update(self.updates) for share in self.save_at}
         return frozenset(asked if self.freeze_update is None else {*asked, self.freeze_update})
 
     @property
     def warmup_share(self) -> float:
-        """Return the share of the learning-rate schedule that warms up."""
+        """The share of the learning-rate schedule that warms up."""
         return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
 
     @property
     def rewarm_updates(self) -> int:
-        """Return over how many updates the learning rate rises again after an event; at least one where any is asked.
+        """Over how many updates the learning rate rises again after an event; at least one where any is asked.
 
         >>> TrainConfig(data="", out="", updates=5_000, rewarm=0.01, freeze=FreezeConfig()).rewarm_updates
         50
         """
-        whole = self.rewarm if isinstance(self.rewarm, int) else math.ceil(self.rewarm * self.updates)
-        return int(whole)
+        return int(self.rewarm if isinstance(self.rewarm, int) else math.ceil(self.rewarm * self.updates))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values["betas"] = list(self.betas)
-        values["save_at"] = list(self.save_at)
-        values["report_at"] = list(self.report_at)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("betas", "save_at", "report_at"):
+            values[name] = list(values[name])
         values["finetuning"] = self.finetuning and asdict(self.finetuning)
         values["freeze"] = self.freeze and self.freeze.to_dict()
         values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
@@ -300,21 +235,190 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
-        values = dict(values)
+        kinds = {
+            "schedule": schedule_from_dict,
+            "finetuning": lambda own: FinetuneSettings(**own),
+            "mqar": MQARSettings.from_dict,
+            "freeze": lambda own: FreezeConfig(**own),
+        }
         try:
-            if isinstance(schedule := values.get("schedule"), dict):
-                values["schedule"] = schedule_from_dict(schedule)
-            if isinstance(finetuning := values.get("finetuning"), dict):
-                values["finetuning"] = FinetuneSettings(**finetuning)
-            if isinstance(mqar := values.get("mqar"), dict):
-                values["mqar"] = MQARSettings.from_dict(mqar)
-            freeze = values.get("freeze")
-            return cls(**{**values, "freeze": FreezeConfig(**freeze) if isinstance(freeze, dict) else freeze})
+            built = {name: kinds[name](own) for name, own in values.items() if name in kinds and isinstance(own, dict)}
+            return cls(**{**values, **built})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
 
 
-_AT_LEAST_ONE = (
-    *("batch_size", "accumulation", "updates", "eval_windows", "log_every"),
-    *("calibration_sequences", "heldout_sequences"),
+_AT_LEAST = {
+    1: (
+        *("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every"),
+        *("calibration_sequences", "heldout_sequences"),
+    ),
+    0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
+}
+
+
+# --- the model of a run
+
+
+def context_length(config: TrainConfig) -> int:
+    """Return the context in tokens that a run trains on: its own, or the longest that its model takes."""
+    return config.length or preset(config.model, **config.model_overrides).max_length
+
+
+def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
+    """Return the model's shape: the preset, the task's `vocab_size`, the run's length, then the overrides.
+
+    Raises:
+        InputError: The vocabulary or the positions are too few for the data.
+    """
+    rounded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    length = {} if config.length is None else {"max_length": config.length}
+    shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
+    if shape.vocab_size < vocab_size:
+        raise InputError(f"vocab_size must be at least the data's {vocab_size}, got {shape.vocab_size}")
+    if config.length is not None and shape.max_length < config.length:
+        raise InputError(f"max_length must be at least the run's length {config.length}, got {shape.max_length}")
+    return shape
+
+
+# --- config.json
+
+_ARITHMETIC = (
+    *("batch_size", "accumulation", "updates", "update_budget", "time_budget_seconds", "peak_lr", "min_lr_ratio"),
+    *("warmup", "lr_start", "betas", "weight_decay", "clip", "seed", "sampler"),
 )
+"""Settings that decide what an update computes: both arms of a comparison must share them."""
+
+
+def run_config(
+    config: TrainConfig,
+    *,
+    model: GPTConfig,
+    task: Task,
+    execution: Execution,
+    parent: dict[str, Any] | None,
+    processes: int = 1,
+) -> dict[str, Any]:
+    """Return the contents of config.json; `train` holds what decides the arithmetic of an update."""
+    settings = config.to_dict()
+    train = {
+        "length": task.length,
+        **{name: settings[name] for name in _ARITHMETIC},
+        "precision": execution.precision,
+        "compile": "layers" if execution.by_layer else execution.compile,
+    }
+    freeze = None
+    if config.freeze is not None:
+        names = ("schedule", "rewarm", "calibration_sequences", "calibration_source", "heldout_sequences")
+        freeze = {**settings["freeze"], "freeze_at": config.freeze_update, **{name: settings[name] for name in names}}
+    return {
+        "schema": SCHEMA,
+        "model": asdict(model),
+        "train": train,
+        "freeze": freeze,
+        "data": task.description(),
+        "parent": parent,
+        "device": execution.device_name,
+        "processes": processes,
+        "settings": settings,
+    }
+
+
+def read_run_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a run; raise InputError when it is not there, or not what a run writes."""
+    path = folder / "config.json"
+    record = read_json(path)
+    if not isinstance(record.get("settings"), dict) or "parent" not in record:
+        raise InputError(f"{path} must hold a run's settings and parent; restore it, or train anew")
+    return record
+
+
+def recorded_config(folder: Path | str) -> TrainConfig:
+    """Return the settings of the run in `folder`, to resume it; raise InputError when there is no run."""
+    return TrainConfig.from_dict(read_run_config(Path(folder))["settings"])
+
+
+_FREE_ON_RESUME = frozenset(
+    (
+        *("out", "data", "device", "activation_checkpointing", "graphs", "parallel"),
+        *("eval_every", "save_every", "save_at", "keep", "log_every", "token_losses", "tensorboard", "quiet"),
+    )
+)
+"""Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
+
+
+def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
+    """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
+    asked, before = to_json(config.to_dict()), dict(before)
+    for settings in (asked, before):
+        if settings["finetuning"]:
+            settings["finetuning"] = {k: v for k, v in settings["finetuning"].items() if k not in PATHS}
+    fixed = sorted(asked.keys() - _FREE_ON_RESUME)
+    if shown := "; ".join(change for key in fixed for change in _changes(key, before.get(key), asked[key])):
+        raise InputError(f"cannot resume with other settings ({shown}). Leave them out, or start another run")
+
+
+def _changes(name: str, before: Any, asked: Any) -> Iterator[str]:
+    """Yield what differs, of nested settings only those."""
+    if isinstance(before, dict) and isinstance(asked, dict):
+        for key in sorted({*before, *asked}):
+            yield from _changes(f"{name}.{key}", before.get(key), asked.get(key))
+    elif before != asked:
+        yield f"{name}: the run has {before!r}, got {asked!r}"
+
+
+# --- branches
+
+
+def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
+    """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
+
+    With `freeze=` and no `schedule=`, heads are frozen right there. `track_gradients` is not taken over.
+
+    >>> continue_from("runs/ordinary/checkpoints/step-2500", out="runs/frozen",
+    ...               freeze=FreezeConfig(rate=0.25))  # doctest: +SKIP
+
+    Raises:
+        CheckpointError: `parent` is no whole checkpoint.
+        InputError: Freezing, saving or reporting before the parent, fewer updates than it has done, or an unknown
+            setting.
+    """
+    return settings_after(open_checkpoint(parent), out=out, **changes)
+
+
+_OF_THE_PARENT_ALONE: dict[str, Any] = {
+    "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
+    "update_budget": None,
+}  # fmt: skip
+"""Settings that a branch does not take over from its parent."""
+
+
+def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -> TrainConfig:
+    """Return what `continue_from` does, for a checkpoint that is open already."""
+    settings = {**checkpoint.state["settings"], **_OF_THE_PARENT_ALONE, "out": str(out), "parent": str(checkpoint.path)}
+    if unknown := sorted(changes.keys() - settings.keys()):
+        raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
+    fresh, freeze = changes.get("fresh"), changes.get("freeze")
+    begin = 0 if fresh else checkpoint.update
+    if (updates := changes.get("updates", settings["updates"])) < begin:
+        raise InputError(f"updates must be at least the {begin:,} that the parent has done, got {updates:,}")
+    if freeze is not None:
+        settings["schedule"] = OneTime(at=begin)
+    elif fresh:  # the parent's may be an update that this run does not have
+        settings["schedule"] = OneTime()
+    if fresh:  # another task may have other tokens, the model keeps its own
+        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
+        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
+    config = TrainConfig.from_dict({**settings, **changes})
+    first = config.freeze_update
+    if freeze is not None and config.schedule is not None and first is not None and first < begin:
+        name = setting_of_moment(config.schedule)
+        raise InputError(f"{name} must be at least the parent's update {begin}, got {config.schedule}")
+    moments = {
+        "save_at": [OneTime(at=share).first_update(config.updates) for share in config.save_at],
+        "report_at": list(config.report_at),
+    }
+    for name, asked in moments.items():  # those of the parent's run itself are over, and its own
+        if name in changes and min(asked, default=begin) < begin:
+            raise InputError(f"{name} must be at least the parent's update {begin}, got update {min(asked)}")
+    return config

@@ -1,24 +1,19 @@
-"""Training from the first update, or the last checkpoint, to the final numbers, and how a signal stops it politely."""
+"""Training from the first update, or the last checkpoint, to the final numbers, and how a signal stops it."""
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from types import FrameType
 from typing import Any
 
-import torch
-
-from saf.errors import CheckpointError, DivergenceError
-from saf.machine.processes import done_once, joined
-from saf.records.folders import no_room
-from saf.train.ahead import CompilingAhead
-from saf.train.checkpoint import latest
-from saf.train.clock import Clock
+from saf.checkpoint import latest
+from saf.distributed import all_ranks_or_raise, on_rank0, process_group
+from saf.errors import DivergenceError
+from saf.schedules import Event, Outcome
 from saf.train.config import TrainConfig
-from saf.train.events import carry_out_due_
-from saf.train.results import finish, report_between, warn_of_gaps
+from saf.train.events import apply_event, needs_gradient, resolve_event
+from saf.train.result import finish, report_between, warn_of_gaps
 from saf.train.run import Run
 from saf.train.start import start_run
 
@@ -34,7 +29,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     update ends, a checkpoint is saved, and `{"stopped_at": update, "checkpoint": path}` is returned.
 
     Processes that `torchrun` started, or that are in a `torch.distributed` group already, train together: each calls
-    this with the same settings, and all see what one would see. See docs/parallel.md.
+    this with the same settings, and all return the same. See docs/parallel.md.
 
     Raises:
         InputError: The folder holds a run already, or other settings than the run to resume.
@@ -42,62 +37,37 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
         SafError: Another process of the group ended.
     """
-    with joined(config.device):
-        return _pretrain(config, resume)
-
-
-def _pretrain(config: TrainConfig, resume: bool) -> dict[str, Any]:
-    """Do what `pretrain` does, in the group of processes that is there."""
-    clock = Clock()
-    with ExitStack() as held:
+    with process_group(config.device), ExitStack() as held:
         with StopRequest() as stop:
-            run = start_run(config, resume=resume, clock=clock)
+            run = start_run(config, resume=resume)
             held.enter_context(run.lock or nullcontext())  # until the result is written, too
             warn_of_gaps(run)
-            ahead = CompilingAhead()
             try:
-                with _full_disk_explained(run, "logs"):
-                    finished = _train(run, stop, ahead)
+                with run.full_disk_explained("logs"):
+                    finished = _train(run, stop)
             except DivergenceError as error:
                 raise DivergenceError(f"{error}. {run.last_good()}, with a lower peak_lr") from None
             finally:
-                ahead.stop()
                 run.close()
         if not finished:
-            return {"stopped_at": run.update, "checkpoint": str(done_once(lambda: latest(run.checkpoints)))}
-        with _full_disk_explained(run, "result"):
+            return {"stopped_at": run.update, "checkpoint": str(on_rank0(lambda: latest(run.checkpoints)))}
+        with run.full_disk_explained("result"):
             return finish(run)
 
 
-@contextmanager
-def _full_disk_explained(run: Run, files: str) -> Iterator[None]:
-    """Turn an error about a full disk into one that says what is lost, what is kept, and how to go on."""
-    try:
-        yield
-    except OSError as error:
-        if (reason := no_room(error)) is None:
-            raise
-        raise CheckpointError(
-            f"{reason}: the run's {files} could not be written to {run.folder}. {run.last_good()}; "
-            "nothing up to there is lost: make room, then resume"
-        ) from error
-
-
-def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
+def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
-    config, clock = run.config, run.clock
+    config = run.config
     run.model.train()
-    clock.enter("training")
-    _save_beginning(run)
-    carry_out_due_(run, saved=run.update == run.start and run.parent_hash is not None)
+    run.elapsed.enter("train")
+    if run.update == 0 and run.parent_hash is None and 0 in config.branch_updates:
+        run.save()
+    apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
     report_between(run)
     while not run.finished():
         if run.observer and run.updater.compiling:
-            run.observer.progress.compiling(run.update + 1)
-        record = run_update(run)
-        ahead.begin(run)  # not before: now it is known what memory of the device training leaves
-        if run.observer:
-            run.observer.updated(record)
+            run.say("compiling the model for the next update, which may take a minute or more ...")
+        record = run.run_update()
         if run.proposer:
             run.proposer.observe(run.update, record["loss"])
         if config.eval_every and run.update % config.eval_every == 0:
@@ -110,40 +80,55 @@ def _train(run: Run, stop: "StopRequest", ahead: CompilingAhead) -> bool:
             run.save()
         if stopping:
             return False
-        carry_out_due_(run)
+        apply_due_events_(run)
         report_between(run)
-    clock.end()
+    run.elapsed.enter(None)
     if run.update > run.start or run.changed:
         run.save()
     return True
 
 
-def _save_beginning(run: Run) -> None:
-    """Save a run before its first update where others are to branch from there, unless it has a parent."""
-    if run.update == 0 and run.parent_hash is None and 0 in run.config.branch_updates:
-        run.save()
+def apply_due_events_(run: Run, *, saved: bool = False) -> None:
+    """Apply the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
+
+    None is due where the run's budget leaves no update behind it. The place in the training data does not move.
+    """
+    budget = run.budget_share()
+    if budget is not None and budget > 1:
+        return
+    proposer = run.proposer
+    while proposer and (events := proposer.propose(run.update)):
+        if not saved:
+            run.save()
+        saved = True
+        for event in events:
+            proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
+        if not needs_gradient(run.config, proposer):
+            run.updater.gradient = None
 
 
-def run_update(run: Run) -> dict[str, Any]:
-    """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
-    cuda = run.execution.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    rate, compiling, before = run.next_learning_rate(), run.updater.compiling, run.updater.uncaptured
-    done = run.updater.update(rate)
-    after = run.updater.uncaptured
-    run.clock.updated(done.seconds, compiled=compiling)
-    if cuda and run.update >= run.timed_from:
-        run.peak_memory = max(run.peak_memory or 0, torch.cuda.max_memory_allocated())
-    return {
-        "update": run.update,
-        "tokens": run.tokens,
-        "loss": done.loss,
-        "lr": rate,
-        "grad_norm": done.grad_norm,
-        "update_seconds": done.seconds,
-        **({} if before is None or after is None else {"uncaptured": after - before}),
-    }
+def _apply_event_(run: Run, event: Event) -> Outcome:
+    """Apply one event and record it, with the controller loss before and after."""
+    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
+    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
+        with all_ranks_or_raise():
+            change = apply_event(run, event)
+        run.updater.compile_()
+    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
+    losses = {"loss_before": before, "loss_after": after}
+    with run.elapsed("freeze"):
+        values = {**losses, "seconds": change.seconds, **change.values}
+        number = run.record_event(event, change.heads, values, change.tensors)
+    seconds = run.updater.parallel.first(sum(change.seconds.values()))
+    run.say(f"{change.summary}; took {seconds:.1f} s")
+    return Outcome(
+        number=number,
+        heads=change.heads,
+        seconds=seconds,
+        lowest_score=change.lowest_score,
+        deferred=change.deferred,
+        **losses,
+    )
 
 
 _HANGUP: int | None = getattr(signal, "SIGHUP", None)
@@ -163,12 +148,12 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in _asking():
+            hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN else [_HANGUP]
+            for number in (signal.SIGINT, signal.SIGTERM, *hangup):
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Note the first signal, which stops the run after its checkpoint; a second one interrupts at once."""
         if number == _HANGUP:
             _silence_lost_terminal_()
         if self.requested:
@@ -181,13 +166,8 @@ class StopRequest:
         self._previous.clear()
 
 
-def _asking() -> list[int]:
-    hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) is signal.SIG_IGN else [_HANGUP]
-    return [signal.SIGINT, signal.SIGTERM, *hangup]
-
-
 def _silence_lost_terminal_() -> None:
-    """Send standard output and error nowhere where their terminal is gone: telling of the stop must not prevent it."""
+    """Send output nowhere where its terminal is gone: progress lines must not prevent the checkpoint."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

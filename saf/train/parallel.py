@@ -1,9 +1,7 @@
-"""Several processes that train one model: who takes which micro-batches, what calls the model, and what all agree on.
+"""Ranks that train one model together: what an update calls and steps, and how ranks average, agree and stop.
 
-An updater is given one of these, and asks the same few things: make the `engine` of the model as it is now, average a
-loss (`mean`), and agree (`any`, `first`). `Alone` is a process without others; `Replicas` hold the model whole in each
-and average gradients by PyTorch's DistributedDataParallel; `Shards` hold a share of it each, and put it together
-(`whole`) for everything but updates.
+`Parallel` is a process without others; `Replicas` hold the whole model each and average gradients (PyTorch's DDP);
+`Shards` hold a share of it each (FSDP2), and put it together (`whole`) for everything but updates.
 """
 
 import copy
@@ -13,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -22,125 +20,93 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from saf.adapters import adapter_for, rows_of
-from saf.errors import UnsupportedError
-from saf.machine.execution import Execution
-from saf.machine.processes import done_once, group_place, talk
+from saf.checkpoint import is_sharded, parameter_state
+from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size
+from saf.errors import InputError, UnsupportedError
+from saf.machine import Execution
 from saf.models.gpt import DecoderLayer
-from saf.train.optimizer import state_of_parameter
-from saf.train.shares import is_share
+from saf.records.quantities import gibibytes
 
 Value = TypeVar("Value")
+ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
+STATE_BYTES = 16
+"""Bytes of a parameter's float32 weight, gradient and two moments."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Hold what an update calls and steps, of a model as it is at one moment."""
+    """What an update calls and steps, of a model as it is at one moment."""
 
     forward: Callable[..., Any]
     """The model as updates call it: compiled, or itself."""
     module: nn.Module
     """What has the parameters and their gradients."""
     optimizer: AdamW
-    """What steps them."""
     compiles: bool
     """Whether the first call compiles."""
     gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes the context in which query and key weights of the model that it was made of have their gradients."""
-    apart: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes the context of micro-batches but the last of an update: gradients stay with the process that has them."""
+    """Context in which query and key weights of the original model have their gradients."""
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context of all micro-batches of an update but the last: gradients stay with their rank."""
 
-    def clip_(self, most: float) -> Tensor:
+    def clip_(self, max_norm: float) -> Tensor:
         """Scale gradients down to this norm of all of them together, and return what it was."""
-        return _full(nn.utils.clip_grad_norm_(self.module.parameters(), most))
+        return _full(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
 
 
-class Parallel(Protocol):
-    """Say what updates ask of the processes that make them together."""
-
-    kind: ClassVar[str]
-    """Its name in settings."""
-    processes: int
-    rank: int
-    """Number of this process, from 0."""
-
-    def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Return what updates call from now on: the model as it is, its heads and shapes; earlier ones are void."""
-        ...
-
-    def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a value over all processes."""
-        ...
-
-    def any(self, flag: bool) -> bool:
-        """Return whether a flag is set in any process, the same in all."""
-        ...
-
-    def first(self, value: Value) -> Value:
-        """Return the first process's value, in all of them."""
-        ...
-
-    def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
-        """Make the context in which the model that the engine was made of has its weights, in every process.
-
-        Evaluations and events want that. With `moments` its optimiser has its state as well. An engine made inside
-        takes them over.
-        """
-        ...
-
-
-class Alone:
-    """Be the only process: nothing is shared out, nothing asked of others."""
+class Parallel:
+    """The ranks that make updates together, as an updater sees them: this class is a process without others."""
 
     kind: ClassVar[str] = "none"
+    """Its name in settings."""
     processes, rank = 1, 0
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Return the model itself, compiled or not."""
-        forward, compiles = _called(model, execution)
+        """Return what updates call from now on: the model as it is, its heads and shapes; earlier ones are void."""
+        forward, compiles = _compiled(model, execution)
         return Engine(forward, model, optimizer, compiles)
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the value."""
+        """Return the mean of a value over all ranks, on its device."""
         return value
 
     def any(self, flag: bool) -> bool:
-        """Return the flag."""
+        """Return whether a flag is set on any rank, the same on all."""
         return flag
 
     def first(self, value: Value) -> Value:
-        """Return the value."""
-        return value
+        """Return rank 0's value, on all of them."""
+        return on_rank0(lambda: value)
 
     def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
-        """Change nothing: the model is whole at all times."""
+        """Give the original model its weights, and with `moments` its optimiser its state, on every rank.
+
+        Evaluations and events need that. An engine made inside takes them over. A model that is whole stays so.
+        """
         return nullcontext()
 
 
-class _Several:
-    """Talk with the other processes of the group."""
+class _Group(Parallel):
+    """Several ranks, which exchange messages."""
 
     def __init__(self):
-        self.rank, self.processes = group_place()
+        self.rank, self.processes = rank_and_size()
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a value over all processes, on its device."""
+        """Return the mean of a value over all ranks."""
         total = value.clone()
         distributed.all_reduce(total)
         return total / self.processes
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set in any process."""
+        """Return whether a flag is set on any rank."""
         raised = torch.tensor(int(flag))
-        distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=talk())
+        distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=gloo_group())
         return bool(raised)
 
-    def first(self, value: Value) -> Value:
-        """Return the first process's value."""
-        return done_once(lambda: value)
 
-
-class Replicas(_Several):
-    """Hold the whole model in every process; gradients are averaged while the last backward pass of an update runs."""
+class Replicas(_Group):
+    """Hold the whole model on every rank; the last backward pass of an update averages gradients."""
 
     kind: ClassVar[str] = "ddp"
 
@@ -150,7 +116,7 @@ class Replicas(_Several):
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
         """Wrap the model anew: gradient buckets have the shapes that its parameters have now."""
-        forward, compiles = _called(model, execution)
+        forward, compiles = _compiled(model, execution)
         self._wrapper = None
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
         device, calling = execution.device, _Calling(model, forward)
@@ -163,11 +129,7 @@ class Replicas(_Several):
             gradient_as_bucket_view=True,
             **_BUFFERS_STAY,
         )
-        return Engine(self._wrapper, model, optimizer, compiles, apart=self._wrapper.no_sync)
-
-    def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
-        """Change nothing: the model is whole at all times."""
-        return nullcontext()
+        return Engine(self._wrapper, model, optimizer, compiles, no_sync=self._wrapper.no_sync)
 
 
 _BUFFERS_STAY: dict[str, Any] = {
@@ -176,14 +138,14 @@ _BUFFERS_STAY: dict[str, Any] = {
     # the name before PyTorch 2.13
     else "broadcast_buffers": False
 }
-"""The tables of frozen heads are the same in every process and stay as they are: no forward pass need send them."""
+"""The tables of frozen heads are the same on every rank and stay as they are: no forward pass need send them."""
 
 
-class Shards(_Several):
-    """Hold a share of every weight and moment; layers are put together while they compute (PyTorch's FSDP2).
+class Shards(_Group):
+    """Hold a share of every weight and moment; layers are put together while they compute (FSDP2).
 
-    The model that the engine is made of keeps its structure, and no weights: its parameters read as NaN but inside
-    `whole`. A copy of it is sharded and trained.
+    The original model keeps its structure, and no weights: its parameters read as NaN but inside `whole`. A copy of it
+    is sharded and trained.
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -197,18 +159,16 @@ class Shards(_Several):
         self._mesh = init_device_mesh(device.type, (self.processes,))
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Shard a copy of the model with its optimiser, and let go of the weights and moments that were handed in.
+        """Shard a copy of the model with its optimiser, and free the original's weights and moments.
 
         In bf16 the layers' matrices are sent and used in bfloat16, their gradients added up in float32; embedding and
         norms stay in float32, and so does the residual stream.
-
-        Raises UnsupportedError for what `check_shards` refuses.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which loads for half a second
 
         frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
         check_shards(execution, trained_patterns=any(heads.trainable for heads in frozen))
-        sharded = _sharing_weights(model)
+        sharded = _copy_of(model)
         low, policy = execution.precision == "bf16", MixedPrecisionPolicy()
         if low:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -221,61 +181,60 @@ class Shards(_Several):
             parts: list[nn.Module] = [layer.attention, layer.mlp]
             fully_shard(parts, mesh=self._mesh, mp_policy=policy, ignored_params=empty)
         fully_shard(sharded, mesh=self._mesh, ignored_params=empty)
-        own = dict(zip(model.parameters(), sharded.parameters(), strict=True))
-        shares = _sharded_optimizer(optimizer, own, self._mesh)
+        pairs = dict(zip(model.parameters(), sharded.parameters(), strict=True))
+        own = _sharded_optimizer(optimizer, pairs, self._mesh)
         self._model, self._optimizer = model, optimizer
-        forward, compiles = _called(sharded, execution)
+        forward, compiles = _compiled(sharded, execution)
         if execution.by_layer:  # called through the module, whose hooks put together what no layer has
             sharded.forward, forward = forward, sharded
-        self._engine = Engine(forward, sharded, shares, compiles, gradients=self._gradients)
-        self._let_go_()
-        gc.collect()  # an earlier engine's shares go now: its modules and their hooks are in cycles
+        self._engine = Engine(forward, sharded, own, compiles, gradients=self._gradients)
+        self._free_()
+        gc.collect()  # an earlier engine's shards go now: its modules and their hooks are in cycles
         return self._engine
 
     @contextmanager
     def whole(self, *, moments: bool = False) -> Iterator[None]:
-        """Gather the weights, and with `moments` the optimiser's state, in every process."""
+        """Gather the weights, and with `moments` the optimiser's state, on every rank."""
         before = self._engine
-        for parameter, share in self._shares():
-            parameter.data = _full(share.detach()).to(parameter.dtype)
+        for parameter, shard in self._pairs():
+            parameter.data = _full(shard.detach()).to(parameter.dtype)
         if moments:
             self._gather_moments_()
         try:
             yield
         finally:
             if self._engine is before:
-                self._let_go_()
+                self._free_()
 
-    def _shares(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield every parameter of the model with the sharded one that is trained in its place."""
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield every parameter of the original model with the sharded one that is trained in its place."""
         yield from zip(self._model.parameters(), self._engine.module.parameters(), strict=True)
 
     def _gather_moments_(self) -> None:
-        """Give the whole model's optimiser the state that the sharded one has, and its learning rate."""
-        shares = self._engine.optimizer
+        """Give the original optimiser the state that the sharded one has, and its learning rate."""
+        sharded = self._engine.optimizer
         for group in self._optimizer.param_groups:
-            group["lr"] = shares.param_groups[0]["lr"]
-        for parameter, share in self._shares():
-            state = state_of_parameter(shares, share)
-            if state:
+            group["lr"] = sharded.param_groups[0]["lr"]
+        for parameter, shard in self._pairs():
+            if state := parameter_state(sharded, shard):
                 self._optimizer.state[parameter] = {name: _full(value).clone() for name, value in state.items()}
 
-    def _let_go_(self) -> None:
-        """Free the whole weights and moments: what is read outside of `whole` is NaN."""
+    def _free_(self) -> None:
+        """Free the original weights and moments: what is read outside of `whole` is NaN."""
         self._optimizer.state.clear()
-        for parameter, _ in self._shares():
+        for parameter, _ in self._pairs():
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
             parameter.grad = None
 
     @contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Let the model's query and key weights have their gradients, in every process."""
-        shares = dict(self._shares())
+        """Let the original's query and key weights have their gradients, on every rank."""
+        shards = dict(self._pairs())
         sites = adapter_for(self._model).sites()
         held = [rows_of(site, role).parameter for site in sites for role in ("query", "key")]
         read = list({id(parameter): parameter for parameter in held}.values())
         for parameter in read:
-            gradient = shares[cast(nn.Parameter, parameter)].grad
+            gradient = shards[cast(nn.Parameter, parameter)].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else _full(gradient)
         try:
             yield
@@ -284,38 +243,38 @@ class Shards(_Several):
                 parameter.grad = None
 
 
-def _sharing_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its weights' memory, and has the same rows kept for undoing."""
-    kept: dict[int, Any] = {id(parameter): nn.Parameter(parameter.data) for parameter in model.parameters()}
+def _copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its weights' memory and the rows kept for undoing."""
+    shared: dict[int, Any] = {id(parameter): nn.Parameter(parameter.data) for parameter in model.parameters()}
     for site in adapter_for(model).sites():
-        kept[id(site.removed)] = site.removed
-    return copy.deepcopy(model, kept)
+        shared[id(site.removed)] = site.removed
+    return copy.deepcopy(model, shared)
 
 
-def _sharded_optimizer(optimizer: AdamW, own: Mapping[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> AdamW:
+def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Parameter], mesh: DeviceMesh) -> AdamW:
     """Return an AdamW of the sharded parameters with the settings and the state that `optimizer` has."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    groups = [{**group, "params": [own[each] for each in group["params"]]} for group in optimizer.param_groups]
-    found = AdamW(groups, fused=True)
-    for parameter, share in own.items():
+    groups = [{**group, "params": [pairs[each] for each in group["params"]]} for group in optimizer.param_groups]
+    sharded = AdamW(groups, fused=True)
+    for parameter, shard in pairs.items():
         if parameter.numel() and parameter in optimizer.state:
-            found.state[share] = {
-                name: distribute_tensor(value, mesh, cast(DTensor, share).placements, src_data_rank=None)
+            sharded.state[shard] = {
+                name: distribute_tensor(value, mesh, cast(DTensor, shard).placements, src_data_rank=None)
                 if value.shape == parameter.shape
                 else value.clone()
                 for name, value in optimizer.state[parameter].items()
             }
-    return found
+    return sharded
 
 
 def _full(tensor: Tensor) -> Tensor:
     """Return a tensor put together from its shards, or itself."""
-    return cast(Any, tensor).full_tensor() if is_share(tensor) else tensor
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 class _Calling(nn.Module):
-    """Let a wrapper see a model's parameters, and call what the model compiles to."""
+    """Show a wrapper a model's parameters, and call what the model compiles to."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]):
         super().__init__()
@@ -327,22 +286,73 @@ class _Calling(nn.Module):
         return self._compute[0](*inputs, **named)
 
 
-def _called(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any], bool]:
-    """Return the model as updates call it, compiled as `execution` says, and whether the first call compiles."""
+def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any], bool]:
+    """Return the model as updates call it, and whether the first call compiles."""
     recomputes = execution.activation_checkpointing
     if execution.by_layer:
         by_layer = adapter_for(model).compiled_by_layer(activation_checkpointing=recomputes)
         return by_layer, by_layer.new > 0
-    called = execution.callable(model, fullgraph=True)
-    return partial(called, activation_checkpointing=True) if recomputes else called, execution.compile
+    forward = execution.callable(model, fullgraph=True)
+    return partial(forward, activation_checkpointing=True) if recomputes else forward, execution.compile
+
+
+# --- which kind, and who takes which micro-batches
 
 
 def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
-    """Raise UnsupportedError for a model compiled as a whole and for patterns that are trained: neither has shares."""
+    """Raise UnsupportedError for a model compiled as a whole and for trained patterns: neither can be sharded."""
     if execution.compile and not execution.by_layer:
-        raise UnsupportedError(
-            "parallel='fsdp' puts layers together one at a time: pass compile='layers' or 'off', or train with "
-            "parallel='ddp'"
-        )
+        raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
     if trained_patterns:
         raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
+
+
+def parallel_of(
+    kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool
+) -> tuple[Parallel, str]:
+    """Return how this process trains a model of so many `parameters` beside others, and the reason in words.
+
+    "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
+    more than half of a GPU's memory: then "fsdp".
+
+    Raises:
+        InputError: "none" in a group of several processes, or another kind without a group.
+        UnsupportedError: Shards of what cannot be sharded.
+    """
+    processes = rank_and_size()[1]
+    if kind == "none" and processes > 1:
+        raise InputError(f"parallel='none' needs one process, got {processes}; start one, or leave it out")
+    if kind in ("ddp", "fsdp") and not in_group():
+        raise InputError(
+            f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
+        )
+    reason = "as asked"
+    if kind == "auto":
+        kind, reason = _pick(parameters, execution.device) if processes > 1 else ("none", "one process")
+    if kind == "fsdp":
+        check_shards(execution, trained_patterns=trained_patterns)
+        return Shards(execution.device), reason
+    return (Replicas() if kind == "ddp" else Parallel()), reason
+
+
+def _pick(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
+    """Return the kind for several processes and the reason."""
+    if device.type != "cuda":
+        return "ddp", "the model is whole in every process"
+    needed, memory = (STATE_BYTES * parameters, torch.cuda.get_device_properties(device).total_memory)
+    reason = f"weights, gradients and moments take {gibibytes(needed)} of {gibibytes(memory)}"
+    return ("ddp", reason) if needed <= memory / 2 else ("fsdp", f"{reason}, more than half")
+
+
+def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:
+    """Return how many of an update's micro-batches each process takes; raise InputError when the shares are uneven.
+
+    >>> micro_batches_of_one(8, 4, batch_size=2)
+    2
+    """
+    if accumulation % processes:
+        windows = accumulation * batch_size
+        fits = f"accumulation={processes} and batch_size={windows // processes}"
+        advice = f", such as {fits}" if windows % processes == 0 else "; or start another number of processes"
+        raise InputError(f"accumulation must be a multiple of {processes} processes, got {accumulation}{advice}")
+    return accumulation // processes

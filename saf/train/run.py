@@ -1,96 +1,94 @@
-"""What lasts while a model is trained: the run's folder and its lock, clock, logs, events and checkpoints.
+"""A training run from its start to its end: what it holds, when it is finished, and everything that it writes."""
 
-Everything that a run writes goes through `Run`, and only the first process of several writes.
-"""
-
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
+from saf.checkpoint import capture_random_state, latest, prune_checkpoints_, save_checkpoint, step_name
+from saf.distributed import on_rank0
+from saf.errors import CheckpointError
 from saf.heads import HeadSet
-from saf.machine.execution import Execution
-from saf.machine.processes import done_once
-from saf.machine.stopwatch import untimed_updates
+from saf.machine import Execution, untimed_updates
 from saf.models import GPT
-from saf.records.events import EVENTS, EventRecord, append_event, read_events
+from saf.records.events import EventRecord, append_event, read_events
+from saf.records.files import append_line
+from saf.records.folders import no_room
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
-from saf.train.allowance import Allowance
-from saf.train.checkpoint import (
-    capture_random_state,
-    latest,
-    prune_checkpoints_,
-    save_checkpoint,
-    step_name,
-)
-from saf.train.clock import AFTERWARDS, Clock, log_checkpoint
 from saf.train.config import TrainConfig
-from saf.train.observer import Observer
-from saf.train.optimizer import learning_rate, progress_by_share, progress_by_update, rise_after_event
-from saf.train.updater import Updater
+from saf.train.events import GRADIENT
+from saf.train.logs import Elapsed, Observer
+from saf.train.step import Updater, learning_rate, rewarmed
 
-GRADIENT = "qk_gradient"
-"""Name of the Q/K-gradient average in a checkpoint's state.json."""
-RECORDS = "records"
-"""In a checkpoint's state.json, how many lines each log had and the SHA-256 of its file."""
+CHECKPOINTS = "clock.jsonl"
+"""A line for each checkpoint of a run, also of those removed since: its hash and the elapsed seconds."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """Hold one training from its start to its end, and write what is kept of it."""
+    """One training; only rank 0 of several writes."""
 
     config: TrainConfig
     folder: Path
     lock: IO[str] | None
-    """Held while the run goes on; None in a process that writes nothing."""
+    """Held while the run goes on; None on a rank that writes nothing."""
     execution: Execution
     task: Task
     model: GPT
-    """What is trained; the updater's."""
     updater: Updater
     proposer: Proposer | None
-    """What decides when events come; None for a run that changes no heads."""
-    clock: Clock
+    """Decides when events come; None for a run that changes no heads."""
+    elapsed: Elapsed
     observer: Observer | None
-    """Writes logs and shows progress; None in a process that writes nothing."""
+    """Writes logs and shows progress; None on a rank that writes nothing."""
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
-    allowance: Allowance | None = None
-    """What it may use where that is not a number of updates."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    """Seconds of the newest updates since heads changed. The longest of them is what the next one is expected to take:
+    an average would be exceeded by every second one, and a time budget with it."""
 
     @property
     def update(self) -> int:
-        """Return how many updates are done."""
+        """How many updates are done."""
         return self.updater.done
 
     @property
     def tokens(self) -> int:
-        """Return how many target tokens were trained on."""
+        """How many target tokens were trained on."""
         return self.update * self.task.targets_per_update
 
     @property
     def changed(self) -> bool:
-        """Return whether events came since the last update."""
+        """Whether events came since the last update."""
         return self.heads_changed == self.update
 
     @property
     def checkpoints(self) -> Path:
-        """Return the folder of the run's checkpoints."""
+        """The folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def events(self) -> list[EventRecord]:
-        """Return the events recorded so far, inherited ones first."""
+        """The events recorded so far, inherited ones first."""
         return read_events(self.folder)
 
     @property
+    def guard_sequences(self) -> None:
+        """None: the cost of an event is recorded, and never refused."""
+
+    @property
     def timed_from(self) -> int:
-        """Return the first update whose time and memory count: past the newest event, compilation and cold caches.
+        """The first update whose time and memory count: past the newest event, compilation and cold caches.
 
         An ordinary arm leaves out as many, so that both are timed over the same updates.
         """
@@ -98,40 +96,57 @@ class Run:
         begin = begin if begin < self.config.updates else self.start
         return begin + 1 + untimed_updates(self.config.updates - begin)
 
-    def next_learning_rate(self) -> float:
-        """Return the learning rate of the update to come."""
-        config = self.config
-        progress = progress_by_update(self.update + 1, updates=config.updates, start=config.lr_start)
-        if self.allowance is not None:
-            begin = progress_by_update(self.start, updates=config.updates, start=config.lr_start)
-            progress = progress_by_share(self._used(), begin=max(begin, 0.0))
-        rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
-        since = None if self.heads_changed is None else self.update - self.heads_changed
-        return rate * rise_after_event(since, over=config.rewarm_updates)
+    # --- how far it is
+
+    def budget_share(self) -> float | None:
+        """Return the share of the run's own budget that is used once the next update is done; None without one."""
+        if (updates := self.config.update_budget) is not None:
+            return (self.update - self.start + 1) / updates
+        if (seconds := self.config.time_budget_seconds) is None:
+            return None
+        expected = self.elapsed.total + max(self.recent, default=0.0)
+        return self.updater.parallel.first(expected / seconds)  # all ranks must stop at the same update
 
     def finished(self) -> bool:
-        """Return whether the updates are done, or the next one would exceed the allowance.
+        """Return whether the updates are done, or the next one would exceed the budget."""
+        share = self.budget_share()
+        return self.update >= self.config.updates if share is None else share > 1
 
-        Whatever it is that used the allowance up since the last update, such as a loss or a checkpoint, then comes
-        after the end and is on no clock. So nothing but an update and an event need be foreseen.
-        """
-        if self.allowance is None:
-            return self.update >= self.config.updates
-        return self.clock.ended or self._used() > 1
+    def next_learning_rate(self) -> float:
+        """Return the learning rate of the next update; a budget stretches what is left of the schedule over itself."""
+        config = self.config
 
-    def _used(self) -> float:
-        """Return the share of the allowance that is used once the next update is done."""
-        assert self.allowance is not None
-        one, compiling = self.updater.expected_seconds, self.updater.compile_seconds if self.updater.compiling else 0.0
-        # Part of what the last update took is still booked as compilation, which may weigh less.
-        moved = self.clock.undecided_training(one)
-        expected = {"training": one + moved, "compilation": compiling - moved}
-        used = self.allowance.used(parts=self.clock.parts, expected=expected, updates=self.update - self.start)
-        return self.updater.parallel.first(used)  # clocks differ, and all must stop at the same update
+        def progress_of(update: int) -> float:
+            return (update - config.lr_start) / (config.updates - config.lr_start)
 
-    @property
-    def guard_sequences(self) -> None:
-        """Return nothing: what an event of a run costs is recorded, and never refused."""
+        if (share := self.budget_share()) is None:
+            progress = progress_of(self.update + 1)
+        else:
+            begin = max(progress_of(self.start), 0.0)
+            progress = begin + (1 - begin) * min(share, 1.0)
+        rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+        since = None if self.heads_changed is None else self.update - self.heads_changed
+        return rate * rewarmed(since, over=config.rewarm_updates)
+
+    def run_update(self) -> dict[str, Any]:
+        """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
+        cuda = self.execution.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        rate, compiling = self.next_learning_rate(), self.updater.compiling
+        with self.elapsed("compile" if compiling else "train"):
+            done = self.updater.update(rate)
+        if not compiling:
+            self.recent.append(done.seconds)
+        if cuda and self.update >= self.timed_from:
+            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated())
+        record = {"update": self.update, "tokens": self.tokens, "loss": done.loss, "lr": rate}
+        record |= {"grad_norm": done.grad_norm, "update_seconds": done.seconds}
+        if self.observer:
+            self.observer.updated(record, compiled=compiling)
+        return record
+
+    # --- what it writes
 
     def say(self, text: str) -> None:
         """Show people a line about this moment of the run."""
@@ -139,39 +154,37 @@ class Run:
             self.observer.progress.say(f"update {self.update}: {text}")
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
-        """Return the task's controller loss, nats per target, and log it as `when`; of so many batches if given."""
-        with self.clock("monitoring"), self.updater.parallel.whole():
+        """Return the task's controller loss, nats per target, of so many batches if given, and log it as `when`."""
+        with self.elapsed("evaluate"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.observer:
                 self.observer.evaluated(self.update, loss, when)
         return loss
 
     def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
-        """Add a line to events.jsonl for an event that was carried out, and return its number."""
-        # What was allocated before the heads changed says nothing about the updates to come.
+        """Add a line to events.jsonl for an event that took place, and return its number."""
+        # Memory and times from before the heads changed say nothing about the updates to come.
         self.heads_changed, self.peak_memory = self.update, None
+        self.recent.clear()
         line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
-        return done_once(lambda: append_event(self.folder, event.kind, line, tensors).number)
+        return on_rank0(lambda: append_event(self.folder, event.kind, line, tensors).number)
 
     def save(self) -> Path:
-        """Save a checkpoint, unless it is there already, and remove the oldest ones that need not be kept.
-
-        Every process of a group calls this.
+        """Save a checkpoint, unless it is there already, and remove the oldest ones; every rank calls this.
 
         Raises:
             CheckpointError: There is no room for it.
         """
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
-        # The first process looks for all: on a disk that machines share, others may see later what it has written.
-        if done_once(path.exists):
+        # Rank 0 looks for all: on a disk that machines share, others may see later what it has written.
+        if on_rank0(path.exists):
             return path
-        with self.clock(AFTERWARDS if self.clock.ended else "checkpoints"):
+        with self.elapsed("checkpoint"):
             state = {
                 "update": self.update,
                 "tokens": self.tokens,
-                "clock": self.clock.state_dict(),
-                "expected_seconds": self.updater.expected_seconds,
-                "compile_seconds": self.updater.compile_seconds,
+                "elapsed": self.elapsed.state_dict(),
+                "recent": list(self.recent),
                 "model": self.model.config.to_dict(),
                 "settings": self.config.to_dict(),
                 "schedule": self.proposer.state_dict() if self.proposer else None,
@@ -180,18 +193,18 @@ class Run:
                 **self.task.state(self.update),
             }
             if self.observer:
-                self.observer.sync()
-                state[RECORDS] = {**self.observer.records(), EVENTS: (len(self.events), "")}
-            held = self.updater.engine
-            found = save_checkpoint(path, held.module, held.optimizer, state=state, parent=self.parent_hash)
-            done_once(lambda: self._saved(path, found))
+                self.observer.sync()  # a checkpoint counts on what came before it
+            engine = self.updater.engine
+            saved = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
+            on_rank0(lambda: self._saved(path, saved))
         return path
 
-    def _saved(self, path: Path, found: str) -> None:
-        """Remove the checkpoints that are no longer kept, and log the newest one, of this hash."""
+    def _saved(self, path: Path, saved: str) -> None:
+        """Remove checkpoints that need not be kept, and log the newest one, of this hash."""
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
-        log_checkpoint(self.folder, path.name, found, self.clock)
+        line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
+        append_line(self.folder / CHECKPOINTS, line)
 
     def last_good(self) -> str:
         """Return a sentence that says from which checkpoint to go on after an error."""
@@ -199,6 +212,19 @@ class Run:
         if good is None:
             return "There is no checkpoint yet: start again"
         return f"The last good checkpoint is {good}: continue from it"
+
+    @contextmanager
+    def full_disk_explained(self, files: str) -> Iterator[None]:
+        """Turn an error about a full disk into one that says what is lost and how to go on."""
+        try:
+            yield
+        except OSError as error:
+            if (reason := no_room(error)) is None:
+                raise
+            raise CheckpointError(
+                f"{reason}: the run's {files} could not be written to {self.folder}. {self.last_good()}; "
+                "nothing up to there is lost: make room, then resume"
+            ) from error
 
     def close(self) -> None:
         """Close the logs."""

@@ -9,7 +9,7 @@ import saf
 from saf.adapters import adapter_for, language_model
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, roles_of
-from saf.machine.execution import device_name
+from saf.machine import device_name
 
 SHAPE = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "hidden_size": 48, "max_length": 32}
 

@@ -12,13 +12,13 @@ import saf
 from experiments.analyses import ANALYSES, svg
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import MISSING, matrix, spearman
+from saf.checkpoint import checkpoint_hash, latest
 from saf.records.events import read_events
 from saf.records.files import file_hash, read_json
 from saf.records.table import plain
 from saf.scores import SCORES
 from saf.targets import TARGETS
 from saf.train import TrainConfig, pretrain
-from saf.train.checkpoint import checkpoint_hash, latest
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--device", "cpu", "--sequences", 4)

@@ -10,7 +10,7 @@ from saf.fit import fit_compact, fit_kl
 from saf.freeze import fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import HeadSet
-from saf.machine.stopwatch import Stopwatch
+from saf.machine import Stopwatch
 from saf.patterns import CompactPattern
 from saf.surgery import install_
 from saf.targets import target

@@ -13,7 +13,7 @@ from benchmarks import accuracy, attention, compiling, finetuning, freezing, nan
 from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
 from saf.errors import InputError
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json
 from saf.report.benchmarks import tables

@@ -6,7 +6,7 @@ from saf.freeze_report import FreezeReport
 from saf.records import events
 from saf.records.events import read_events
 from saf.records.folders import verify
-from tests.train.killed import Killed, die_at
+from tests.train.helpers import Killed, die_at
 
 
 def words(arms, out):

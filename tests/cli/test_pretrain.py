@@ -93,8 +93,7 @@ def test_a_run_that_goes_on_keeps_its_schedule(data, tmp_path):
         (["--task", "mqar", "--sampler", "random"], "sampler has an effect on text alone"),
         (["--task", "mqar", "--no-token-losses"], "token_losses has an effect on text alone"),
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
-        (["--rewarm", "3"], "rewarm must be 0 in a run without events"),
-        (["--compile-ahead"], "compile_ahead has an effect only where heads are frozen"),
+        (["--rewarm", "3"], "rewarm must be fewer updates than all, and 0 where"),
     ],
 )
 def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, told):

@@ -10,7 +10,7 @@ from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, losses_by_position, read_evaluation
-from saf.machine.execution import resolve_precision
+from saf.machine import resolve_precision
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json
 

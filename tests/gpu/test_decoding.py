@@ -10,7 +10,7 @@ from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
-from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, frozen_attention
 from saf.ops.positions import CachePosition
 

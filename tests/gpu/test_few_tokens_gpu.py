@@ -7,7 +7,7 @@ import saf
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import kernels_of
 from saf.heads import HeadSet
-from saf.machine.cuda_graphs import GraphPool, GraphReplay
+from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
 from saf.ops.fused.op import SHORT
 from tests.ops.counted_graphs import CountedGraphs

@@ -9,10 +9,9 @@ import saf
 from saf.adapters import adapter_for
 from saf.bench.models import synthetic_patterns
 from saf.heads import HeadSet
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.surgery import install_
-from saf.train.optimizer import build_optimizer
-from saf.train.updater import Updater
+from saf.train.step import Updater, build_optimizer
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [64, 40, 56, 64, 40, 64, 56, 40]
@@ -56,7 +55,7 @@ def test_updates_are_those_of_plain_passes(kernel, accumulation):
             found += [value for _ in LENGTHS for value in updater.update(1e-3)[:2]]
         losses.append(found)
         if graphed:
-            shapes = sorted(updater.micro_batch.shapes)
+            shapes = sorted(updater.micro_batch.graphs)
     assert shapes == [(32, 40), (32, 56), (32, 64)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if kernel == "math" else 2e-2)
 
@@ -78,7 +77,7 @@ def test_compiled_updates_are_those_of_plain_passes(compiled):
         install_(own, heads, pattern, optimizer=updater.optimizer)
         updater.compile_()
         losses[-1] += [value for _ in range(4) for value in updater.update(1e-3)[:2]]
-        assert not graphed or updater.micro_batch.shapes == [(32, 64)]
+        assert not graphed or list(updater.micro_batch.graphs) == [(32, 64)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import saf
 from saf.adapters import adapter_for
-from saf.machine.execution import visible_devices
+from saf.machine import visible_devices
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import saf
 from saf.adapters import adapter_for
-from tests.train.group import together
+from tests.train.helpers import together
 from tests.transformers_models import LENGTH, VOCAB, make
 
 pytest.importorskip("accelerate")

@@ -12,7 +12,7 @@ import saf
 from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning
 from tests.integrations.test_trainer import CONFIG, UPDATES, FreezeCallback, Killed, callback, frozen, trainer
-from tests.train.group import together
+from tests.train.helpers import together
 from tests.transformers_models import LENGTH, make, tokens
 
 transformers = pytest.importorskip("transformers")

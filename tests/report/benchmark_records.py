@@ -10,7 +10,7 @@ import torch
 
 from saf.bench import Speed, Update
 from saf.bench.protocol import Arm, Case, Point, Session, Work, compare, plan
-from saf.machine.peaks import Peak
+from saf.machine import Peak
 
 POINT = Point(4096, 8, 4)
 TIMES = {

@@ -100,7 +100,7 @@ class Simulated:
         self.live = sorted([*self.live, *heads])
         return Outcome(number=number, heads=HeadSet(heads), loss_before=3.1, loss_after=3.0, seconds=1.0)
 
-    def told(self) -> list[tuple]:
+    def short(self) -> list[tuple]:
         """Return update, kind and number of heads of every event."""
         return [(update, event.kind, len(outcome.heads)) for update, event, outcome in self.events]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
 from saf.tasks import TASKS, MQARSettings, MQARSource, MQARTask

@@ -11,7 +11,7 @@ import torch
 from saf.data import TokenData, prepare, sequential_windows
 from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.machine.execution import Execution
+from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.tasks import TASKS, TextTask
 from saf.train import TrainConfig

@@ -2,10 +2,10 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from saf.data import prepare
-from saf.train import TrainConfig, pretrain
+from saf.records.files import read_json, read_lines
+from saf.train import TrainConfig, latest, pretrain
 
 SMALL = {
     "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
@@ -17,25 +17,6 @@ SMALL = {
 }
 """Settings of runs of under a second."""
 WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
-
-
-def assert_patterns_train_without_decay(plain: Path, decayed: Path, decay: float) -> None:
-    """Check the checkpoints after a first update without and with weight decay, of runs whose patterns train."""
-    from saf.surgery import pattern_parameters
-    from saf.train import load_model, open_checkpoint
-
-    patterns, weights = [], []
-    for path in (plain, decayed):
-        model = load_model(path)
-        patterns.append([logits.detach() for logits in pattern_parameters(model)])
-        weights.append(model.embed.weight.detach())
-    assert patterns[0]
-    assert all(torch.equal(*pair) for pair in zip(*patterns, strict=True))
-    assert not torch.equal(*weights)
-    groups = open_checkpoint(decayed).state["optimizer_groups"]
-    decays = {name: group["weight_decay"] for group in groups for name in group["names"]}
-    assert {decay for name, decay in decays.items() if name.endswith((".alpha", ".rho"))} == {0.0}
-    assert decays["embed.weight"] == decay
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +58,6 @@ def outcome():
     """Return a function that reads what must not depend on interruptions: tensors and logged losses of a run."""
 
     def read(folder) -> dict:
-        from saf.records.files import read_json, read_lines
-        from saf.train import latest
-
         folder = Path(folder)
         final = latest(folder / "checkpoints")
         names = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json")
@@ -87,7 +65,7 @@ def outcome():
             "final": final.name,
             **{name: (final / name).read_bytes() for name in names},
             "metrics": [
-                {key: value for key, value in line.items() if key not in ("update_seconds", "uncaptured")}
+                {key: value for key, value in line.items() if key != "update_seconds"}
                 for line in read_lines(folder / "metrics.jsonl")
             ],
             "evaluations": read_lines(folder / "evaluations.jsonl"),
@@ -97,9 +75,9 @@ def outcome():
     return read
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(data, tmp_path_factory):
-    """Return a function that trains settings once for all tests and returns the run's folder."""
+    """Return a function that trains the settings of a name once for all tests and returns the run's folder."""
     done = {}
 
     def run(config, key):

@@ -1,48 +1,45 @@
-"""Two processes train as one does: the same data, losses, heads and checkpoints, and they stop and fail together."""
+"""Several ranks train as one process does: losses, heads, events, checkpoints; and fail together."""
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from saf.errors import CheckpointError, DivergenceError, InputError, SafError, UnsupportedError
-from saf.evaluate.perplexity import read_evaluation
-from saf.machine.execution import Execution
-from saf.machine.processes import is_first
+import saf
+from saf.errors import CheckpointError
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_metadata
 from saf.records.folders import MANIFEST
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
-from saf.train.run import Run
-from saf.train.shares import write_shares
-from saf.train.sharing import micro_batches_of_one, parallel_of
-from tests.train.group import together
+from tests.train.helpers import together
 from tests.train.parallel_stories import (
-    EVENTS,
     KINDS,
     LAYER,
+    STORIES,
     Watching,
     answered,
-    at_update,
-    dear,
     evaluated,
-    process,
+    four,
+    levelled,
+    story,
+    two,
 )
 
-CPU, WORLD = Execution.of("cpu"), 2
 LOSSES = 2e-6
-"""Relative: losses and gradient norms of several processes are sums in another order, in float32."""
-
+"""Relative: losses and gradient norms of several ranks are sums in another order, in float32."""
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyTorch has no torch.distributed")
 
 
 @pytest.fixture(scope="module")
 def stories(data, tmp_path_factory):
-    """The folder of the runs of two processes, what each told, and a function that makes settings in that folder."""
+    """The folder of the runs of one process and of two ranks, what each rank told, and a maker of settings there."""
     folder = tmp_path_factory.mktemp("parallel")
     settings = {
         "data": str(data),
@@ -64,11 +61,15 @@ def stories(data, tmp_path_factory):
     def config(name: str, **changes) -> TrainConfig:
         return TrainConfig(**{**settings, "out": str(folder / name), **changes})
 
+    for name in STORIES:
+        story(config(name), name)
+    pretrain(config("layer", freeze=LAYER))
+    levelled(config("levelled"))
     with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, at_update(4, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
+        Watching(patch, 4, lambda run: os.kill(os.getpid(), signal.SIGTERM))
         assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
-    together(WORLD, process, str(folder), settings, codes=(0, 9))
-    return folder, [read_json(folder / f"{rank}.json") for rank in range(WORLD)], config
+    together(2, two, str(folder), settings, codes=(0, 9))
+    return folder, [read_json(folder / f"{rank}.json") for rank in range(2)], config
 
 
 def numbers(folder: Path) -> list[float]:
@@ -76,193 +77,131 @@ def numbers(folder: Path) -> list[float]:
     return [line[name] for line in read_lines(folder / "metrics.jsonl") for name in ("loss", "grad_norm")]
 
 
-@pytest.fixture(scope="module")
-def whole(stories):
-    """The folder of a run that one process made from its first to its last update."""
-    config = stories[2]("whole", freeze=LAYER)
-    pretrain(config)
-    return Path(config.out)
+def events(folder: Path) -> list[tuple]:
+    """Return what the events of a run did, and when."""
+    return [(event.kind, event.update, event.heads) for event in read_events(folder)]
 
 
-@pytest.fixture(scope="module")
-def eventful(stories):
-    """The folder and the report's loss of a run of one process across a freeze, its undo and another freeze."""
-    config = stories[2]("eventful", **EVENTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "controller_loss", dear)
-        return Path(config.out), pretrain(config)["report_loss"]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights and moments of a run's last checkpoint; hashes of patterns, which are integers, left out."""
-    checkpoint = open_checkpoint(latest(folder / "checkpoints"))
-    names = ("model", "optimizer")
-    found = {f"{name} {key}": tensor for name in names for key, tensor in checkpoint.tensors(name).items()}
-    return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+def report_loss(folder: Path) -> float:
+    return read_json(folder / "result.json")["report_loss"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_heads_are_those_of_one_process_across_a_freeze_and_an_undo(stories, eventful, kind):
+@pytest.mark.parametrize("name", STORIES)
+def test_losses_events_and_checkpoints_are_those_of_one_process(stories, name, kind):
     folder, (first, second), _ = stories
-    alone, report = eventful
-    assert numbers(folder / kind) == pytest.approx(numbers(alone), rel=LOSSES)
-    together, one = (read_events(path) for path in (folder / kind, alone))
-    assert [(event.kind, event.update, event.heads) for event in together] == [
-        (event.kind, event.update, event.heads) for event in one
-    ]
-    assert {"freeze", "undo"} == {event.kind for event in together}
-    assert any(event.kind == "freeze" and event.undone_by is None for event in together)
-    assert first[kind] == second[kind] == pytest.approx(report, rel=LOSSES)
-    assert read_json(folder / kind / "config.json")["processes"] == WORLD
+    run, one = folder / f"{name} {kind}", folder / name
+    assert numbers(run) == pytest.approx(numbers(one), rel=LOSSES)
+    assert events(run) == events(one)
+    assert len(events(one)) == {"undone": 3, "pruned": 1, "gradual": 2}[name]
+    assert first[f"{name} {kind}"] == second[f"{name} {kind}"] == pytest.approx(report_loss(one), rel=LOSSES)
+    assert first[f"{name} {kind} hash"] == second[f"{name} {kind} hash"], "the same bits on all ranks"
+    assert read_json(run / "config.json")["processes"] == 2
+    several, alone = (open_checkpoint(latest(path / "checkpoints")) for path in (run, one))
+    assert several.state["optimizer_groups"] == alone.state["optimizer_groups"]
+    for part in ("model", "optimizer"):
+        found, expected = several.tensors(part), alone.tensors(part)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            if tensor.is_floating_point():  # others are hashes of patterns
+                torch.testing.assert_close(found[key], tensor, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_holds_what_one_process_writes(stories, eventful, kind):
-    several, one = tensors(stories[0] / kind), tensors(eventful[0])
-    assert several.keys() == one.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(
-            several[name], tensor, rtol=2e-3, atol=1e-5, msg=lambda words, at=name: f"{at}: {words}"
-        )
-    states = [read_json(latest(path / "checkpoints") / "state.json") for path in (stories[0] / kind, eventful[0])]
-    averages = [state["qk_gradient"]["average"] for state in states]
-    for row, expected in zip(*averages, strict=True):
-        assert row == pytest.approx(expected, rel=1e-3)
-    assert states[0]["optimizer_groups"] == states[1]["optimizer_groups"]
-
-
-def test_each_process_writes_its_share_and_a_damaged_one_is_refused(stories, eventful, tmp_path):
-    path, whole = (latest(of / "checkpoints") for of in (stories[0] / "fsdp", eventful[0]))
+def test_only_rank_0_writes_and_each_rank_its_shards(stories, tmp_path):
+    folder, told, _ = stories
+    assert [each["writes"] for each in told] == [[True, True], [False, False]]
+    path, whole = (latest(folder / name / "checkpoints") for name in ("undone fsdp", "undone"))
     assert read_json(path / "manifest.json")["files"].keys() == {file.name for file in path.iterdir()} - {MANIFEST}
-    for name in ("model", "optimizer"):
-        files = sorted(path.glob(f"{name}*"))
-        assert [file.name for file in files] == [f"{name}-{number}-of-2.safetensors" for number in (1, 2)]
-        assert all("DCP_SHARDING_INFO" in read_metadata(file) for file in files)
-        size = (whole / f"{name}.safetensors").stat().st_size
-        assert all(file.stat().st_size < 0.6 * size for file in files)
+    files = sorted(path.glob("shard-*"))
+    assert len(files) == 2
+    assert all("DCP_SHARDING_INFO" in read_metadata(file) for file in files)
+    size = sum((whole / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
+    assert all(file.stat().st_size < 0.6 * size for file in files)
+    assert [each["bytes"] for each in told] == [8 * saf.preset("tiny").num_parameters] * 2, "half of 16 a parameter"
     bad = tmp_path / path.name
     shutil.copytree(path, bad)
-    with open(bad / "model-2-of-2.safetensors", "r+b") as file:
+    with open(bad / files[1].name, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
-    with pytest.raises(CheckpointError, match=r"model-2-of-2.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=rf"{files[1].name} is damaged"):
         open_checkpoint(bad)
-    (bad / "optimizer-1-of-2.safetensors").unlink()
-    (bad / "model-2-of-2.safetensors").write_bytes((path / "model-2-of-2.safetensors").read_bytes())
-    assert open_checkpoint(bad, optimizer=False).model().config == open_checkpoint(path).model().config
-    with pytest.raises(CheckpointError, match=r"optimizer-1-of-2.safetensors is missing"):
-        open_checkpoint(bad)
-
-
-def test_what_is_no_tensor_is_not_written(tmp_path):
-    with pytest.raises(CheckpointError, match="model files hold tensors alone; step is int"):
-        write_shares(tmp_path, "model", {"weight": torch.ones(2), "step": 3})
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_evaluation_shared_out_is_that_of_one_process_to_the_last_bit(stories, tmp_path):
-    folder, (first, second), config = stories
-    alone = evaluated(config("").data, tmp_path / "alone")
-    assert first["evaluated"] == second["evaluated"]
-    for name in ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash"):
-        assert first["evaluated"][name] == alone[name]
-    assert read_evaluation(folder / "evaluated")[0]["loss"] == alone["loss"]
-    assert first["answered"] == second["answered"] == answered()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_processes_hold_the_same_bits_and_one_writes(stories, kind):
-    folder, (first, second), _ = stories
-    assert first[f"{kind} hash"] == second[f"{kind} hash"]
-    assert (first["writes"], second["writes"]) == ([True, True], [False, False])
-    assert len(read_lines(folder / kind / "metrics.jsonl")) == 12
-
-
-def test_a_signal_to_any_process_stops_all_and_one_process_goes_on(stories, whole):
-    folder, (first, second), config = stories
-    assert first["stopped"] == second["stopped"]
-    assert first["stopped"]["stopped_at"] == 5
-    report = pretrain(config("stopped", freeze=LAYER), resume=True)["report_loss"]
-    assert numbers(folder / "stopped") == pytest.approx(numbers(whole), rel=LOSSES)
-    assert report == pytest.approx(read_json(whole / "result.json")["report_loss"], rel=LOSSES)
-
-
-def test_shards_go_on_where_one_process_stopped_and_replicas_where_shards_did(stories, whole):
-    folder, (first, second), _ = stories
-    assert first["begun"] == second["begun"]
-    assert first["begun"]["stopped_at"] == 9
-    assert numbers(folder / "begun") == pytest.approx(numbers(whole), rel=LOSSES)
-    assert first["resumed"] == second["resumed"]
-    assert read_events(folder / "begun")[0].heads == read_events(whole)[0].heads == [list(head) for head in LAYER.heads]
-
-
-def test_shards_in_bf16_lose_what_one_process_does(stories):
-    folder, _, config = stories
-    alone = config("low-alone", freeze=LAYER, precision="bf16")
-    pretrain(alone)
-    assert numbers(folder / "low") == pytest.approx(numbers(Path(alone.out)), rel=2e-3)
-    assert numbers(folder / "low") != numbers(Path(alone.out))
-
-
-def test_what_cannot_be_shared_out_is_refused_by_all(stories):
-    folder, told, _ = stories
-    assert [len(each["uneven"]) for each in told] == [2, 3]  # one of them tells people
-    for each in told:
-        assert each["uneven"][0] == each["alone"][0] == each["unlike"][0] == InputError.__name__
-        assert "process 1 has batch_size 4 (the first one 2)" in each["unlike"][1]
-        assert "2 processes cannot share evenly" in each["uneven"][1]
-        assert "accumulation=2 and batch_size=3" in each["uneven"][1]
-        assert "2 were started" in each["alone"][1]
-        assert each["trained"][0] == UnsupportedError.__name__
-        assert "train them with parallel='ddp'" in each["trained"][1]
-    assert not (folder / "uneven").exists()
-    assert not (folder / "unlike").exists()
-    assert not (folder / "trained").exists()
-
-
-def test_a_loss_that_is_not_finite_in_one_process_stops_all(stories):
-    for each in stories[1]:
-        assert each["diverged"][0] == DivergenceError.__name__
-        assert "update 4 was not applied" in each["diverged"][1]
-        assert each["applied"] == 3
-
-
-def test_where_one_process_cannot_install_none_does(stories):
-    folder, told, _ = stories
-    for each in told:
-        assert each["refused"] == each["event"] == [UnsupportedError.__name__, "no room for the tables"]
-        assert each["unchanged"]
-        assert each["frozen"] == 0
-    assert read_events(folder / "refused") == []
-
-
-def test_an_error_is_heard_wherever_the_others_are(stories):
-    """One process failed before the event's first exchange, in which the other one was."""
-    folder, (first, second), _ = stories
-    assert first["apart"] == [SafError.__name__, "process 1 failed: KeyError: 'plan'"]
-    assert second["apart"] == [KeyError.__name__, "'plan'"]
-    assert read_events(folder / "apart") == []
-
-
-def test_shares_that_the_first_process_does_not_find_make_no_checkpoint(stories):
-    folder, told, _ = stories
     for each in told:
         assert each["elsewhere"][0] == CheckpointError.__name__
-        assert "does not find model-2-of-2.safetensors of another one" in each["elsewhere"][1]
+        assert "does not find shard-00002-" in each["elsewhere"][1]
     assert not list((folder / "elsewhere" / "checkpoints").iterdir())
 
 
-def test_a_process_that_ends_takes_the_others_along(stories):
-    kind, words = stories[1][0]["lost"]
-    assert kind == SafError.__name__
-    assert "process 0 of 2 lost another one" in words
+def test_any_number_of_ranks_goes_on_where_others_stopped(stories, data):
+    folder, (first, second), config = stories
+    assert first["stopped"] == second["stopped"]
+    assert first["stopped"]["stopped_at"] == 5
+    pretrain(config("stopped", freeze=LAYER), resume=True)
+    assert first["begun"]["stopped_at"] == second["begun"]["stopped_at"] == 9
+    assert first["resumed"] == second["resumed"]
+    for name in ("stopped", "begun"):
+        assert numbers(folder / name) == pytest.approx(numbers(folder / "layer"), rel=LOSSES)
+    together(
+        4, four, str(folder), config("four").to_dict() | {"freeze": None, "schedule": None, "mqar": config("x").mqar}
+    )
+    assert events(folder / "four") == events(folder / "gradual")
+    assert numbers(folder / "four") == pytest.approx(numbers(folder / "gradual"), rel=LOSSES)
 
 
-def test_without_a_group_a_process_is_alone():
-    assert is_first()
-    assert parallel_of("auto", parameters=1, execution=CPU, trained_patterns=False)[0].processes == 1
-    with pytest.raises(InputError, match="torchrun --nproc-per-node"):
-        parallel_of("ddp", parameters=1, execution=CPU, trained_patterns=False)
-    assert micro_batches_of_one(8, 4, batch_size=1) == 2
-    with pytest.raises(InputError, match="choose another number of processes"):
-        micro_batches_of_one(1, 3, batch_size=2)
+def test_schedules_precision_and_layers_computed_again_or_compiled(stories):
+    folder, _, config = stories
+    assert [(kind, update) for kind, update, _ in events(folder / "levelled")] == [("freeze", 30), ("undo", 39)]
+    assert events(folder / "levelled fsdp") == events(folder / "levelled")
+    assert numbers(folder / "levelled fsdp") == pytest.approx(numbers(folder / "levelled"), rel=2 * LOSSES)
+    for kind in KINDS:
+        assert numbers(folder / f"again {kind}") == numbers(folder / f"gradual {kind}")
+    assert numbers(folder / "layers") == numbers(folder / "gradual fsdp")
+    pretrain(config("low-alone", freeze=LAYER, precision="bf16"))
+    assert numbers(folder / "low") == pytest.approx(numbers(folder / "low-alone"), rel=2e-3)
+
+
+def test_evaluations_are_those_of_one_process_to_the_last_bit_and_the_slowest_rank_is_timed(stories, tmp_path):
+    _, (first, second), config = stories
+    alone = json.loads(json.dumps([evaluated(config("").data, tmp_path / "alone"), answered()]))
+    assert first["evaluated"] == second["evaluated"] == alone
+    assert first["timed"] == second["timed"]
+
+
+def test_what_one_rank_refuses_all_do_and_one_says_so(stories):
+    folder, told, _ = stories
+    assert [len(each["uneven"]) for each in told] == [2, 3]
+    for each in told:
+        assert each["uneven"][0] == each["alone"][0] == each["unlike"][0] == "InputError"
+        assert "process 1 has batch_size 4 (the first one 2)" in each["unlike"][1]
+        assert "accumulation=2 and batch_size=3" in each["uneven"][1]
+        assert "needs one process, got 2" in each["alone"][1]
+        assert each["trained"][0] == "UnsupportedError"
+    assert not any((folder / name).exists() for name in ("uneven", "unlike", "trained"))
+
+
+def test_what_fails_on_one_rank_stops_all(stories):
+    folder, (first, second), _ = stories
+    for each in (first, second):
+        assert each["diverged"][0] == "DivergenceError"
+        assert "update 4 was not applied" in each["diverged"][1]
+        assert each["applied"] == 3
+        assert each["refused"] == each["event"] == ["UnsupportedError", "no room for the tables"]
+        assert (each["unchanged"], each["frozen"]) == (True, 0)
+    assert first["apart"] == ["SafError", "process 1 failed: KeyError: 'plan'"]
+    assert second["apart"] == ["KeyError", "'plan'"]
+    assert read_events(folder / "refused") == read_events(folder / "apart") == []
+    assert first["lost"][0] == "SafError"
+    assert "process 0 of 2 lost another one" in first["lost"][1]
+
+
+@pytest.mark.parametrize("words", [["--precision", "fp16"], ["--batch-size", "0"], ["--accumulation", "3"]])
+def test_a_users_error_is_printed_once_under_torchrun(data, tmp_path, words):
+    """Refused by tyro, by the settings, or in the group: one line, exit code 2 on every rank, no folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "saf"]
+    command += ["pretrain", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu", *words]
+    paths = os.pathsep.join([str(Path(saf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode != 0
+    name = words[0].removeprefix("--").replace("-", "_")
+    assert ended.stderr.count(f"saf pretrain: {name} must be") + ended.stderr.count("invalid choice") == 1, ended.stderr
+    assert not (tmp_path / "run").exists()

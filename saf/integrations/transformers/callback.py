@@ -23,6 +23,7 @@ from saf.adapters.transformers.folder import mark_of
 from saf.calibration import read_sequences
 from saf.calibration.capture import check_heads as check_measurable
 from saf.calibration.capture import check_vocabulary
+from saf.distributed import all_ranks_or_raise
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import restore_
@@ -33,16 +34,15 @@ from saf.integrations.transformers.restarts import PROGRESS, Before, moments_of,
 from saf.integrations.transformers.sequences import sequences
 from saf.integrations.transformers.trainer import check_arguments, check_wrappers, join_trainers, rewrap_
 from saf.loss_guard import heldout_loss
-from saf.machine.execution import Execution
-from saf.machine.processes import agreed
+from saf.machine import Execution
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.sidecar import check_sums
 from saf.surgery import check_editable, uninstall_
-from saf.train.events import CARRY_OUT, check_freeze, meant, start_proposer
-from saf.train.parallel import Alone, Parallel, Replicas
+from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
+from saf.train.parallel import Parallel, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class _Updater:
 
 @dataclass(kw_only=True)
 class _Training:
-    """Be what events ask of whoever trains, see `saf.train.events.Trained`."""
+    """Be what events ask of whoever trains, see `saf.train.events.TrainerLike`."""
 
     model: nn.Module
     config: _Settings
@@ -250,7 +250,7 @@ class FreezeCallback(Editing, ExportableState):
             config=settings,
             task=task,
             execution=execution,
-            parallel=Replicas() if args.world_size > 1 else Alone(),
+            parallel=Replicas() if args.world_size > 1 else Parallel(),
             proposer=proposer,
             folder=folder,
             events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
@@ -323,15 +323,15 @@ class FreezeCallback(Editing, ExportableState):
         training.updater.optimizer = given["optimizer"]
         while events := training.proposer.propose(update):
             for proposed in events:
-                training.proposer.done(proposed, self._carry_out_(meant(proposed, training.config), update))
+                training.proposer.done(proposed, self._carry_out_(resolve_event(proposed, training.config), update))
 
     def _carry_out_(self, event: Any, update: int) -> Outcome:
         """Carry out one event, in all processes or in none, and record it; what the first one measured counts."""
         training = self._training
         assert training is not None
         before = training.controller_loss(event.batches)
-        with agreed():
-            change = CARRY_OUT[event.kind](training, event)
+        with all_ranks_or_raise():
+            change = apply_event(training, event)
         rewrap_(self.trainer)
         after = training.controller_loss(event.batches)
         before, after, seconds = training.parallel.first((before, after, change.seconds))

@@ -27,7 +27,7 @@ from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.heads import HeadLayout
 from saf.integrations.models import Encoder
-from saf.machine.execution import autocast, device_name, pick_device
+from saf.machine import autocast, device_name, pick_device
 from saf.records.files import read_json, write_json
 from saf.records.folders import new_folder, no_room
 from saf.records.paths import Kind, kind_of

@@ -29,10 +29,10 @@ from saf.adapters.transformers.folder import (
     section_of,
     with_section,
 )
+from saf.distributed import rank_and_size
 from saf.errors import InputError, UnsupportedError
 from saf.integrations.transformers.editing import editing
 from saf.integrations.transformers.passes import uncompiled, watched
-from saf.machine.processes import group_place
 from saf.records.files import write_atomically
 
 
@@ -155,7 +155,7 @@ def _text(path: Path) -> str | None:
 
 def check_arguments(args: Any) -> None:
     """Raise UnsupportedError for arguments by which a Trainer shares out what edits need whole."""
-    if args.world_size == 1 and (processes := group_place()[1]) > 1:
+    if args.world_size == 1 and (processes := rank_and_size()[1]) > 1:
         raise UnsupportedError(
             f"{processes} processes were started, and the Trainer lets each train by itself, into one folder: pass "
             "use_cpu=True where they are to train together on a CPU, or start one process"

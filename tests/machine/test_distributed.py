@@ -12,11 +12,11 @@ from torch import distributed
 
 import saf
 from saf.calibration.strips import LayerStatistics
+from saf.distributed import on_rank0
 from saf.errors import SafError, SelectionError
-from saf.machine.processes import done_once
 from saf.patterns import CompactPattern
 from saf.records.files import tensors_hash
-from tests.train.group import together
+from tests.train.helpers import together
 
 LENGTH, WORLD = 24, 2
 
@@ -33,7 +33,7 @@ def process(rank: int, folder: str) -> None:
     answers = {}
     for name, error in (("known", SelectionError("too few")), ("strange", _Unpicklable())):
         try:
-            done_once(lambda error=error: _fail(error))
+            on_rank0(lambda error=error: _fail(error))
         except Exception as caught:
             answers[name] = [type(caught).__name__, str(caught)]
     model = model_of_all()
@@ -55,7 +55,7 @@ def process(rank: int, folder: str) -> None:
 def waited(*, seconds: float) -> str:
     """Return the outcome of work that takes longer than the group, all of which has met, lets a message take."""
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-    return done_once(lambda: time.sleep(5 * seconds) or "done")
+    return on_rank0(lambda: time.sleep(5 * seconds) or "done")
 
 
 def sums(statistics: saf.AttentionStatistics) -> str:
@@ -107,6 +107,6 @@ def test_work_may_take_longer_than_the_group_lets_a_message_take(answers):
 
 
 def test_without_a_group_the_work_is_just_done():
-    assert done_once(lambda: 3) == 3
+    assert on_rank0(lambda: 3) == 3
     with pytest.raises(SafError):
-        done_once(lambda: _fail(SelectionError("none")))
+        on_rank0(lambda: _fail(SelectionError("none")))

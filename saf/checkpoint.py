@@ -1,0 +1,408 @@
+"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use.
+
+A process that holds weights and moments whole writes `model.safetensors` and `optimizer.safetensors`; ranks that hold
+them in shards write a file each by PyTorch's distributed checkpoint. Whoever opens a checkpoint need not know which.
+"""
+
+import json
+import random
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from saf.distributed import all_gather, in_group, on_rank0, rank0_context, rank_and_size
+from saf.errors import CheckpointError, InputError
+from saf.frozen_state import load_weights_, restore_, state_of
+from saf.models import GPT, GPTConfig
+from saf.records.files import read_json, read_metadata, read_tensors
+from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
+from saf.records.paths import Kind, expect, kind_of
+
+STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter, under its own names."""
+_NAME = re.compile(r"step-(\d+)(-frozen)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint; `state` is its state.json."""
+
+    path: Path
+    hash: str
+    parent: str | None
+    state: dict[str, Any]
+
+    @property
+    def update(self) -> int:
+        """How many updates were done."""
+        return int(self.state["update"])
+
+    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:
+        """Build the model with its frozen heads and weights; unless `filled`, weights hold anything.
+
+        Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
+        """
+        model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
+        heads = read_json(self.path / "saf.json", error=CheckpointError)
+        patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
+        restore_(model, heads, patterns, backend=backend)
+        if filled:
+            load_weights_(model, self.tensors("model", device), self.path)
+        return model
+
+    def optimizer(self, model: GPT, *, filled: bool = True) -> AdamW:
+        """Build the optimiser of `model` with its moments; unless `filled`, without."""
+        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer") if filled else {})
+
+    def fill_(self, module: nn.Module, optimizer: AdamW | None) -> None:
+        """Fill the shards of weights, and of the optimiser's moments, that this rank holds; every rank calls this.
+
+        Raises CheckpointError for a tensor that is missing or of another shape.
+        """
+        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
+        targets: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
+        stored = _shard_reader(self.path).read_metadata().state_dict_metadata
+        for name, parameter in parameters.items():
+            if optimizer is None or f"{name}.{STEP}" not in stored:
+                continue
+            state = {STEP: torch.zeros((), device=parameter.device)}
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            optimizer.state[parameter] = state
+            targets |= {f"{name}.{key}": tensor.detach() for key, tensor in state.items()}
+        _read_shards_(targets, self.path)
+
+    def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return the "model" or "optimizer" tensors, whole, whichever way they were written."""
+        path = self.path / f"{name}.safetensors"
+        if path.is_file() or not list(self.path.glob("shard-*.safetensors")):
+            return read_tensors(path, device=device, error=CheckpointError)
+        metadata = _shard_reader(self.path).read_metadata()
+        sources = {index.fqn: Path(at.relative_path).name for index, at in metadata.storage_data.items()}
+        own = sorted(each for each, file in sources.items() if file.startswith("shard-"))
+        names = [each for each in own if _is_moment(each) == (name == "optimizer")]
+        stored: dict[str, Any] = metadata.state_dict_metadata
+        tensors = {each: torch.empty(stored[each].size, dtype=stored[each].properties.dtype) for each in names}
+        _read_shards_(tensors, self.path)
+        return tensors
+
+
+def _is_moment(name: str) -> bool:
+    return name.rpartition(".")[2] in (STEP, *MOMENTS)
+
+
+# --- writing
+
+
+def step_name(update: int, *, after_freezing: bool = False) -> str:
+    """Return a checkpoint's folder name; "-frozen" marks the state after an update's events."""
+    return f"step-{update}-frozen" if after_freezing else f"step-{update}"
+
+
+def save_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    state: dict[str, Any],
+    parent: str | None = None,
+    record: Callable[[Path], Any] | None = None,
+) -> str:
+    """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
+
+    Every rank calls this: rank 0 writes, but for DTensors, of which each rank writes its shards. `record` writes
+    further files into the folder that it is called with.
+
+    Raises:
+        CheckpointError: The disk or a quota is full, or the folder exists; earlier checkpoints are untouched.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
+    groups, moments = optimizer_state(optimizer, model)
+    tensors = {"model": model.state_dict(), "optimizer": moments}
+    sharded = any(is_sharded(tensor) for tensor in tensors["model"].values())
+
+    def write(folder: Path, shards: list[str]) -> str:
+        """Write the files of rank 0, the manifest last."""
+        if missing := sorted({*shards} - {file.name for file in folder.iterdir()}):
+            raise CheckpointError(f"{path} must be on a disk that all ranks share; rank 0 does not find {missing[0]}")
+        for name, held in {} if sharded else tensors.items():
+            save_file(_on_cpu(held), folder / f"{name}.safetensors")
+        heads, patterns = state_of(model)
+        save_file(_on_cpu(patterns), folder / "saf.safetensors")
+        _write_json(folder / "saf.json", heads)
+        _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
+        if record is not None:
+            record(folder)
+        for file in folder.glob("*.safetensors"):
+            read_metadata(file, error=CheckpointError)  # refuses what is no safetensors
+        return write_manifest(folder, update=int(state["update"]), parent=parent)
+
+    try:
+        with rank0_context(new_folder(path)) as folder:
+            shards = _write_shards(folder, {**tensors["model"], **moments}) if sharded else []
+            return on_rank0(lambda: write(folder, shards))
+    except (OSError, SafetensorError) as error:
+        if (reason := no_room(error)) is None:
+            raise
+        raise CheckpointError(
+            f"{reason}: checkpoint {path} could not be written; nothing of it was kept. {_previous(path)}"
+            "Free some space, then resume the run or repeat the command"
+        ) from error
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return CPU copies that share no storage."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    # A schedule's state may hold infinities and NaN, which come back exactly only as Python writes them.
+    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether ranks hold a tensor in shards."""
+    if not in_group():
+        return False
+    from torch.distributed.tensor import DTensor  # takes as long to import as half of PyTorch
+
+    return isinstance(tensor, DTensor)
+
+
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
+    """Write, on every rank, its shards into `shard-RANK-...safetensors`, and return the files of all ranks."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    # The writer pickles what is no tensor into a file that is named safetensors.
+    if wrong := [name for name, value in tensors.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"checkpoints must hold tensors, got {wrong[0]} of another type")
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    _first_failure(lambda: save(tensors, storage_writer=writer))
+    own = [path.name for path in folder.glob(f"shard-{rank_and_size()[0] + 1:05}-*")]
+    return [name for names in all_gather(own) for name in names]
+
+
+def _shard_reader(folder: Path) -> Any:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    return HuggingFaceStorageReader(str(folder))
+
+
+def _read_shards_(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors from the files of a folder, however many ranks wrote them; of DTensors every rank fills its own."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    alone = not any(map(is_sharded, tensors.values()))
+    try:
+        _first_failure(lambda: load(tensors, storage_reader=_shard_reader(folder), no_dist=alone))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} does not fit the model it describes: {error}") from error
+
+
+def _first_failure(work: Callable[[], object]) -> None:
+    """Do work of the distributed checkpoint; where it fails on any rank, raise the first rank's own error on all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone, as intended
+        try:
+            work()
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
+
+
+# --- the optimiser's state
+
+
+def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the groups, as names and settings, and every moment and step count by parameter name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups, tensors = [], {}
+    for group in optimizer.param_groups:
+        if unknown := [list(p.shape) for p in group["params"] if p not in names]:
+            raise CheckpointError(f"the optimiser holds parameters of shapes {unknown} that are not the model's")
+        members = [names[parameter] for parameter in group["params"]]
+        kept = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
+        groups.append({"names": members, **kept})
+        for name, parameter in zip(members, group["params"], strict=True):
+            tensors |= {f"{name}.{key}": value for key, value in parameter_state(optimizer, parameter).items()}
+    return groups, tensors
+
+
+def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the moments and the step count of a parameter; nothing before its first step.
+
+    A parameter without elements takes no steps; its count is that of the others.
+    """
+    own = dict(optimizer.state.get(parameter, {}))
+    if parameter.numel():
+        return own
+    counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
+    if not counts:
+        return own
+    steps = max(counts, key=float)  # patterns that an event added since have fewer
+    return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
+
+
+def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: dict[str, Tensor]) -> AdamW:
+    """Return an AdamW over `model` in the state that `optimizer_state` described.
+
+    Raises:
+        CheckpointError: The state names other parameters or other shapes than the model's.
+    """
+    parameters = dict(model.named_parameters())
+    if unknown := [name for group in groups for name in group["names"] if name not in parameters]:
+        raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
+    found = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
+    beta1, beta2 = groups[0]["betas"]
+    optimizer = AdamW([group for group in found if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
+    for name in (name for group in groups for name in group["names"]):
+        parameter = parameters[name]
+        state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
+        for key in MOMENTS:
+            if key in state and state[key].shape != parameter.shape:
+                shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
+                raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
+        if state:
+            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    return optimizer
+
+
+# --- finding and opening
+
+
+def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
+    """Verify a checkpoint's sums and read its state; with `optimizer=False` the optimiser's file may be missing.
+
+    Raises:
+        CheckpointError: No checkpoint, or a file is missing or damaged; the message names the file and the newest
+            earlier checkpoint that is whole.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        expect(path, Kind.CHECKPOINT, error=CheckpointError)
+    try:
+        manifest = verify(path, without=None if optimizer else "optimizer")
+    except CheckpointError as error:
+        advice = f"To go on from it, move {path.name} away" if newest(path.parent) == path else ""
+        raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
+    state = read_json(path / "state.json", error=CheckpointError)
+    return Checkpoint(path, manifest["hash"], manifest["parent"], state)
+
+
+def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
+    """Return the model of a verified checkpoint, frozen heads included."""
+    return open_checkpoint(path, optimizer=False).model(device, backend=backend)
+
+
+def find_checkpoint(path: Path | str) -> Path | None:
+    """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither.
+
+    Raises:
+        InputError: A run without a complete checkpoint.
+    """
+    path, kind = Path(path), kind_of(path)
+    if kind is Kind.RUN and (found := latest(path / "checkpoints")) is not None:
+        return found
+    if kind is Kind.RUN:
+        raise InputError(f"{path} is a run without a complete checkpoint")
+    return path if kind is Kind.CHECKPOINT else None
+
+
+def names(path: Path | str, checkpoint: Path | str) -> bool:
+    """Return whether a path, however it is written, names a checkpoint: its folder, or that of its run."""
+    own = Path(checkpoint).resolve()
+    runs = [own.parents[1]] if own.parent.name == "checkpoints" else []
+    return Path(path).resolve() in (own, *runs)
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first; leftovers of killed writes are not among them."""
+    return [path for path in step_folders(folder) if (path / MANIFEST).is_file()]
+
+
+def step_folders(folder: Path | str) -> list[Path]:
+    """Return the folders in `folder` that bear a checkpoint's name, oldest first; one without a manifest too."""
+    return sorted((path for path in Path(folder).glob("step-*") if _order(path)), key=_order)
+
+
+def _order(path: Path) -> tuple[int, ...]:
+    """Return the sort key of a run's checkpoints: updates, then whether after an event; empty for another name."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), bool(match[2])) if match else ()
+
+
+def newest(folder: Path | str) -> Path | None:
+    """Return the newest checkpoint in `folder`, complete or not, or None: a damaged one is refused, not passed over."""
+    return next(reversed(step_folders(folder)), None)
+
+
+def latest(folder: Path | str) -> Path | None:
+    """Return the newest complete checkpoint in `folder`, or None."""
+    return next(reversed(checkpoints(folder)), None)
+
+
+def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
+    """Remove all but the newest `keep` checkpoints and the protected names; `keep=0` removes none."""
+    if keep:
+        for path in [p for p in checkpoints(folder) if p.name not in protect][:-keep]:
+            remove_folder_(path)
+
+
+def _previous(path: Path, advice: str = "") -> str:
+    """Name the newest whole checkpoint older than `path`, then advise; "" without older ones."""
+    older = [other for other in checkpoints(path.parent) if _order(other) < _order(path)]
+    for candidate in reversed(older):
+        try:
+            verify(candidate)
+        except CheckpointError:
+            continue
+        return f"The previous checkpoint {candidate} is whole. {advice}"
+    return f"No earlier checkpoint in {path.parent.resolve()} is whole. " if older else ""
+
+
+def checkpoint_hash(path: Path) -> str:
+    """Return a checkpoint's recorded hash without reading its tensors."""
+    return str(read_manifest(path)["hash"])
+
+
+# --- random state
+
+
+def capture_random_state() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's global generators (CPU, and CUDA when in use)."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.cpu().numpy().tobytes().hex() for state in cuda],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put the global generators back in captured states; CUDA ones for as many devices as both sides have."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_from_hex(text), index)
+
+
+def _from_hex(text: str) -> Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,318 @@
+"""The machine that models run on: device, precision and compilation, CUDA graphs, timers, rated speeds, inventory."""
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from types import FunctionType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from saf.errors import InputError, UnsupportedError
+
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "on", "off", "layers"]
+Call = Callable[[], Any]
+
+
+# --- where and how a model computes
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A resolved device, precision ("fp32" or "bf16") and form of compilation."""
+
+    device: torch.device
+    precision: str
+    compile: bool
+    by_layer: bool = False
+    """Compile each decoder layer by itself, one program per layout of heads, instead of the whole model."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each decoder layer and recompute the layer in the backward pass."""
+
+    @classmethod
+    def of(
+        cls,
+        device: str = "auto",
+        *,
+        precision: str = "auto",
+        compile: str = "auto",
+        activation_checkpointing: bool = False,
+        several_events: bool = False,
+    ) -> "Execution":
+        """Resolve every "auto": bf16 autocast and compiled where there is CUDA, fp32 and eager on a CPU.
+
+        Where heads change at `several_events`, "auto" compiles "layers" on CUDA: a model compiled whole stands still
+        after each of them. Raises UnsupportedError when CUDA is asked for and absent.
+        """
+        resolved = pick_device(device)
+        switch = {"on": True, "layers": True, "off": False, "auto": resolved.type == "cuda"}
+        by_layer = compile == "layers" or (compile == "auto" and several_events and switch["auto"])
+        precision = resolve_precision(resolved, precision)
+        return cls(resolved, precision, switch[compile], by_layer, activation_checkpointing)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass."""
+        return autocast(self.device, self.precision)
+
+    def callable(self, model: nn.Module, *, fullgraph: bool = False) -> Callable[..., Any]:
+        """Return the model, or a compiled wrapper that leaves the model itself alone.
+
+        Call it again whenever heads change: programs of the old shapes are dropped. With `fullgraph` the model
+        compiles as one graph or raises: a broken graph runs, but slower than what is measured.
+        """
+        if not self.compile:
+            return model
+        torch._dynamo.reset()
+        return torch.compile(model, fullgraph=fullgraph)
+
+    @property
+    def device_name(self) -> str:
+        """The accelerator's name, or the processor's architecture."""
+        return device_name(self.device)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device that "auto", "cpu" or "cuda" means; raise UnsupportedError for CUDA where there is none."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UnsupportedError('device="cuda", but torch sees no CUDA device; use "cpu" or "auto"')
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def resolve_precision(device: torch.device, precision: str) -> str:
+    """Return "fp32" or "bf16"; "auto" is bf16 on CUDA and fp32 elsewhere."""
+    if precision not in ("auto", "fp32", "bf16"):
+        raise InputError(f"precision must be one of auto, fp32, bf16; got {precision!r}")
+    if precision == "auto":
+        return "bf16" if device.type == "cuda" else "fp32"
+    return precision
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """Return the context in which a model of float32 weights runs in `precision`."""
+    if resolve_precision(device, precision) == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+_copies = count()
+
+
+def own_program(function: Callable[..., Any]) -> FunctionType:
+    """Return a copy of a function without a closure, to compile a program of its own from.
+
+    The compiler keeps programs by code object: it tries all that it has of one in every call, makes the second more
+    general in the sizes that differ, and raises beyond `recompile_limit` (8). Programs that are to know nothing of one
+    another need a code object each, and a name each, by which sizes are remembered.
+    """
+    name = f"{function.__name__}_{next(_copies)}"
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+
+
+# --- CUDA graphs
+
+
+class GraphPool:
+    """Memory that several CUDA graphs share; they never run together, nor is their output kept."""
+
+    def __init__(self):
+        self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def handle(self) -> Any:
+        """The pool, created at first use."""
+        self._handle = self._handle or torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the stream of graphs that are captured with `same_stream`, created at first use."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
+
+class GraphReplay:
+    """A call captured as a CUDA graph: calling this replays it with one launch."""
+
+    def __init__(
+        self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3, same_stream: bool = False
+    ):
+        """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
+
+        With `same_stream` that is the pool's: memory that a graph is done with serves another one of its stream alone.
+        Capture inside `saf.ops.for_graphs`, so that frozen layers compute as is best in a graph. `outcome` is what the
+        captured call returned: every replay writes to the same memory.
+        """
+        if device.type != "cuda":
+            raise UnsupportedError("CUDA graphs need a CUDA device")
+        stream = pool.stream(device) if same_stream else torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(warmup):
+                call()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool.handle, stream=stream):
+            self.outcome = call()
+
+    def __call__(self) -> None:
+        """Replay the graph."""
+        self._graph.replay()
+
+
+# --- time
+
+_UNTIMED = 10
+"""The first updates after an event or a resumption compile and let the allocator and caches grow. A round number."""
+
+
+def untimed_updates(updates: int) -> int:
+    """Return how many of the first `updates` are left out of timings: ten, or a quarter of a short run's."""
+    return min(_UNTIMED, max(0, updates) // 4)
+
+
+class Stopwatch:
+    """Add up wall-clock seconds by name, waiting for the device so that asynchronous work counts where it was launched.
+
+    >>> watch = Stopwatch()
+    >>> with watch("fit"):
+    ...     pass
+    >>> list(watch.seconds)
+    ['fit']
+    """
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self.seconds: dict[str, float] = {}
+        self._cuda = torch.device(device).type == "cuda"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a block."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+# --- rated speeds
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The speed that a device reaches in bf16, and how it is known."""
+
+    flops: float
+    """FLOP/s that no version of a benchmark runs above: measured where somebody did, else the data sheet's."""
+    bandwidth: float
+    """Bytes/s."""
+    source: str
+    rated_flops: float | None = None
+    """Dense bf16 FLOP/s of the data sheet where `flops` is measured: utilisations of training are shares of it."""
+
+
+PEAKS = {
+    "GH200": Peak(989e12, 4.0e12, "data sheet"),
+    "H200": Peak(790e12, 4.3e12, "measured: 8192-cube product, 8.6 GB copy", rated_flops=989e12),
+    "H100": Peak(989e12, 3.35e12, "data sheet"),
+    "A100": Peak(312e12, 2.0e12, "data sheet"),
+    "L40S": Peak(362e12, 0.864e12, "data sheet"),
+}
+"""By a part of the device's name; the first that matches."""
+
+
+def peak_of(device_name: str) -> Peak | None:
+    """Return the peaks of a device; None when they are not known here."""
+    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+
+
+def rated_flops(device_name: str, precision: str) -> float | None:
+    """Return the FLOP/s of the device's data sheet in bf16; None when unknown or another precision is used."""
+    peak = peak_of(device_name)
+    return None if precision != "bf16" or peak is None else peak.rated_flops or peak.flops
+
+
+# --- inventory
+
+
+def device_name(device: torch.device) -> str:
+    """Return the accelerator's name, or the processor's architecture with the threads that PyTorch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(name for name in named.split(",") if name)
+    return tuple(map(str, range(torch.cuda.device_count())))
+
+
+def nvidia_smi(query: str, *options: str, seconds: float = 5) -> str:
+    """Return the answer of nvidia-smi, a line a GPU; "" where it is missing, fails or takes longer than `seconds`.
+
+    Asking the driver from outside creates no context on a device and takes none of its memory.
+    """
+    words = ["nvidia-smi", *options, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=seconds).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def devices() -> list[dict[str, Any]]:
+    """Return the CPU and every CUDA device with its memory and compute capability."""
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+            }
+        )
+    return found
+
+
+def compilers() -> dict[str, str | None]:
+    """Return the C++ compiler, and for torch.compile on each kind of device None or what is missing for it."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    found = {
+        "c++": compiler,
+        "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
+    }
+    if torch.cuda.is_available():
+        found["torch.compile on cuda"] = None if package_version("triton") else "needs triton"
+    return found
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,267 @@
+"""Finetuning as a run: settings from a parent's checkpoint, and the number of epochs that the ordinary model chooses.
+
+Two kinds of task are finetuned on: questions with choices, files of examples that are gone through in epochs; and
+associative recall, whose examples are generated and whose updates are a setting.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from saf.checkpoint import Checkpoint, checkpoint_hash
+from saf.distributed import is_rank0, on_rank0, process_group
+from saf.errors import CheckpointError, InputError, SafWarning
+from saf.evaluate.recall import RECALL
+from saf.heads import EDITED
+from saf.records.files import read_json, write_json
+from saf.records.folders import remove_folder_
+from saf.records.result import result_header
+from saf.schedules import OneTime
+from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
+from saf.train.config import (
+    TrainConfig,
+    check_same_run,
+    context_length,
+    read_run_config,
+    recorded_config,
+    settings_after,
+)
+from saf.train.loop import pretrain
+
+MOST_EPOCHS = 5
+"""The paper's ordinary model chooses one to five."""
+CHOICE, SETTINGS = "epochs", "settings.json"
+"""Folder in a run's own of the runs that chose its epochs, one an epoch, with choice.json and the settings of the run
+to come, by which choosing can go on."""
+DEFAULTS: Mapping[str, Any] = {
+    "peak_lr": 2e-5,
+    "min_lr_ratio": 1.0,
+    "warmup": 0,
+    "weight_decay": 0.01,
+    "batch_size": 16,
+    "accumulation": 1,
+    "clip": 1.0,
+    "lr_start": 0,
+    "compile": "off",
+    "eval_every": 0,
+    "report_at": (),
+    "save_at": (),
+    "schedule": OneTime(),
+    "mqar": MQARSettings(),
+}
+"""The paper's settings, and those that are not taken over from a parent. The rate is constant, so that an epoch is the
+same whatever the number of epochs; batches have many lengths, so nothing is compiled unless asked for."""
+OF_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "jsonl": {},
+    "sst2": {"max_tokens": 128},
+    "boolq": {"max_tokens": 512, "too_long": "shorten"},
+    "quality": {"max_tokens": 8_192, "too_long": "shorten", "batch_size": 4, "accumulation": 4},
+    "mqar": {"data": "none", "updates": 1_500, "peak_lr": 1e-4},
+}
+"""Tasks that can be finetuned on, and the paper's settings of each."""
+RECOVERY: Mapping[str, Any] = {"updates": 500, "report_at": (0, 50, 200, 500), "schedule": OneTime(at=0)}
+"""Where the parent was trained on recall already: heads are replaced before the first update, and the model is judged
+there and after the paper's numbers of recovery updates."""
+NEW_STREAM = 1_000
+"""Added to the seed of a parent that was trained on recall, so that its examples are not trained on again."""
+
+
+# --- settings
+
+
+def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> dict[str, Any]:
+    """Return the settings of a run that finetunes a checkpoint, without its files.
+
+    They are the parent's, over them the paper's, and over these the task's; those of `FinetuneSettings` by their own
+    names.
+    """
+    if task not in OF_TASKS:
+        raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
+    before = settings_after(checkpoint, out=out, fresh=True, **DEFAULTS)
+    own = {**vars(before), "task": task}
+    if task != MQARTask.name:
+        tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
+        return {**own, "data": "", "tokenizer": tokenizer, **OF_TASKS[task]}
+    own |= {**OF_TASKS[task], "finetuning": None}
+    parent = TrainConfig.from_dict(checkpoint.state["settings"])
+    if parent.task != MQARTask.name:
+        return {**own, "mqar": MQARSettings().within(context_length(before))}
+    # Whether the model has learnt recall is known of the parent's run, or of the ordinary run that this one names.
+    run = checkpoint.path.parent.parent
+    ordinary = parent.mqar.ordinary or (str(run) if (run / RECALL).is_file() else "")
+    return {**own, **RECOVERY, "mqar": replace(parent.mqar, ordinary=ordinary), "seed": parent.seed + NEW_STREAM}
+
+
+def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
+    """Return the settings of a finetuned ordinary run for another parent: the same examples, order and updates.
+
+    Raises:
+        InputError: No finetuned run.
+    """
+    like = recorded_config(run)
+    if like.task not in OF_TASKS or like.parent is None:
+        raise InputError(f"{run} must be the finetuned run of the ordinary arm")
+    own = finetune_defaults(parent, task=like.task, out=out)
+    fixed = ("out", "parent", "model", "model_overrides", "length", "freeze")
+    taken = {name: value for name, value in vars(like).items() if name not in fixed}
+    if like.finetuning is None:
+        return {**own, **taken, "mqar": replace(like.mqar, ordinary=like.mqar.ordinary or str(run))}
+    return {**own, **taken, **vars(like.finetuning)}
+
+
+def updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:
+    """Return the updates of each number of epochs of a run's examples; raise InputError for a task without examples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SafWarning)  # the run itself warns of its examples
+        task = TASKS[config.task](config, length=context_length(config))
+    if not isinstance(task, FinetuneTask):
+        raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
+    return [task.updates_of(each) for each in epochs]
+
+
+# --- runs
+
+
+def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Finetune as the settings say and return result.json; a task with examples has the updates of `epochs`.
+
+    Without `epochs` the ordinary model chooses them, see `choose_epochs`. As `pretrain`, it returns `{"stopped_at":
+    ...}` after a signal, and goes on with `resume`.
+
+    Raises:
+        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none, or
+            others than those of the run to resume; a time budget beside them.
+    """
+    out = Path(config.out)
+    if config.task == MQARTask.name and epochs is not None:
+        raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
+    with process_group(config.device):
+        if resume and (out / "config.json").exists():
+            if epochs is not None and (asked := updates_of_epochs(config, epochs)[0]) != config.updates:
+                raise InputError(
+                    f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {asked}"
+                )
+            return pretrain(config, resume=True)
+        if resume and not (out / CHOICE).exists():
+            raise InputError(f"{out} holds no run to resume; check out, or leave resume out")
+        if config.task == MQARTask.name:
+            return pretrain(config)
+        if config.time_budget_seconds is not None or config.update_budget is not None:
+            raise InputError("time_budget_seconds and update_budget must be None where epochs say how long a run is")
+        if epochs is None:
+            choice = choose_epochs(config, resume=resume)
+            if "stopped_at" in choice:
+                return choice
+            epochs = int(choice["epochs"])
+        return pretrain(replace(config, updates=updates_of_epochs(config, epochs)[0]))
+
+
+def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool = False) -> dict[str, Any]:
+    """Finetune an ordinary model up to `most` epochs and return, and write, the number of them that it chooses.
+
+    It is the smallest number with the largest accuracy on the development share. Each epoch is a run that goes on from
+    the one before it, in the folder `epochs` of the run's own; `choice.json` there has all. The checkpoint of an epoch
+    is removed as soon as the next one has ended, and the last one once the choice is written.
+
+    Raises:
+        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, fewer
+            examples than an update takes, or other settings than those of the epochs to resume.
+    """
+    _check_can_choose(config, resume=resume)
+    assert config.finetuning is not None, "the task was opened"
+    folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
+    judged = replace(config.finetuning, judge="development")
+    alike = replace(config, finetuning=judged, schedule=None, report_at=(), keep=1)
+    for epoch, updates in enumerate(_distinct_updates(config, most), 1):
+        out = folder / f"epoch-{epoch}"
+        one = replace(alike, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
+        if resume and (out / "result.json").is_file():
+            check_same_run(one, read_run_config(out)["settings"])
+            result = read_json(out / "result.json")
+        else:
+            with _settings_kept(config, folder):
+                result = pretrain(one, resume=resume and (out / "config.json").exists())
+        if "stopped_at" in result:
+            return result
+        tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
+        share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
+        _say(config, f"after epoch {epoch} of {most}: {share}")
+        if epoch > 1:
+            on_rank0(lambda doomed=parent: _remove(doomed))
+        parent = Path(result["checkpoint"])
+    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
+    _say(config, f"epochs chosen: {best['epochs']}; training begins anew, for as many")
+    head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
+    record = {**head, "epochs": best["epochs"], "tried": tried}
+    on_rank0(lambda: write_json(folder / "choice.json", record))
+    on_rank0(lambda: _remove(parent))
+    return record
+
+
+def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
+    """Raise InputError where no ordinary model could choose epochs by these settings, or other epochs are there."""
+    if config.freeze is not None:
+        raise InputError("epochs must be chosen by the ordinary model; finetune it first, then this arm --like it")
+    if config.min_lr_ratio != 1 or config.warmup != 0:
+        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
+    out = Path(config.out)
+    if (out / "config.json").exists():
+        raise InputError(f"{out} holds a run already; resume it, or choose another folder")
+    if not resume and (out / CHOICE / "epoch-1" / "config.json").exists():
+        raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
+    if resume and (recorded := choosing(out)) is not None:
+        check_same_run(config, recorded.to_dict())
+    layers = read_json(Path(str(config.parent)) / "saf.json", error=CheckpointError)["layers"]
+    if edited := " and ".join(kind for kind in EDITED if any(layer.get(kind) for layer in layers)):
+        raise InputError(
+            f"epochs must be chosen by the ordinary model, and {config.parent} has {edited} heads: finetune the "
+            "ordinary one first, then this one --like it, or give epochs"
+        )
+
+
+def choosing(out: Path | str) -> TrainConfig | None:
+    """Return the settings of a run that was choosing its epochs when it ended; None where none was."""
+    path = Path(out) / CHOICE / SETTINGS
+    return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
+
+
+@contextmanager
+def _settings_kept(config: TrainConfig, folder: Path) -> Iterator[None]:
+    """Keep a run's settings in the folder of its epochs; where none of them could begin, nothing is left behind."""
+    path, first = folder / SETTINGS, folder / "epoch-1" / "config.json"
+    on_rank0(lambda: None if path.is_file() and first.is_file() else write_json(path, config.to_dict()))
+    try:
+        yield
+    except Exception:
+        if is_rank0() and not first.exists():
+            path.unlink(missing_ok=True)
+            for each in (folder, folder.parent):
+                if not any(each.iterdir()):
+                    each.rmdir()
+        raise
+
+
+def _distinct_updates(config: TrainConfig, most: int) -> list[int]:
+    """Return the updates of one to `most` epochs; raise InputError where two numbers of epochs have the same."""
+    counts = updates_of_epochs(config, *range(1, most + 1))
+    if len(set(counts)) < most:
+        raise InputError(
+            f"1 to {most} epochs must have different updates, got {', '.join(map(str, counts))}; give epochs, more "
+            "examples or a smaller batch_size"
+        )
+    return counts
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove the checkpoint of an epoch, from which nothing goes on any more."""
+    if checkpoint.is_dir():
+        remove_folder_(checkpoint)
+
+
+def _say(config: TrainConfig, words: str) -> None:
+    if is_rank0() and not config.quiet:
+        print(words, file=sys.stderr)

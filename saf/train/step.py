@@ -1,0 +1,361 @@
+"""One optimiser update: AdamW and its learning rate, micro-batches, CUDA graphs, and the memory that it takes.
+
+A run makes its updates by `Updater`, and so does a benchmark without any run.
+"""
+
+import gc
+import math
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from saf.adapters import adapter_for, longest_input
+from saf.calibration import QKGradient
+from saf.errors import DivergenceError, InputError, SafWarning, UnsupportedError
+from saf.evaluate.answers import NO_TARGET
+from saf.machine import Execution, GraphPool, GraphReplay
+from saf.models import GPTConfig
+from saf.ops import for_graphs
+from saf.ops.decoder import chunk_rows
+from saf.tasks import MicroBatches
+from saf.train.parallel import STATE_BYTES, Engine, Parallel
+
+# --- AdamW
+
+
+def build_optimizer(model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1) -> AdamW:
+    """Return the paper's AdamW: matrices decay (the tied embedding is one), vectors do not.
+
+    Each update sets the learning rate. The fused kernel skips an update on the device when a value is not finite.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
+
+
+def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmup: float = 0.0) -> float:
+    """Return the learning rate at `progress` in [0, 1]; below 0 and above 1 it stays at the ends.
+
+    `warmup` is the share of the schedule that rises linearly from 0 to `peak`; the rest is half a cosine from
+    `peak` to `peak * min_ratio`.
+
+    >>> [round(learning_rate(p, peak=1.0, warmup=0.1), 3) for p in (0.05, 0.1, 0.55, 1.0)]
+    [0.5, 1.0, 0.55, 0.1]
+    """
+    if not 0 <= warmup < 1:
+        raise InputError(f"warmup must be a share of the schedule in [0, 1), got {warmup}")
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup:
+        return peak * progress / warmup
+    decay = (progress - warmup) / (1 - warmup)
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * decay)))
+
+
+def rewarmed(since: int | None, *, over: int) -> float:
+    """Return the share of the scheduled rate for the next update, `since` updates after the newest event.
+
+    It rises linearly over `over` updates; without an event, or over none, it is the whole rate.
+
+    >>> [rewarmed(since, over=4) for since in (None, 0, 3, 4)]
+    [1.0, 0.25, 1.0, 1.0]
+    """
+    return 1.0 if since is None or over == 0 else min((since + 1) / over, 1.0)
+
+
+def step_if_finite_(optimizer: AdamW, watched: Tensor) -> None:
+    """Step unless a watched value is not finite; weights, moments and step counts then stay as they are.
+
+    The check runs on the device, so the host need not wait for the values before it launches the step.
+    """
+    # The fused kernels read this attribute, as they do for a gradient scaler.
+    optimizer.found_inf = (~torch.isfinite(watched)).any().float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
+# --- one update
+
+
+class UpdateResult(NamedTuple):
+    """The measurements of one update."""
+
+    loss: float
+    """Loss before the step, nats per target: the mean over the targets of all its micro-batches."""
+    grad_norm: float
+    """Norm of the gradient before it was clipped."""
+    seconds: float
+    """What the host waited, the step's own work on the device left out."""
+
+
+@dataclass(kw_only=True)
+class Updater:
+    """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
+
+    Several ranks make an update together, each of its share of the micro-batches, and all get the same outcome. Call
+    `compile_` whenever heads were frozen or made live again.
+    """
+
+    model: nn.Module
+    optimizer: AdamW
+    batches: MicroBatches
+    execution: Execution
+    accumulation: int
+    """Micro-batches of one update that this rank takes."""
+    clip: float
+    """Largest gradient norm; larger gradients are scaled down to it."""
+    gradient: QKGradient | None = None
+    """Fed after every backward pass; None when no score reads it."""
+    done: int = 0
+    """Updates done since the model's beginning."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """The ranks that make updates together."""
+    graphed: bool = False
+    """Whether micro-batches are replayed as CUDA graphs; `check_graphs` says where they cannot be."""
+    engine: Engine = field(init=False)
+    """What updates call and step."""
+    micro_batch: Callable[[Tensor, Tensor], Tensor] = field(init=False)
+    """Adds the gradients of a micro-batch, given inputs and targets, and returns its share of the mean loss."""
+    targets: Tensor = field(init=False)
+    """Targets of the current update, mean over ranks: a scalar that stays in place, as CUDA graphs read it."""
+    compiling: bool = field(init=False)
+    """Whether the next update compiles, so that its seconds say nothing about those after it."""
+
+    def __post_init__(self):
+        self.targets = torch.ones((), dtype=torch.float64, device=self.execution.device)
+        self.compile_()
+
+    def compile_(self) -> None:
+        """Prepare for the model as it is now; a compiled one compiles in its first update."""
+        if self.graphed:
+            check_graphs(self.execution, self.parallel.kind, trained_patterns=trains_patterns(self.model))
+        self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
+        self.compiling = self.engine.compiles
+        self.micro_batch = self._pass
+        if self.graphed:
+            pads = not self.execution.compile
+            self.micro_batch = GraphedPasses(self._pass, self.model, self.execution.device, pads=pads)
+
+    def update(self, learning_rate: float) -> UpdateResult:
+        """Do one update with this learning rate.
+
+        The host waits once, for the loss and the gradient norm; the optimiser's step then still runs on the device.
+
+        Raises:
+            DivergenceError: Loss or gradient norm is not finite; weights and moments are as before the update.
+        """
+        began = time.perf_counter()
+        optimizer = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self.parallel.mean(self._accumulate_gradients())
+        if self.gradient is not None:
+            with self.engine.gradients():
+                self.gradient.update()
+        watched = torch.stack([loss, self.engine.clip_(self.clip)])
+        read = _start_reading(watched)
+        step_if_finite_(optimizer, watched)
+        optimizer.zero_grad(set_to_none=True)
+        loss_value, norm_value = read()
+        seconds = time.perf_counter() - began
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            raise DivergenceError(
+                f"update {self.done + 1} was not applied: its loss is {loss_value}, its gradient norm {norm_value}"
+            )
+        self.done += 1
+        self.compiling = False
+        return UpdateResult(loss_value, norm_value, seconds)
+
+    def _accumulate_gradients(self) -> Tensor:
+        """Add up the gradients of this rank's share of the mean loss and return that share, on the device.
+
+        The mean is over the targets of the whole update: micro-batches weigh as many as they have. Ranks' gradients are
+        averaged, so the mean of their shares is the loss.
+        """
+        micro_batches = [self.batches.take() for _ in range(self.accumulation)]
+        counts = torch.stack([(targets != NO_TARGET).sum() for _, targets in micro_batches])
+        self.targets.copy_(self.parallel.mean(counts.sum().double()))
+        total = torch.zeros((), device=self.execution.device)
+        for remaining, (inputs, targets) in zip(reversed(range(self.accumulation)), micro_batches, strict=True):
+            with self.engine.no_sync() if remaining else nullcontext():
+                total += self.micro_batch(inputs, targets)
+        return total
+
+    def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch's share of the mean loss and return that share, on the device."""
+        share = (targets != NO_TARGET).sum() / self.targets
+        with self.execution.autocast():
+            loss = self.engine.forward(inputs, targets=targets)
+        loss = loss * share.to(loss.dtype)
+        loss.backward()
+        return loss.detach()
+
+
+def _start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Begin copying values to the host; the returned call waits for them, not for work that is queued afterwards."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return copy.tolist()
+
+    return read
+
+
+def trains_patterns(model: nn.Module) -> bool:
+    """Return whether some heads' patterns are trained."""
+    frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
+    return any(heads.trainable for heads in frozen)
+
+
+# --- CUDA graphs: one launch a micro-batch in place of 1,300
+
+MOST_GRAPHS = 32
+"""Shapes with a graph of their own: as many as there are padded lengths up to 512 tokens, the paper's BoolQ."""
+FEW = 8_192 * 768
+"""Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
+the device, by a sixth ordinary and by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
+
+
+def padded_length(length: int, longest: int | None = None) -> int:
+    """Return the length that a micro-batch is padded to: an eighth more at most above 64 tokens, within `longest`.
+
+    >>> [padded_length(length) for length in (3, 50, 64, 65, 200, 511)], padded_length(62, longest=63)
+    ([8, 56, 64, 72, 208, 512], 63)
+    """
+    step = max(8, (1 << (length - 1).bit_length()) // 16)
+    rounded = -(-length // step) * step
+    return rounded if longest is None else min(rounded, max(longest, length))
+
+
+def graphs_unsupported(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool) -> str | None:
+    """Return why micro-batches cannot be captured, and what to do; None where they can."""
+    reasons = {
+        f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
+        "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
+        "they are for one process": kind != Parallel.kind,
+        "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
+        "they know no patterns that are trained; freeze with fixed ones": trained_patterns,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
+    """Raise UnsupportedError for updates whose micro-batches cannot be captured; `kind` is of their `Parallel`."""
+    reason = graphs_unsupported(execution, kind, trained_patterns=trained_patterns, many_lengths=many_lengths)
+    if reason is not None:
+        raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {reason}")
+
+
+class GraphedPasses:
+    """Replay a captured forward and backward pass for each shape of micro-batches.
+
+    The first micro-batch runs as it is and shows which parameters have gradients, which are then added up in memory
+    that stays. Later ones are padded on the right, where causal attention does not look and nothing is a target; a
+    compiled pass, one program a shape, is not padded. Graphs read weights and tables where they lie: make another
+    object after an event.
+    """
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], model: nn.Module, device: torch.device, *, pads: bool):
+        self._run, self._model, self._device = run, model, device
+        self._longest = longest_input(model)
+        self._pads, self._pool = pads, GraphPool()
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, GraphReplay]] = {}
+        """By the shape of micro-batches, with the memory that each reads."""
+
+    def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch and return its loss, which the next call may overwrite."""
+        if not self._gradients:
+            loss = self._run(inputs, targets)
+            self._gradients = {p: torch.empty_like(p) for p in self._model.parameters() if p.grad is not None}
+            return loss
+        self._attach_gradients()
+        count, length = inputs.shape
+        shape = count, padded_length(length, self._longest) if self._pads else length
+        if shape not in self.graphs and len(self.graphs) == MOST_GRAPHS:
+            warnings.warn(f"CUDA graphs hold {MOST_GRAPHS} shapes; others are launched", SafWarning, stacklevel=2)
+            return self._run(inputs, targets)
+        if shape not in self.graphs:
+            self.graphs[shape] = self._capture(inputs, targets, shape)
+        own_inputs, own_targets, replay = self.graphs[shape]
+        _fill_(own_inputs, inputs, 0)
+        _fill_(own_targets, targets, NO_TARGET)
+        replay()
+        return replay.outcome
+
+    def _attach_gradients(self) -> None:
+        """Let gradients lie where graphs add to them, with their values: zero where there are none."""
+        for parameter, own in self._gradients.items():
+            if parameter.grad is not own:
+                own.zero_() if parameter.grad is None else own.copy_(parameter.grad)
+                parameter.grad = own
+
+    def _capture(self, inputs: Tensor, targets: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, GraphReplay]:
+        """Return a graph of a shape with its inputs and targets; gradients are afterwards what they were."""
+        own_inputs, own_targets = inputs.new_empty(shape), targets.new_empty(shape)
+        _fill_(own_inputs, inputs, 0)
+        _fill_(own_targets, targets, NO_TARGET)
+        before = [own.clone() for own in self._gradients.values()]
+        # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one; and
+        # what passes without a graph hold of the device would lie beside the graphs' own memory, unused.
+        gc.collect()
+        torch.cuda.empty_cache()
+        with for_graphs(self._model):
+            run = lambda: self._run(own_inputs, own_targets)  # noqa: E731
+            replay = GraphReplay(run, device=self._device, pool=self._pool, same_stream=True)
+        if any(p.grad is not None and p not in self._gradients for p in self._model.parameters()):
+            raise UnsupportedError("CUDA graphs need the same parameters in every micro-batch; pass graphs='off'")
+        for own, values in zip(self._gradients.values(), before, strict=True):
+            own.copy_(values)
+        return own_inputs, own_targets, replay
+
+
+def _fill_(memory: Tensor, rows: Tensor, padding: int) -> None:
+    """Write rows `[B, T]` into memory of at least as many columns, padded on the right."""
+    memory[:, : rows.shape[1]].copy_(rows)
+    memory[:, rows.shape[1] :].fill_(padding)
+
+
+# --- memory
+
+COPY_BYTES = 2
+"""Bytes a parameter: the copy in 16 bits that autocast keeps through a micro-batch."""
+ACTIVATION_BYTES, LOGIT_BYTES = 24, 8
+"""Bytes a token, layer and channel, and bytes a logit of those held at once: the remainder of measured peaks on an
+H200, of 1B at 1 and 2 x 8,192 tokens and of 124M at 8 x 4,096 (results/bench), within 4%."""
+
+
+def peak_bytes(shape: GPTConfig, tokens: int) -> float:
+    """Return the peak memory of updates of an ordinary model with `tokens` in a micro-batch, on one GPU."""
+    activations = ACTIVATION_BYTES * tokens * shape.num_layers * shape.hidden_size
+    return (STATE_BYTES + COPY_BYTES) * shape.num_parameters + activations + logit_bytes(shape, tokens)
+
+
+def logit_bytes(shape: GPTConfig, tokens: int) -> float:
+    """Return the bytes of the logits held at once, and of their gradient."""
+    return LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+
+
+def update_bytes_on_cpu(shape: GPTConfig, execution: Execution, tokens: int) -> tuple[int, int]:
+    """Return lower bounds of an update's memory on a CPU: weights with moments, and activations.
+
+    A layer keeps its norms', projections' and MLP's inputs and outputs for the backward pass: 8 + 2 mlp_ratio widths a
+    token (19 to 23 measured, of 16). Of compiled code, which keeps what its compiler chooses, one layer is certain.
+    """
+    layers = 1 if execution.activation_checkpointing or execution.compile else shape.num_layers
+    width = (8 + 2 * shape.mlp_ratio) * shape.hidden_size * (2 if execution.precision == "bf16" else 4)
+    return STATE_BYTES * shape.num_parameters, int(tokens * layers * width)

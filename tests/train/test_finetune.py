@@ -1,0 +1,414 @@
+"""Finetuning from end to end: a user's own task, its arms and epochs, the exact loss, QuALITY, associative recall."""
+
+import gzip
+import json
+import math
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from saf.calibration import gate_gradients
+from saf.checkpoint import load_model, open_checkpoint
+from saf.cli import main
+from saf.cli.finetune import parse_words
+from saf.errors import CheckpointError, CompareError, InputError, SafWarning
+from saf.evaluate.answers import compare_answers
+from saf.evaluate.compare_recall import compare_recall, paired_tests, recall_comparison_tables
+from saf.evaluate.recall import not_learnt
+from saf.freeze_config import FreezeConfig
+from saf.records.events import read_events
+from saf.records.files import read_json, read_lines, write_json
+from saf.records.run import RecordedRun
+from saf.surgery import pattern_parameters
+from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
+from saf.train import TrainConfig, continue_from, finetune, latest, pretrain
+from saf.train.run import Run
+from tests.train.conftest import SMALL
+from tests.train.helpers import Killed, die_at, killed_and_resumed, together
+
+FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+FREEZE_WORDS = ["--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
+
+
+# --- questions with choices
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Training and test examples: whether a text has the word head."""
+    folder, rng = tmp_path_factory.mktemp("own-task"), random.Random(0)
+    for name, count in (("train", 60), ("test", 20)):
+        with open(folder / f"{name}.jsonl", "w") as stream:
+            for number in range(count):
+                words = [rng.choice(["the", "of", "loss", "rate"]) for _ in range(rng.randint(2, 6))]
+                if number % 2:
+                    words[rng.randrange(len(words))] = "head"
+                record = {"id": f"{name}-{number}", "text": " ".join(words), "choices": [" yes", " no"]}
+                stream.write(json.dumps({**record, "answer": [" no", " yes"][number % 2]}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parents(data, tmp_path_factory):
+    """Last checkpoints of an ordinary and a frozen run, and of one whose patterns train."""
+    found = {}
+    for name, freeze in (("ordinary", None), ("freeze", FREEZE), ("trained", replace(FREEZE, trainable=True))):
+        out = str(tmp_path_factory.mktemp("parents") / name)
+        pretrain(TrainConfig(data=str(data), out=out, length=64, updates=4, freeze=freeze, **SMALL))
+        found[name] = latest(f"{out}/checkpoints")
+    return found
+
+
+@pytest.fixture(scope="module")
+def command(files, parents, tmp_path_factory):
+    """Return a function that runs `saf finetune` on the own task and returns the run; once for equal names."""
+    folder, done = tmp_path_factory.mktemp("finetuned"), {}
+
+    def run(name, *words, parent="ordinary", task=True):
+        if name not in done:
+            named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl")] if task else []
+            start = ["finetune", *named, "--parent", str(parents[parent]), "--out", str(folder / name)]
+            assert main([*start, "--no-tensorboard", "--quiet", *map(str, words)]) == 0
+            done[name] = RecordedRun.open(folder / name)
+        return done[name]
+
+    return run
+
+
+def order_of(run):
+    """What every update was, however it went."""
+    return [(line["update"], line["tokens"]) for line in run.metrics]
+
+
+def test_a_users_own_task_in_three_commands(command, capsys):
+    ordinary = command("chosen", "--peak-lr", "1e-3")
+    choice = read_json(ordinary.folder / "epochs" / "choice.json")
+    assert [one["epochs"] for one in choice["tried"]] == [1, 2, 3, 4, 5]
+    assert choice["epochs"] == max(choice["tried"], key=lambda one: (one["accuracy"], -one["epochs"]))["epochs"]
+    assert ordinary.finished_result()["updates"] == -(-choice["epochs"] * 54 // 16)
+    assert not list(ordinary.folder.glob("epochs/*/checkpoints/*")), "weights and moments of epochs are removed"
+    frozen = command("like", "--like", ordinary.folder, parent="freeze", task=False)
+    assert order_of(ordinary) == order_of(frozen)
+    assert frozen.lacks == ordinary.lacks == []
+    capsys.readouterr()
+    assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
+    assert "McNemar" in capsys.readouterr().out
+    record = read_json(frozen.folder / "compare.json")
+    assert (record["questions"], record["heads"]) == (20, [0, 2])
+    pairs = zip(*(read_lines(run.folder / "answers.jsonl") for run in (ordinary, frozen)), strict=True)
+    changes = [two["right"] - one["right"] for one, two in pairs]
+    assert (record["gained"], record["lost"]) == (changes.count(1), changes.count(-1))
+    accuracies = [run.finished_result()["accuracy"] for run in (ordinary, frozen)]
+    assert record["difference"] == pytest.approx(accuracies[1] - accuracies[0])
+
+
+def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch(command, outcome, capsys):
+    one = ("--epochs", "2", "--save-every", "1")
+    ordinary = command("epochs-2", *one)
+    arm = command("during", *one, "--calibration-sequences", "2", *FREEZE_WORDS)
+    before = arm.events[0].update
+    assert before == round(0.5 * ordinary.finished_result()["updates"])
+    assert (order_of(arm), arm.config["train"]) == (order_of(ordinary), ordinary.config["train"])
+    # Until its event the arm is the ordinary model on the same examples: its losses are the same numbers.
+    losses = [[line["loss"] for line in run.metrics[:before]] for run in (ordinary, arm)]
+    assert losses[0] == losses[1]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, Run, "run_update", 3)
+        with pytest.raises(Killed):
+            command("again", *one)
+    folder = ordinary.folder.parent
+    for words, told in (
+        (["--epochs", "3"], "must stay 7, epochs=3 are 11"),
+        (["--parent", str(folder / "other")], f"got parent {folder / 'other'}. Leave it out"),
+        (["--peak-lr", "1"], "cannot resume with other settings"),
+        (["--sampler", "random"], "sampler has an effect on text alone"),
+    ):
+        assert main(["finetune", "--out", str(folder / "again"), "--resume", *words]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
+    again = command("again", "--resume", task=False)
+    assert outcome(ordinary.folder) == outcome(again.folder)
+    with pytest.raises(CompareError, match="trained differently"):
+        compare_answers(ordinary, command("epochs-1", "--epochs", "1"))
+
+
+@pytest.mark.parametrize(("owner", "name", "call"), [(Run, "run_update", 6), (finetune, "_remove", 5)])
+def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(
+    command, files, parents, outcome, tmp_path, capsys, owner, name, call
+):
+    """In the second epoch, or with the choice written and the run to come not begun."""
+    whole = command("chosen", "--peak-lr", "1e-3")
+    named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
+    words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, owner, name, call)
+        with pytest.raises(Killed):
+            main([*words, "--peak-lr", "1e-3", "--keep", "3"])
+    assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
+    assert "was choosing its epochs; resume it" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--peak-lr", "2e-3", "--keep", "3", "--resume"]) == 2
+    assert "peak_lr: the run has 0.001, got 0.002" in capsys.readouterr().err
+    assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--quiet"]) == 0
+    assert outcome(tmp_path / "run") == outcome(whole.folder)
+    tried = [read_json(folder / "epochs" / "choice.json")["tried"] for folder in (whole.folder, tmp_path / "run")]
+    assert tried[0] == tried[1]
+    assert read_json(tmp_path / "run" / "config.json")["settings"]["keep"] == 3
+
+
+def test_trained_patterns_train_on_a_task_and_do_not_decay(command, parents):
+    """Whatever the weight decay is, the first update moves patterns to the same bits; matrices it does not."""
+    patterns, weights = [], []
+    for decay in ("0", "0.5"):
+        one = ("--epochs", "1", "--save-every", "1", "--keep", "0", "--peak-lr", "1e-3", "--weight-decay", decay)
+        folder = command(f"trained {decay}", *one, parent="trained").folder / "checkpoints"
+        model = load_model(folder / "step-1")
+        patterns.append([logits.detach() for logits in pattern_parameters(model)])
+        weights.append(model.embed.weight.detach())
+    assert patterns[0]
+    assert all(torch.equal(*pair) for pair in zip(*patterns, strict=True))
+    assert not torch.equal(*weights)
+    before = pattern_parameters(load_model(parents["trained"]))
+    assert all(not torch.equal(*pair) for pair in zip(before, patterns[0], strict=True))
+
+
+def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((files / "train.jsonl").read_text().splitlines(keepends=True)[:9]))
+    train, test = str(files / "train.jsonl"), ["--test", str(files / "test.jsonl")]
+    for parent, words, told in (
+        ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model, and"),
+        ("ordinary", ["--task", train, *test, "--freeze.rate", "0.25"], "epochs must be chosen by the ordinary model"),
+        ("ordinary", ["--task", train, *test, "--warmup", "0.1"], "constant rate"),
+        ("ordinary", ["--task", train, *test, "--epochs", "1", "--time-budget-seconds", "9"], "must be None where"),
+        ("ordinary", ["--task", str(few), *test], "must have different updates, got 1, 1, 2, 2, 3"),
+        ("ordinary", [], "needs a task"),
+        ("ordinary", ["--task", "sst2"], "needs files"),
+        ("ordinary", ["--task", "text"], "to finetune"),
+    ):
+        out = tmp_path / "refused"
+        assert main(["finetune", *words, "--parent", str(parents[parent]), "--out", str(out), "--quiet"]) == 2
+        assert told in " ".join(capsys.readouterr().err.split())
+        assert not out.exists(), "nothing was trained before it was refused"
+
+
+# --- the loss is the mean over the answer tokens of an update, however it is cut into micro-batches
+
+ANSWERS = ["no", "the loss of a head", "of", "the update of a pattern of the model of the window", "a", "rate of loss"]
+"""Of very unequal length."""
+
+
+@pytest.fixture(scope="module")
+def unequal(data, tmp_path_factory):
+    """Settings of one update on eight examples or nine, and the folder of its runs."""
+    folder = tmp_path_factory.mktemp("unequal")
+    for name, count in (("train", 12), ("test", 2)):
+        records = [
+            {"text": f"freeze {name} {number}: ", "choices": ANSWERS, "answer": number % len(ANSWERS)}
+            for number in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return TrainConfig(
+        **{**SMALL, "batch_size": 1},
+        task="jsonl",
+        data=str(folder / "train.jsonl"),
+        finetuning=FinetuneSettings(test=str(folder / "test.jsonl"), tokenizer=str(data)),
+        out=str(folder),
+        length=64,
+        updates=1,
+        save_at=(0.0,),
+        clip=None,
+    )
+
+
+def one_update(settings: TrainConfig, name: str, size: int, accumulation: int) -> Path:
+    out = Path(settings.out, name)
+    pretrain(replace(settings, out=str(out), batch_size=size, accumulation=accumulation))
+    return out
+
+
+def in_pairs(rank: int, settings: TrainConfig) -> None:
+    for kind in ("ddp", "fsdp"):
+        one_update(replace(settings, parallel=kind), kind, 1, 8)
+
+
+def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int = 8) -> None:
+    """Compare a run's only update with loss and gradient in float64, each example alone and without padding."""
+    task = FinetuneTask(replace(settings, batch_size=count, accumulation=1), length=64)
+    model = load_model(folder / "checkpoints" / "step-0").double()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for each in (task.examples[number] for number in task.numbers(0, count)):
+        ids, begin = torch.tensor(each.sequence), len(each.prompt)
+        log_probs = F.log_softmax(model(ids[None, :-1])[0], -1)
+        total = total - log_probs[torch.arange(begin - 1, len(ids) - 1), ids[begin:]].sum()
+        tokens += len(ids) - begin
+    (total / tokens).backward()
+    (line,) = read_lines(folder / "metrics.jsonl")
+    assert line["loss"] == pytest.approx(total.item() / tokens, rel=1e-6)
+    checkpoint = open_checkpoint(folder / "checkpoints" / "step-1")
+    beta, moments = checkpoint.state["optimizer_groups"][0]["betas"][0], checkpoint.tensors("optimizer")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = moments[f"{name}.exp_avg"] / (1 - beta)
+            assert (gradient - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (3, 3), (1, 8)])
+def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, accumulation):
+    folder = one_update(unequal, f"{size} x {accumulation}", size, accumulation)
+    assert_mean_over_tokens(unequal, folder, size * accumulation)
+
+
+def test_so_do_those_of_several_processes(unequal):
+    together(2, in_pairs, unequal)
+    for kind in ("ddp", "fsdp"):
+        assert_mean_over_tokens(unequal, Path(unequal.out, kind))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quality_cuts_articles_alone_and_trains_on_the_answers_letter(shared, data, tmp_path):
+    with gzip.open(shared / "data" / "tasks" / "quality" / "quality.htmlstripped.jsonl.gz", "rt") as stream:
+        articles = sorted(map(json.loads, stream), key=lambda each: len(each["article"]))
+    for name, article in (("train", articles[0]), ("test", articles[1])):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**article, "questions": article["questions"][:4]}) + "\n")
+    own = FinetuneSettings(
+        test=str(tmp_path / "test.jsonl"), tokenizer=str(data), max_tokens=2_000, too_long="shorten", development=0.25
+    )
+    config = TrainConfig(
+        data=str(tmp_path / "train.jsonl"), out="x", task="quality", finetuning=own, batch_size=3, device="cpu"
+    )
+    task = TASKS["quality"](config, length=4_096)
+    assert (len(task.examples), len(task.development), len(task.test), task.length) == (3, 1, 4, 1_999)
+    inputs, targets = task.training(0, torch.device("cpu")).take()
+    for row, number in enumerate(task.numbers(0, 3)):
+        example = task.examples[number]
+        assert (len(example.sequence), example.shortened) == (2_000, True)
+        assert task.tokenizer.decode(example.prompt).endswith("\nAnswer:")
+        places = (targets[row] != -100).nonzero().flatten().tolist()
+        letter = task.tokenizer.decode([int(targets[row, place]) for place in places])
+        assert letter == " " + "ABCD"[example.example.answer]
+        assert task.tokenizer.decode(inputs[row, : places[0] + 1].tolist()).endswith("\nAnswer:")
+
+
+# --- associative recall
+
+MQAR = MQARSettings(
+    length=16, pairs=2, vocabulary=40, test_lengths=(16, 32), test_pairs=(4, 2), test_examples=8, development=8
+)
+MADE = "--mqar.length 16 --mqar.pairs 2 --mqar.vocabulary 40 --mqar.test-lengths 16 32 --mqar.test-pairs 4 2"
+FEW = "--mqar.test-examples 8 --mqar.development 8 --eval-windows 8 --calibration-sequences 4 --no-tensorboard"
+WORDS = ["--task", "mqar", *MADE.split(" "), *FEW.split(" ")]
+
+
+@pytest.fixture
+def recall(settings):
+    """Return a function that makes the settings of a run of associative recall."""
+    return partial(settings, task="mqar", mqar=MQAR, eval_windows=8)
+
+
+@pytest.mark.filterwarnings("ignore:the task is not learnt")
+def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, outcome):
+    whole, config = (recall(name, freeze=FREEZE, report_at=(0, 5, 12)) for name in ("whole", "killed"))
+    expected = pretrain(whole)
+    assert list(expected["reports"]) == ["0", "5", "12"]
+    assert expected["reports"]["12"]["recall"] == expected["recall"]
+    assert killed_and_resumed(config, Run, "run_update", 8)["reports"] == expected["reports"]
+    assert outcome(config.out) == outcome(whole.out)
+    assert read_events(whole.out)[0].values["length"] == 32, "the whole context is calibrated on"
+    assert [one["length"] for one in expected["recall"]["tests"]] == [16, 32]
+    with pytest.raises(InputError, match="mqar must be left out without task='mqar'"):
+        recall(task="text")
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        pretrain(continue_from(expected["checkpoint"], out=f"{whole.out}-other", seed=5, updates=14))
+    plain = recall("plain")
+    parent = pretrain(plain)["checkpoint"]
+    gates = gate_gradients(load_model(parent), MQARTask(plain, length=32).calibration())
+    freeze = FreezeConfig(rate=0.25, score="gate_taylor", operation="prune")
+    pruned = pretrain(continue_from(parent, out=recall("pruned").out, freeze=freeze))
+    (event,) = read_events(recall("pruned").out)
+    scores = (gates / gates.norm(dim=1, keepdim=True)).flatten()
+    assert sorted(event.heads) == sorted([list(divmod(i, 4)) for i in scores.argsort()[:2].tolist()])
+    again = continue_from(pruned["checkpoint"], out=recall("on").out, fresh=True, seed=5, updates=3)
+    recovered = pretrain(again)
+    assert recovered["provenance"]["pruned"] == event.heads
+    after = open_checkpoint(recovered["checkpoint"])
+    assert all(int(state["step"]) == 3 for state in after.optimizer(after.model()).state.values())
+    assert after.state["sampler_position"] == 3 * 8
+
+
+@pytest.mark.filterwarnings("ignore:the task is not learnt")
+def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compared(data, tmp_path, capsys):
+    text = TrainConfig(data=str(data), out=str(tmp_path / "text"), length=32, updates=2, eval_every=0, **SMALL)
+    pretrain(text)
+
+    def command(name, *words, parent="text/checkpoints/step-2"):
+        start = ["finetune", "--parent", str(tmp_path / parent), "--out", str(tmp_path / name), "--quiet"]
+        assert main([*start, *map(str, words)]) == 0
+        return RecordedRun.open(tmp_path / name)
+
+    ordinary = command("ordinary", *WORDS, "--updates", 4)
+    settings = TrainConfig.from_dict(ordinary.config["settings"])
+    assert (settings.peak_lr, settings.weight_decay, settings.batch_size, settings.min_lr_ratio) == (1e-4, 0.01, 16, 1)
+    model = load_model(ordinary.finished_result()["checkpoint"])
+    # All output classes compete, so that an untrained answer is about as likely as any of them.
+    assert ordinary.finished_result()["report_loss"] == pytest.approx(math.log(model.config.vocab_size), abs=1.0)
+    frozen = command("frozen", "--like", ordinary.folder, *FREEZE_WORDS)
+    results = [run.finished_result() for run in (ordinary, frozen)]
+    assert [one["arm"] for one in results] == ["ordinary", "frozen"]
+    assert len({one["provenance"]["data"]["train"] for one in results}) == 1
+    # The gate is the ordinary arm's, in its own result and in that of the other.
+    assert [one["recall"]["gate_of"] for one in results] == [None, str(ordinary.folder)]
+    assert str(ordinary.folder) in not_learnt(results[1]["recall"])
+    capsys.readouterr()
+    assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
+    assert "Queries of recall that two runs answer" in capsys.readouterr().out
+    record = read_json(frozen.folder / "compare.json")
+    for place, test in enumerate(record["tests"]):
+        assert test["accuracy"] == [one["recall"]["tests"][place]["accuracy"] for one in results]
+        assert test["ci95"][0] < test["difference"] < test["ci95"][1]
+    # Recovery after immediate replacement: one run, judged before its first update and later.
+    parent = "ordinary/checkpoints/step-4"
+    more = ["--updates", 3, "--report-at", 0, 1, 3, "--save-every", 0, *FREEZE_WORDS]
+    replaced = command("replaced", *WORDS[:2], *more, parent=parent)
+    result = replaced.finished_result()
+    assert list(result["reports"]) == ["0", "1", "3"]
+    assert (result["recall"]["gate_of"], [event.update for event in replaced.events]) == (str(ordinary.folder), [0])
+    assert result["provenance"]["seed"] == results[0]["provenance"]["seed"] + 1_000
+    alone = pretrain(continue_from(tmp_path / parent, out=tmp_path / "alone", freeze=FREEZE))
+    assert alone["recall"]["tests"] == result["reports"]["0"]["recall"]["tests"]
+    refused_pairs(ordinary, frozen, text.out)
+
+
+def refused_pairs(ordinary: RecordedRun, frozen: RecordedRun, text: str) -> None:
+    """Compare runs whose answers are gone, of others than the run's, or of another task."""
+    tests = ordinary.finished_result()["recall"]["tests"]
+    with pytest.raises(CompareError, match="one has 16 tokens with 4 pairs, the other none"):
+        paired_tests(tests[:1], [])
+    with pytest.raises(InputError, match="was not judged by recall"):
+        compare_recall(ordinary, RecordedRun.open(text))
+    written = read_json(frozen.folder / "recall.json")
+    (frozen.folder / "recall.json").unlink()
+    record = compare_recall(ordinary, RecordedRun.open(frozen.folder))
+    assert {test["ci95"] for test in record["tests"]} == {None}
+    assert any("No interval can be given" in note for note in recall_comparison_tables(record)[0].notes)
+    written["tests"][0]["accuracy"] += 0.125
+    write_json(frozen.folder / "recall.json", written)
+    with pytest.raises(InputError, match="other answers than the run's"):
+        compare_recall(ordinary, RecordedRun.open(frozen.folder))
+
+
+def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_context(parents, tmp_path):
+    start = ["--task", "mqar", "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
+    with pytest.raises(InputError, match="have no effect on mqar"):
+        parse_words([*start, "--test", "file"])
+    with pytest.raises(InputError, match="epochs must be left out"):
+        parse_words([*start, "--epochs", "2"]).run()
+    with pytest.raises(InputError, match="must be a finished run of recall"):
+        parse_words([*start, *WORDS[2:], "--mqar.ordinary", str(tmp_path)]).run()
+    assert MQARSettings().within(2_048).tests == MQARSettings().tests[:-1]
+    with pytest.warns(SafWarning, match="the tests of 4,096 tokens are left out"):
+        MQARTask(SimpleNamespace(mqar=MQARSettings().within(2_048)), length=2_048)

@@ -1,0 +1,527 @@
+"""What a run of one or several events trains, records and refuses, whether or not it is a run of its own."""
+
+import errno
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import saf.train.logs
+import saf.train.result
+from saf.adapters import adapter_for
+from saf.data import TokenData
+from saf.errors import CheckpointError, DataError, DivergenceError, InputError, SafWarning, UnsupportedError
+from saf.evaluate.compare import differences
+from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
+from saf.freeze_config import FreezeConfig
+from saf.records.events import heads_in_force, read_events
+from saf.records.files import read_json, read_lines
+from saf.records.run import RecordedRun
+from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget
+from saf.surgery import pattern_parameters
+from saf.train import continue_from, latest, load_model, open_checkpoint, pretrain
+from saf.train.run import Run
+from tests.train.helpers import brisk, events_of, killed_and_resumed
+
+FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
+HALF = FreezeConfig(rate=0.5, max_fit_kl=10.0)
+PRUNE = FreezeConfig(rate=0.25, operation="prune")
+WEIGHTS = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "report_loss")
+
+
+def metrics(folder) -> list[dict]:
+    return read_lines(Path(folder) / "metrics.jsonl")
+
+
+def rates(folder) -> list[float]:
+    return [line["lr"] for line in metrics(folder)]
+
+
+# --- one run
+
+
+def test_learns(settings):
+    result = pretrain(settings(updates=150, eval_every=0, save_every=0))
+    assert result["report_loss"] < result["unigram_entropy"] - 0.2
+
+
+def test_the_folder_of_a_run(settings):
+    config = settings(freeze=FREEZE, tensorboard=True, save_every=1, keep=2)
+    before = torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()
+    result = pretrain(config)
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()) == before
+    folder = Path(config.out)
+    assert read_json(folder / "result.json") == json.loads(json.dumps(result))
+    assert result["tokens"] == 12 * 4 * 2 * 32
+    assert result["provenance"]["heads"] == result["intervention"]["heads"] == read_events(config.out)[0].heads
+    assert len(result["provenance"]["heads"]) == 2
+    assert (result["lacks"], result["arm"]) == ([], "frozen")
+    time = result["time"]
+    assert time["parts"].keys() == {"load", "train", "compile", "freeze", "evaluate", "checkpoint"}
+    assert time["everything"]["seconds"] == pytest.approx(sum(time["parts"].values()))
+    assert all(time["parts"][part] > 0 for part in time["parts"] if part != "compile")
+    assert time["warm"]["seconds"] == pytest.approx(time["everything"]["seconds"] - time["parts"]["load"])
+    written = read_json(folder / "config.json")
+    assert (written["schema"], written["freeze"]["rate"], written["freeze"]["freeze_at"]) == ("saf.run/1", 0.25, 6)
+    assert (written["train"]["length"], written["data"]["folder"]) == (32, config.data)
+    (event,) = read_events(config.out)
+    assert (event.number, event.kind, event.update, event.values["num_sequences"]) == (1, "freeze", 6, 4)
+    assert event.values["reason"] == "one_time: update 6 is done"
+    assert event.values["loss_before"] == result["intervention"]["loss_before"]
+    assert event.tensors()["alpha"].shape == (2, 32)
+    lines = metrics(folder)
+    assert [line["update"] for line in lines] == list(range(1, 13))
+    assert lines[-1].keys() == {"update", "tokens", "loss", "lr", "grad_norm", "update_seconds"}
+    whens = [line["when"] for line in read_lines(folder / "evaluations.jsonl")]
+    assert whens == ["periodic", "before_freeze", "after_freeze", "periodic", "periodic"]
+    assert read_evaluation(config.out)[0]["loss"] == result["report_loss"]
+    assert list((folder / "tensorboard").glob("events.*"))
+    assert (result["update_seconds"]["first_update"], result["update_seconds"]["last_update"]) == (8, 12)
+    names = sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+    assert names == ["step-11", "step-12", "step-6"], "the one before the event stays"
+    assert not adapter_for(load_model(folder / "checkpoints" / "step-6")).heads("frozen")
+    assert len(adapter_for(load_model(folder / "checkpoints" / "step-12")).heads("frozen")) == 2
+    logged = read_lines(folder / "clock.jsonl")
+    assert [line["checkpoint"] for line in logged] == [f"step-{update}" for update in range(1, 13)]
+
+
+def test_an_arm_is_the_same_as_one_run_that_freezes(settings, finished, outcome):
+    """Same weights, moments, data order and learning rates, whether or not the arm is a run of its own."""
+    ordinary = finished(settings(), "ordinary")
+    parent = ordinary / "checkpoints" / "step-6"
+    for name, freeze in (("frozen", FREEZE), ("pruned", PRUNE)):
+        single = finished(settings(freeze=freeze), name)
+        arm = continue_from(parent, out=settings(f"arm-{name}").out, freeze=freeze)
+        result = pretrain(arm)
+        assert all(outcome(arm.out)[part] == outcome(single)[part] for part in WEIGHTS)
+        assert outcome(arm.out)["metrics"] == outcome(single)["metrics"][6:]
+        assert (result["arm"], result["provenance"]["checkpoints"]["parent"]) == (name, open_checkpoint(parent).hash)
+        assert read_json(Path(arm.out, "config.json"))["parent"]["path"] == str(parent)
+        assert result["time"]["parent_parts"]["train"] > 0
+        assert differences(RecordedRun.open(ordinary), RecordedRun.open(arm.out)) == []
+
+
+def test_the_rate_rises_again_after_an_event(settings, finished, outcome):
+    freeze = FREEZE
+    single = settings("single", freeze=freeze, rewarm=0.25)  # of 12 updates
+    pretrain(single)
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    arm = continue_from(parent, out=settings("arm").out, freeze=freeze, rewarm=3)
+    pretrain(arm)
+    assert outcome(arm.out)["metrics"] == outcome(single.out)["metrics"][6:]
+    pairs = zip(rates(single.out), rates(finished(settings(), "ordinary")), strict=True)
+    assert [own / usual for own, usual in pairs] == pytest.approx([1.0] * 6 + [1 / 3, 2 / 3] + [1.0] * 4)
+    assert continue_from(f"{arm.out}/checkpoints/step-9", out="again").rewarm == 0
+
+
+def test_branches_before_the_first_update_and_after_the_last(settings, outcome):
+    whole = settings("whole", save_at=(0.0,), updates=6)
+    pretrain(whole)
+    branch = continue_from(f"{whole.out}/checkpoints/step-0", out=settings("branch").out)
+    pretrain(branch)
+    assert outcome(branch.out) == outcome(whole.out)
+    first = pretrain(settings("first", freeze=FREEZE, schedule=OneTime(at=0), updates=1))
+    assert (first["intervention"]["update"], len(first["provenance"]["heads"])) == (0, 2)
+    last = settings("last", freeze=FREEZE, schedule=OneTime(at=1.0), updates=4)
+    result = pretrain(last)
+    assert (result["intervention"]["update"], Path(result["checkpoint"]).name) == (4, "step-4-frozen")
+    before = outcome(last.out)
+    pretrain(last, resume=True)
+    assert outcome(last.out) == before
+    later = continue_from(
+        result["checkpoint"], out=settings("later").out, updates=8, lr_start=4, peak_lr=3e-4, warmup=0
+    )
+    assert pretrain(later)["arm"] == "frozen"
+    assert rates(later.out) == sorted(rates(later.out), reverse=True)
+    assert rates(later.out)[-1] == pytest.approx(3e-5)
+
+
+def test_a_fresh_run_takes_weights_and_heads_alone(settings, finished):
+    parent = finished(settings(freeze=FREEZE), "frozen") / "checkpoints" / "step-12"
+    config = continue_from(parent, out=settings("fresh").out, fresh=True, updates=1, peak_lr=1e-30, warmup=0)
+    result = pretrain(config)
+    record = read_json(Path(config.out, "config.json"))["parent"]
+    assert (record["update"], record["weights_of_update"]) == (0, 12)
+    assert (result["arm"], result["lacks"], result["time"]["parent_parts"]) == ("frozen", [], None)
+    before, after = load_model(parent), open_checkpoint(result["checkpoint"])
+    assert all(torch.equal(after.model().state_dict()[name], tensor) for name, tensor in before.state_dict().items())
+    assert all(float(state["step"]) == 1 for state in after.optimizer(after.model()).state.values())
+
+
+def test_micro_batches_add_up_and_bf16_stays_close(settings):
+    runs = {
+        name: pretrain(settings(name, updates=2, eval_every=0, **changes))
+        for name, changes in {
+            "one": {"batch_size": 8, "accumulation": 1},
+            "four": {"batch_size": 2, "accumulation": 4},
+            "bf16": {"batch_size": 8, "accumulation": 1, "precision": "bf16"},
+            "seed": {"batch_size": 8, "accumulation": 1, "seed": 7},
+        }.items()
+    }
+    one, four, seed = (metrics(settings(name).out) for name in ("one", "four", "seed"))
+    for left, right in zip(one, four, strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
+    assert one[0]["loss"] != seed[0]["loss"]
+    assert runs["bf16"]["report_loss"] != runs["one"]["report_loss"]
+    assert runs["bf16"]["report_loss"] == pytest.approx(runs["one"]["report_loss"], rel=0.01)
+    assert {tensor.dtype for tensor in load_model(runs["bf16"]["checkpoint"]).state_dict().values()} == {torch.float32}
+
+
+def test_trained_patterns_follow_the_learning_rate_without_decay(settings, finished):
+    folder = finished(settings(freeze=replace(FREEZE, trainable=True)), "trainable")
+    (event,) = read_events(folder)
+    model = load_model(folder / "checkpoints" / "step-12")
+    numbers = sum(parameter.numel() for parameter in pattern_parameters(model))
+    result = read_json(folder / "result.json")
+    assert numbers == 2 * 2 * 32 == result["trainable_pattern_parameters"] == event.values["trainable_parameters"]
+    tensors, limit = event.tensors(), sum(rates(folder)[6:])
+    for number, (layer, head) in enumerate(event.heads):
+        attention = model.blocks[layer].attention
+        pattern = attention.frozen.patterns[attention.layout.frozen.index(head)]
+        fit = torch.exp(tensors["alpha"][number] + tensors["rho"][number, 0] - tensors["log_z"][number])
+        moved = (pattern.compact().dense().diagonal().float() - fit).abs().max()
+        assert 1e-3 < moved < 4 * limit
+    groups = open_checkpoint(folder / "checkpoints" / "step-12").state["optimizer_groups"]
+    assert {group["weight_decay"] for group in groups for name in group["names"] if name.endswith(".alpha")} == {0.0}
+    child = continue_from(folder / "checkpoints" / "step-12", out=settings("later").out, updates=14)
+    assert pretrain(child)["trainable_pattern_parameters"] == numbers
+
+
+def test_gradient_scores_read_the_average_of_all_updates_and_an_arm_its_parents(settings, finished, outcome):
+    freeze = replace(FREEZE, score="qk_gradient")
+    single = finished(settings(freeze=freeze), "gradients")
+    state = open_checkpoint(single / "checkpoints" / "step-6").state["qk_gradient"]
+    assert (state["updates"], read_events(single)[0].values["scores"]) == (6, state["average"])
+    assert open_checkpoint(single / "checkpoints" / "step-12").state["qk_gradient"] is None
+    pretrain(settings("tracked", track_gradients=True))
+    arm = continue_from(f"{settings('tracked').out}/checkpoints/step-6", out=settings("arm").out, freeze=freeze)
+    pretrain(arm)
+    assert all(outcome(arm.out)[part] == outcome(single)[part] for part in WEIGHTS)
+    untracked = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    with pytest.raises(InputError, match="train the parent with track_gradients, or freeze later"):
+        pretrain(continue_from(untracked, out=settings("none").out, freeze=freeze))
+
+
+@pytest.mark.parametrize("score", ["residual_cosine", "gate_taylor", "random"])
+def test_scores_that_read_more_than_statistics_freeze_and_prune_in_a_run(settings, score):
+    few = {"heldout_sequences": 3, "updates": 2, "save_every": 0, "eval_every": 0}
+    for operation, fit in (("freeze", {"max_fit_kl": 10.0}), ("prune", {})):
+        freeze = FreezeConfig(rate=0.25, score=score, operation=operation, **fit)
+        result = pretrain(settings(operation, freeze=freeze, precision="bf16", **few))
+        assert len(result["intervention"]["heads"]) == 2
+
+
+# --- schedules of several events
+
+
+def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(settings, finished, outcome):
+    changes = {"freeze": HALF, "schedule": Gradual(begin=0.25, end=0.75, groups=2), "keep": 0}
+    folder = finished(settings(**changes), "gradual")
+    assert events_of(folder) == [(1, "freeze", 3, 2, None), (2, "freeze", 9, 2, None)]
+    first, second = read_events(folder)
+    assert sorted(first.values["deferred"]) == second.heads
+    result = read_json(folder / "result.json")
+    assert result["provenance"]["heads"] == sorted(first.heads + second.heads) == heads_in_force([first, second])
+    before, after = (patterns(folder / "checkpoints" / name) for name in ("step-6", "step-12"))
+    assert len(after) == 4
+    assert all(torch.equal(after[head], pattern) for head, pattern in before.items())
+    config = settings(**changes)
+    killed_and_resumed(config, Run, "record_event", 2)
+    assert outcome(config.out) == outcome(folder)
+
+
+def patterns(checkpoint) -> dict:
+    sites = [block.attention for block in load_model(checkpoint).blocks]
+    return {
+        (layer, head): pattern.dense()
+        for layer, site in enumerate(sites)
+        if site.frozen is not None
+        for head, pattern in zip(site.layout.frozen, site.frozen.patterns, strict=True)
+    }
+
+
+@pytest.fixture
+def costly(monkeypatch):
+    """Have every freeze and prune raise the controller loss."""
+    real, dear = Run.controller_loss, ("after_freeze", "after_prune", "before_undo")
+    monkeypatch.setattr(
+        Run, "controller_loss", lambda run, when, **more: real(run, when, **more) + 0.5 * (when in dear)
+    )
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("freeze", False), ("freeze", True), ("prune", True)])
+def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finished, outcome, costly, kind, killed):
+    ordinary = outcome(finished(settings(), "ordinary"))
+    config = settings(freeze=PRUNE if kind == "prune" else HALF, schedule=ValidationBudget(begin=0.5, every=0.25))
+    result = killed_and_resumed(config, saf.train.events, "uninstall_", 1) if killed else pretrain(config)
+    assert events_of(config.out) == [
+        (1, kind, 6, 1, 2),
+        (2, "undo", 6, 1, None),
+        (3, kind, 9, 1, 4),
+        (4, "undo", 9, 1, None),
+    ]
+    first, undo, *_ = read_events(config.out)
+    assert "nats beside 0 are more than 0.00995" in undo.values["reason"]
+    assert undo.values["loss_after"] == first.values["loss_before"]
+    assert result["provenance"]["heads"] == result["provenance"]["pruned"] == []
+    assert all(outcome(config.out)[part] == ordinary[part] for part in ("model.safetensors", "optimizer.safetensors"))
+    assert outcome(config.out)["metrics"] == ordinary["metrics"]
+
+
+def test_a_validation_budget_measures_eight_fixed_batches(settings, data):
+    config = settings(freeze=HALF, schedule=ValidationBudget(budget=10.0, every=0.25), batch_size=2, keep=0)
+    pretrain(config)
+    assert events_of(config.out) == [(1, "freeze", 6, 1, None), (2, "freeze", 9, 1, None)]
+    size = {"partition": "controller", "length": 32, "limit": 16, "batch_size": 2, "precision": "fp32"}
+    record = evaluate_perplexity(load_model(f"{config.out}/checkpoints/step-6"), TokenData.open(data), **size)
+    assert read_events(config.out)[0].values["loss_before"] == record["loss"]
+
+
+def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(settings, outcome, monkeypatch):
+    brisk(monkeypatch)
+    few = {"updates": 40, "batch_size": 1, "accumulation": 1, "eval_every": 0, "save_every": 34, "eval_windows": 1}
+
+    def quick(name):
+        return settings(name, freeze=HALF, schedule=TrainLoss(multiplier=2.0), calibration_sequences=2, **few)
+
+    pretrain(quick("whole"))
+    killed_and_resumed(quick("killed"), Run, "run_update", 36)
+    assert outcome(quick("killed").out) == outcome(quick("whole").out)
+    for name in ("whole", "killed"):
+        assert events_of(quick(name).out) == [(1, "freeze", 30, 1, 2), (2, "undo", 39, 1, None)]
+    assert "after 9 updates the loss is 0.4" in read_events(quick("whole").out)[1].values["reason"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A schedule of one's own: the events of a list, each at its update."""
+
+    name: ClassVar[str] = "listed"
+    chooses_once: ClassVar[bool] = True
+    several_events: ClassVar[bool] = False
+    events: tuple = ()
+
+    def first_update(self, updates):
+        return self.events[0][0]
+
+    def start(self, *, updates, heads, limit):
+        return ListedProposer(self.events)
+
+
+class ListedProposer:
+    def __init__(self, events):
+        self.events, self.count = events, 0
+
+    @property
+    def finished(self):
+        return self.count == len(self.events)
+
+    def observe(self, update, loss):
+        assert loss > 0
+
+    def propose(self, update):
+        return [] if self.finished or self.events[self.count][0] > update else [self.events[self.count][1]]
+
+    def done(self, event, outcome):
+        assert (outcome.number, outcome.seconds > 0) == (self.count + 1, True)
+        self.count += 1
+
+    def state_dict(self):
+        return {"name": "listed", "count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_freezes_prunes_and_undos_of_either_mix_and_resume(settings, outcome):
+    several = Listed(((3, Freeze(count=2)), (6, Prune(count=2)), (6, Undo(event=1)), (9, Undo(event=2))))
+    changes = {"freeze": FreezeConfig(rate=0.5), "schedule": several, "keep": 0}
+    config = settings("whole", **changes)
+    result = pretrain(config)
+    first, second, *_ = events = read_events(config.out)
+    assert [event.kind for event in events] == ["freeze", "prune", "undo", "undo"]
+    assert not set(map(tuple, first.heads)) & set(map(tuple, second.heads))
+    after = adapter_for(load_model(f"{config.out}/checkpoints/step-9"))
+    assert (after.heads("frozen").to_list(), after.heads("pruned").to_list()) == ([], second.heads)
+    assert (result["intervention"]["events"], result["intervention"]["heads"]) == (4, [])
+    rises = [event.values["loss_after"] - event.values["loss_before"] for event in events]
+    assert result["intervention"]["loss_rise"] == pytest.approx(sum(rises))
+    killed = settings("killed", **changes)
+    killed_and_resumed(killed, Run, "run_update", 8)
+    assert outcome(killed.out) == outcome(config.out)
+
+
+def test_an_event_that_cannot_happen_leaves_no_record(settings):
+    config = settings(freeze=FREEZE, schedule=Listed(((3, Undo(event=1)),)))
+    with pytest.raises(InputError, match=r"must be one of \[\], got 1"):
+        pretrain(config)
+    assert (read_events(config.out), latest(f"{config.out}/checkpoints").name) == ([], "step-3")
+    listed = Listed(((6, Freeze(count=2, below=-1.0)),))
+    with pytest.warns(SafWarning, match="only 0 of 2 heads could be frozen"):
+        assert pretrain(settings("none", freeze=FREEZE, schedule=listed))["arm"] == "ordinary"
+
+
+# --- time and updates of its own
+
+
+@pytest.fixture
+def second_per_look(monkeypatch):
+    """A clock that advances one second whenever it is read."""
+    now = iter(range(10**9))
+    fake = SimpleNamespace(perf_counter=lambda: float(next(now)), monotonic=lambda: float(next(now)))
+    monkeypatch.setattr(saf.train.logs, "time", fake)
+    monkeypatch.setattr(saf.train.step, "time", fake)
+
+
+def test_a_time_budget_is_never_exceeded_and_the_rate_follows_it(settings, second_per_look):
+    whole = settings("whole", time_budget_seconds=200.0, updates=10_000, eval_every=0, save_every=0)
+    result = pretrain(whole)
+    assert 5 < result["updates"] < 200
+    assert 180 < result["time"]["everything"]["seconds"] < 210, "a look at the clock itself takes a second"
+    peak = rates(whole.out).index(max(rates(whole.out)))
+    assert rates(whole.out)[peak:] == sorted(rates(whole.out)[peak:], reverse=True)
+    assert rates(whole.out)[-1] < 4.5e-4
+    never = settings("never", time_budget_seconds=200.0, updates=10_000, eval_every=0, freeze=FREEZE)
+    with pytest.warns(UserWarning, match="before its freezing point at update 5000"):
+        result = pretrain(never)
+    assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
+    assert any("before all events of its schedule" in words for words in result["lacks"])
+    with pytest.raises(InputError, match="must allow an update"):
+        pretrain(settings("none", time_budget_seconds=0.5))
+
+
+def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, finished, second_per_look):
+    ordinary = finished(settings(), "ordinary")
+    parent, usual = ordinary / "checkpoints" / "step-6", rates(ordinary)
+    for name, budget in (("updates", {"update_budget": 9}), ("time", {"time_budget_seconds": 300.0})):
+        branch = continue_from(parent, out=settings(name).out, freeze=FREEZE, **budget)
+        result = pretrain(branch)
+        own = rates(branch.out)
+        assert (result["updates"] == 15) if name == "updates" else (result["updates"] > 12)
+        assert usual[6] < own[0] <= usual[5]
+        assert own == sorted(own, reverse=True)
+        assert own[-1] == pytest.approx(3e-4, rel=0.2)
+        assert result["arm"] == "frozen"
+    pair = [RecordedRun.open(settings(name).out) for name in ("updates", "time")]
+    assert differences(*pair) == []
+    late = continue_from(parent, out="x", freeze=FREEZE, schedule=OneTime(at=10), update_budget=4)
+    with pytest.raises(InputError, match="must be before update 10, where update_budget ends"):
+        pretrain(late)
+
+
+# --- failures
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, monkeypatch):
+    config, before, real = settings(), {}, Run.run_update
+
+    def poisoned(run):
+        if run.update == 7:
+            engine = run.updater.engine
+            run.updater.engine = replace(engine, forward=lambda *a, **k: engine.forward(*a, **k) * float("nan"))
+            before.update({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
+        try:
+            return real(run)
+        finally:
+            assert all(torch.equal(tensor, run.model.state_dict()[name]) for name, tensor in before.items())
+
+    monkeypatch.setattr(Run, "run_update", poisoned)
+    with pytest.raises(DivergenceError, match=r"update 8 was not applied.*checkpoint is .*step-6.*lower peak_lr"):
+        pretrain(config)
+    assert before
+    assert [line["update"] for line in metrics(config.out)] == list(range(1, 8))
+
+
+def test_a_full_disk_for_logs_or_result_keeps_the_checkpoints(settings, monkeypatch):
+    def full(target, record):
+        if isinstance(target, Path) or record["update"] == 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saf.train.logs.LineLog, "append", full)
+        with pytest.raises(CheckpointError, match=r"no space left.*logs.*last good checkpoint is .*step-6"):
+            pretrain(settings("logs"))
+    with monkeypatch.context() as patch:
+        patch.setattr(saf.train.result, "write_json", full)
+        with pytest.raises(CheckpointError, match=r"no space left.*result.*last good checkpoint is .*step-12"):
+            pretrain(settings("result"))
+    assert pretrain(settings("result"), resume=True)["updates"] == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"precision": "fp16"}, "precision must be one of"),
+        ({"graphs": "of"}, "graphs must be one of"),
+        ({"peak_lr": 0.0}, "peak_lr must be above 0"),
+        ({"clip": 0.0}, "clip must be above 0"),
+        ({"warmup": 12}, "warmup must be"),
+        ({"report_at": (13,)}, "report_at must be different updates"),
+        ({"save_at": (1.5,)}, "save_at must be shares"),
+        ({"time_budget_seconds": 9.0, "update_budget": 3}, "time_budget_seconds must be above 0, or None"),
+        ({"fresh": True}, "fresh must be False"),
+        ({"rewarm": 3}, "rewarm must be"),
+        ({"freeze": FREEZE, "schedule": None}, "schedule must be"),
+        ({"freeze": FREEZE, "schedule": OneTime(at=13)}, "schedule.at must be"),
+        ({"freeze": replace(FREEZE, backend="fused"), "kernel": "math"}, "kernel must be auto"),
+    ],
+)
+def test_settings_that_no_run_has_are_refused(settings, changes, words):
+    with pytest.raises(InputError, match=words):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"freeze": replace(FREEZE, backend="nope")}, "unknown backend 'nope'"),
+        ({"freeze": replace(FREEZE, backend="fused")}, "backend 'fused' cannot run"),
+        ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
+        ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
+        ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
+        ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
+        ({"freeze": replace(FREEZE, fitter_options={"alpha_constant_after": 8})}, "alpha_constant_after must"),
+        ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
+        ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most schedule.cap=0.5 of 8"),
+        ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
+        ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
+        ({"freeze": FreezeConfig(rate=1.0, operation="prune")}, "pruning must leave the model a head"),
+        ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
+        ({"kernel": "cudnn"}, "needs a CUDA device"),
+        ({"graphs": "on"}, "need a CUDA device"),
+        ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
+        ({"model_overrides": {"vocab_size": 8}}, "vocab_size must be at least"),
+        ({"batch_size": 2**40}, "training needs about"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training_and_leaves_nothing(settings, changes, words):
+    config = settings(**changes)
+    with pytest.raises((InputError, UnsupportedError, DataError), match=words):
+        pretrain(config)
+    assert not Path(config.out).exists()
+
+
+def test_parents_that_cannot_be_continued_are_refused(settings, finished):
+    folder = finished(settings(), "ordinary") / "checkpoints"
+    for changes, words in (
+        ({"freeze": FREEZE, "schedule": OneTime(at=0.25)}, "at least the parent's update 6"),
+        ({"updates": 5}, "updates must be at least the 6"),
+        ({"save_at": (0.25,)}, "save_at must be at least the parent's update 6"),
+        ({"report_at": (3,)}, "report_at must be at least the parent's update 6"),
+        ({"warmpu": 3}, r"got \['warmpu'\]"),
+    ):
+        with pytest.raises(InputError, match=words):
+            continue_from(folder / "step-6", out="x", **changes)
+    with pytest.raises(InputError, match="batch_size x accumulation must be"):
+        pretrain(continue_from(folder / "step-6", out=settings("other").out, batch_size=3))
+    with pytest.raises(InputError, match="updates must be above the 12"):
+        pretrain(continue_from(folder / "step-12", out=settings("late").out))
+    assert not Path(settings("late").out).exists()

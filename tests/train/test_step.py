@@ -1,0 +1,156 @@
+"""One update: AdamW against PyTorch's plain one, its learning rate, layers computed again, and CUDA graphs in part."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+import saf
+from saf.checkpoint import optimizer_state
+from saf.errors import InputError, UnsupportedError
+from saf.machine import Execution
+from saf.models import by_layer
+from saf.train import step
+from saf.train.parallel import Parallel
+from saf.train.step import GraphedPasses, build_optimizer, check_graphs, learning_rate, peak_bytes, step_if_finite_
+
+LENGTH = 16
+
+
+@pytest.fixture
+def model():
+    """Return a model with an ordinary layer, one with frozen heads, one with a pruned head too, one without queries."""
+    model = saf.GPT(saf.preset("tiny", vocab_size=40, num_layers=4, num_heads=4, hidden_size=32, max_length=LENGTH))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    heads = [(1, 0), (1, 2), (2, 1), *((3, head) for head in range(4))]
+    drawn = torch.randn(2, len(heads), LENGTH, generator=torch.Generator().manual_seed(3))
+    saf.install_(model, heads, saf.CompactPattern.from_parameters(*drawn))
+    saf.prune_(model, [(2, 3)])
+    return model
+
+
+def batch(seed: int, rows: int = 2, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 40, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def test_adamw_is_pytorchs_and_matrices_alone_decay(model):
+    optimizer = build_optimizer(model, weight_decay=0.5)
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all(decays[p] == (0.5 if p.dim() >= 2 else 0.0) for p in decays)
+    twin = torch.optim.AdamW(
+        [{"params": [p.detach().clone().requires_grad_()], "weight_decay": decay} for p, decay in decays.items()],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    for seed in (0, 1):
+        model(batch(seed)[0], targets=batch(seed)[1]).backward()
+        for group, parameter in zip(twin.param_groups, decays, strict=True):
+            group["params"][0].grad = None if parameter.grad is None else parameter.grad.clone()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        step_if_finite_(optimizer, torch.ones(2))
+        twin.step()
+        optimizer.zero_grad()
+    for group, parameter in zip(twin.param_groups, decays, strict=True):
+        torch.testing.assert_close(parameter, group["params"][0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_skips_the_step(model, bad):
+    optimizer = build_optimizer(model)
+
+    def state():
+        return {**dict(model.named_parameters()), **optimizer_state(optimizer, model)[1]}
+
+    for watched in (1.0, bad):
+        before = {name: tensor.detach().clone() for name, tensor in state().items()}
+        model(batch(0)[0], targets=batch(0)[1]).backward()
+        step_if_finite_(optimizer, torch.tensor([watched]))
+    assert before.keys() == state().keys()
+    assert all(torch.equal(before[name], tensor) for name, tensor in state().items())
+
+
+def test_the_papers_learning_rates():
+    rates = [learning_rate(update / 5000, peak=6e-4, warmup=0.1) for update in (1, 250, 500, 2750, 5000, 6000)]
+    assert rates == pytest.approx([6e-4 / 500, 3e-4, 6e-4, 3.3e-4, 6e-5, 6e-5])
+    with pytest.raises(InputError, match="warmup must be"):
+        learning_rate(0.5, peak=1.0, warmup=1.0)
+
+
+@pytest.mark.parametrize("compile", ["off", "layers", "on"])
+def test_layers_computed_again_have_the_same_bits_and_keep_less(model, compile, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(by_layer, "_programs", {})
+    (once, once_bytes), (again, again_bytes) = (gradients(model, compile, again=again) for again in (False, True))
+    assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
+    if compile != "on":  # what one program keeps is its own affair
+        assert once_bytes - again_bytes > 8 * 4 * 2 * LENGTH * 32
+
+
+def gradients(model, compile: str, *, again: bool):
+    """Return the loss and all gradients of a micro-batch, and the bytes that were kept for going back."""
+    model.zero_grad(set_to_none=True)
+    execution = Execution.of("cpu", compile=compile, activation_checkpointing=again)
+    call = Parallel().engine(model, build_optimizer(model), execution).forward
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = call(batch(1)[0], targets=batch(1)[1])
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [loss.detach(), *grads], sum(kept.values())
+
+
+class Replay:
+    """Stands for a CUDA graph on a CPU: it calls again, reading and writing the same memory."""
+
+    def __init__(self, call, **_):
+        self.call, self.outcome = call, call()
+
+    def __call__(self):
+        self.outcome.copy_(self.call())
+
+
+def test_graphed_passes_add_the_gradients_of_padded_micro_batches(model, monkeypatch):
+    monkeypatch.setattr(step, "GraphReplay", Replay)
+
+    def run(inputs, targets):
+        loss = model(inputs, targets=targets)
+        loss.backward()
+        return loss.detach()
+
+    graphed = GraphedPasses(run, model, torch.device("cpu"), pads=True)
+    for _ in range(2):
+        lengths, found = (LENGTH, 5, 5, 9, LENGTH), []
+        for call in (run, graphed):
+            model.zero_grad(set_to_none=True)
+            losses = [float(call(*batch(number, length=length))) for number, length in enumerate(lengths)]
+            found.append([losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]])
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+        for one, other in zip(found[0][1], found[1][1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert set(graphed.graphs) == {(2, 8), (2, LENGTH)}
+
+
+def test_where_graphs_cannot_be_captured_is_said():
+    cpu, cuda = (Execution(torch.device(name), "fp32", compile=False) for name in ("cpu", "cuda"))
+    check_graphs(cuda, "none", trained_patterns=False)
+    for execution, kind, trained, words in (
+        (cpu, "none", False, "need a CUDA device"),
+        (cuda, "ddp", False, "one process"),
+        (cuda, "none", True, "no patterns that are trained"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            check_graphs(execution, kind, trained_patterns=trained)
+
+
+def test_memory_of_an_update_grows_with_tokens_and_weights():
+    small, large = saf.preset("124m"), saf.preset("1b")
+    assert 16 * large.num_parameters < peak_bytes(large, 8_192) < 60 * 2**30
+    assert peak_bytes(small, 8_192) < peak_bytes(small, 16_384) < peak_bytes(large, 16_384)
