@@ -129,7 +129,7 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
 
 
 def paired_error(changed: float, gain: float, count: float) -> float:
-    """Return the standard error of a paired difference of shares, from questions that changed and their net gain."""
+    """Standard error of a paired difference of shares, from the questions that changed and their net gain."""
     return math.sqrt(max(changed / count - (gain / count) ** 2, 0.0) / count)
 
 
@@ -139,12 +139,12 @@ def write_answers(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def has_answers(run: RecordedRun) -> bool:
-    """Return whether a finished run was judged by its answers."""
+    """Whether a finished run was measured by its answers."""
     return "answers_sha256" in (run.result or {})
 
 
 def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return a finished run's answers; raise InputError where the file is not the one that its result tells of."""
+    """Read a finished run's answers; raise InputError where the file is not the one that its result names."""
     result = run.finished_result()
     if not has_answers(run):
         raise InputError(f"{run.folder} was not judged by answers; compare it with runs of its own task")
@@ -155,19 +155,18 @@ def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
 def compare_answers(
     ordinary: RecordedRun, frozen: RecordedRun, *, out: Path | str | None = None, allow_differences: bool = False
 ) -> dict[str, Any]:
-    """Return what two finetuned runs answer differently, paired by question; written to `out`/compare.json if given.
+    """Compare the answers of two finetuned runs, paired by question; written to `out`/compare.json if given.
 
-    `difference` is the second run's accuracy minus the first's; its standard error and 95% interval are over the
-    questions, paired, and say nothing of seeds. `p_value` is McNemar's, exact.
+    The record has what `paired_answers` returns; nothing in it is over seeds.
 
     Raises:
         CompareError: Other questions, or runs that differ in how they were finetuned (`allow_differences` passes that).
-        InputError: A run that has not ended, or has no answers, or others than its result tells of.
+        InputError: A run that has not ended, or has no answers, or others than its result names.
     """
     pair = [read_answers(run) for run in (ordinary, frozen)]
     changes = paired_answers(*pair)
-    found = training_differences(ordinary, frozen)
-    check_alike(found, allow_differences=allow_differences)
+    differences = training_differences(ordinary, frozen)
+    check_alike(differences, allow_differences=allow_differences)
     results = [run.finished_result() for run in (ordinary, frozen)]
     record = {
         **pair_header("answers_comparison", ordinary, frozen, allow_differences=allow_differences),
@@ -176,7 +175,7 @@ def compare_answers(
         "taken": [one["taken"] for one in results],
         "answers": results[0]["answers"],
         **changes,
-        "differences": found,
+        "differences": differences,
     }
     if out is not None:
         write_json(Path(out) / "compare.json", record)
@@ -184,17 +183,17 @@ def compare_answers(
 
 
 def check_alike(differences: Sequence[str], *, allow_differences: bool) -> None:
-    """Raise CompareError, listing them, for runs of a task that differ in how they were trained, unless allowed."""
+    """Raise CompareError, listing the differences in how two runs were trained, unless they are allowed."""
     if differences and not allow_differences:
         listed = "\n  ".join(differences)
         raise CompareError(
             f"these runs were trained differently:\n  {listed}\n"
-            "Train both with the same settings, or allow the differences explicitly (--allow-differences)"
+            "Train both with the same settings, or allow the differences (--allow-differences)"
         )
 
 
 def pair_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> dict[str, Any]:
-    """Return what the record of a comparison tells of two runs of a task, whatever they were judged by."""
+    """The part of a comparison's record that is the same for every task: header, folders, heads, update times."""
     pair = {"ordinary": ordinary, "frozen": frozen}
     results = {name: run.finished_result() for name, run in pair.items()}
     finals = {name: one["provenance"]["checkpoints"].get("final") for name, one in results.items()}
@@ -209,9 +208,9 @@ def pair_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_
 
 
 def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without: Collection[str] = ()) -> list[str]:
-    """Return what runs do not share of model shape, training and examples; parents are what is compared.
+    """Differences of model shape, training and examples, a line each; parents are what is compared.
 
-    Places of files, and the settings named in `without`, are left out.
+    Paths of files, and the settings named in `without`, are left out.
     """
     lines = []
     for section in ("model", "train", "data"):
@@ -223,7 +222,7 @@ def training_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without:
 
 
 def answers_comparison_tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the one table of what `compare_answers` found."""
+    """The one table of a record of `compare_answers`."""
     choices = sorted(record["answers"], key=int)
     rows = []
     for place, name in enumerate(("ordinary", "frozen")):
