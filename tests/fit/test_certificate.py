@@ -1,8 +1,7 @@
 import torch
 
-from saf.fit import fit_compact, fit_with_certificate, marginals
+from saf.fit import fit_compact, fit_with_certificate
 from saf.fit.objective import certify, fit_loss, meaningful
-from saf.patterns import CompactPattern
 
 
 def loss(pattern, target):
@@ -37,15 +36,6 @@ def test_gap_bounds_the_true_gap_at_the_true_distance(make_target):
         gap = loss(pattern, target) - loss(best, target)
         assert (gap > 0).all()
         assert (gap <= certificate.gap).all()
-
-
-def test_exact_marginals_certify_themselves():
-    generator = torch.Generator().manual_seed(0)
-    pattern = CompactPattern.from_parameters(*torch.randn(2, 40, dtype=torch.float64, generator=generator))
-    certificate = certify(pattern, *marginals(pattern), sweeps=torch.tensor(0))
-    assert certificate.max_relative == 0
-    assert certificate.gap == 0
-    assert bool(certificate.converged)
 
 
 def test_only_entries_above_the_floor_count():

@@ -16,7 +16,7 @@ ACCURACY = {"proportional": (1e-6, 1e-4), "dense": (1e-10, 1e-9), "adam": (2e-3,
 
 
 @pytest.mark.parametrize("fitter", list(FITTERS))
-@pytest.mark.parametrize("length", [1, 2, 40, 70])
+@pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_every_fitter_finds_the_optimum_and_its_marginals(make_target, fitter, length, scale):
     target = make_target(3, length=length, scale=scale, sequences=4)
@@ -45,7 +45,7 @@ def test_a_planted_pattern_is_recovered_up_to_its_gauge(fitter, seed, length, sc
     assert abs(fit_kl(fitted, *marginals(planted), entropy)) < 1e-9
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 40, 129])
+@pytest.mark.parametrize("length", [1, 7, 40, 129])
 @pytest.mark.parametrize("kind", ["self", "first", "previous", "random"])
 def test_one_hot_rows_on_the_floor_converge(make_one_hot, kind, length):
     target = make_one_hot(kind, length)
@@ -72,29 +72,17 @@ def test_result_is_canonical_float64_in_the_shape_of_the_targets(make_target):
 
 
 @pytest.mark.parametrize("fitter", list(FITTERS))
-def test_same_result_twice_and_in_any_batch(make_target, fitter):
+def test_same_result_twice_in_any_batch_and_of_none(make_target, fitter):
+    assert fit_compact(torch.ones(0, 5), torch.ones(0, 5), fitter=fitter).shape == (0,)
     target = make_target(5, length=50)
-    pattern = fit_compact(target.eta_abs, target.eta_rel, fitter=fitter)
-    again = fit_compact(target.eta_abs, target.eta_rel, fitter=fitter)
+    etas = target.eta_abs, target.eta_rel
+    before = [eta.clone() for eta in etas]
+    pattern, again = (fit_compact(*etas, fitter=fitter) for _ in range(2))
+    assert all(map(torch.equal, etas, before))
     assert torch.equal(pattern.alpha, again.alpha)
     assert torch.equal(pattern.rho, again.rho)
     alone = fit_compact(target.eta_abs[3], target.eta_rel[3], fitter=fitter)
     torch.testing.assert_close(alone.dense(), pattern[3].dense(), rtol=0, atol=1e-9)
-
-
-def test_inputs_are_left_as_they_were(make_target):
-    target = make_target(2, length=20)
-    eta_abs, eta_rel = target.eta_abs, target.eta_rel
-    kept = eta_abs.clone(), eta_rel.clone()
-    for fitter in FITTERS:
-        fit_compact(eta_abs, eta_rel, fitter=fitter)
-    assert torch.equal(eta_abs, kept[0])
-    assert torch.equal(eta_rel, kept[1])
-
-
-def test_no_heads_give_no_patterns():
-    for fitter in FITTERS:
-        assert fit_compact(torch.ones(0, 5), torch.ones(0, 5), fitter=fitter).shape == (0,)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ def random_compact(*shape, seed=0):
     return CompactPattern.from_parameters(*parameters)
 
 
-@pytest.mark.parametrize("length", [1, 2, 50, 150])
+@pytest.mark.parametrize("length", [1, 2, 150])
 def test_kl_from_marginals_is_the_dense_kl(make_target, length):
     target, pattern = make_target(2, 3, length=length), random_compact(2, 3, length)
     kl = fit_kl(pattern, target.eta_abs, target.eta_rel, target.row_entropy)
     torch.testing.assert_close(kl, target.kl(pattern.dense()), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("length", [1, 2, 50, 150])
+@pytest.mark.parametrize("length", [1, 2, 150])
 def test_marginals_are_dense_sums(length):
     pattern = random_compact(3, length)
     by_key, by_distance = marginals(pattern)

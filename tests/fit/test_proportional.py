@@ -5,7 +5,7 @@ import torch
 from saf.fit import fit_compact, fit_kl, fit_with_certificate, marginals
 
 
-@pytest.mark.parametrize("memory", [0, 1, 3, 6])
+@pytest.mark.parametrize("memory", [0, 3])
 def test_sweeps_with_and_without_extrapolation_reach_one_optimum(make_target, memory):
     target = make_target(6, length=150, scale=2.0)
     best = fit_compact(target.eta_abs, target.eta_rel, tolerance=1e-10, max_sweeps=5000, memory=0)
@@ -35,7 +35,7 @@ def test_a_hard_head_does_not_change_an_easy_one(make_target, make_one_hot):
     torch.testing.assert_close(together[0].alpha, alone.alpha, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("constant_after", [0, 1, 8])
+@pytest.mark.parametrize("constant_after", [0, 8])
 def test_constant_tail_is_the_optimum_of_the_constrained_fit(make_target, constant_after):
     target = make_target(3, length=64, scale=1.0, sequences=4)
     options = {"alpha_constant_after": constant_after}
@@ -49,15 +49,6 @@ def test_constant_tail_is_the_optimum_of_the_constrained_fit(make_target, consta
     torch.testing.assert_close(by_key[:, :constant_after], target.eta_abs[:, :constant_after], rtol=1e-6, atol=0)
     free = fit_compact(target.eta_abs, target.eta_rel)
     assert (target.kl(pattern.dense()) > target.kl(free.dense())).all()
-
-
-def test_constant_tail_is_closer_to_the_population_when_late_alpha_is_noise(make_target):
-    """Means of few sequences whose true keys are all alike: fitting them key by key fits their noise."""
-    seen = make_target(6, length=128, scale=1.0, sequences=4, seed=1)
-    unseen = make_target(6, length=128, scale=1.0, sequences=64, seed=2)
-    free = fit_compact(seen.eta_abs, seen.eta_rel)
-    constant = fit_compact(seen.eta_abs, seen.eta_rel, alpha_constant_after=8)
-    assert unseen.kl(constant.dense()).mean() < unseen.kl(free.dense()).mean()
 
 
 def test_heads_of_a_trained_model_reach_their_reference(real_heads):

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from saf.errors import InputError, UnsupportedError
-from saf.patterns import ExponentialPattern, TrainablePattern
+from saf.errors import InputError
+from saf.patterns import ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 
 
@@ -77,11 +77,6 @@ def test_patterns_that_grow_or_do_not_fit_together_are_refused(change, words):
         values[name].view(-1)[0] = value
     with pytest.raises(InputError, match=words):
         ExponentialPattern.from_state(values)
-
-
-def test_exponential_patterns_are_not_trained():
-    with pytest.raises(UnsupportedError, match="only key and distance logits can be trained"):
-        TrainablePattern.of(exponential_patterns(1, 20, band=4)[0])
 
 
 def test_poles_keep_their_precision():

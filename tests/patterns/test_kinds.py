@@ -77,5 +77,6 @@ def test_tensors_that_no_kind_has_are_refused():
 def test_a_dense_pattern_owns_its_memory_and_has_no_logits_to_train():
     part = DensePattern(torch.stack([COMPACT.dense()] * 3))[1]
     assert part.own().weights.untyped_storage().nbytes() == part.weights.nbytes
-    with pytest.raises(UnsupportedError, match="a DensePattern has none"):
-        TrainablePattern.of(part)
+    for pattern in (part, EXPONENTIAL):
+        with pytest.raises(UnsupportedError, match="only key and distance logits can be trained"):
+            TrainablePattern.of(pattern)

@@ -53,14 +53,9 @@ def test_gauges_of_one_pattern_share_their_canonical_and_balanced_form(length, a
             same(getattr(form(moved), name), getattr(form(pattern), name))
             same(getattr(form(form(pattern)), name), getattr(form(pattern), name))
         same(form(moved).dense(), pattern.dense())
-        assert form(moved).rho.max() == 0
-
-
-@given(length=st.sampled_from([5, 256]), seed=st.integers(0, 2**31))
-def test_gauge_changes_keep_log_z_consistent(length, seed):
-    pattern = random_pattern(length, seed=seed)
-    for changed in (pattern.canonical(), pattern.balanced()):
+        changed = form(pattern)
         same(changed.log_z, CompactPattern.from_parameters(changed.alpha, changed.rho).log_z)
+        assert form(moved).rho.max() == 0
 
 
 def test_canonical_alpha_has_no_slope_and_ignores_sinks():
@@ -109,12 +104,6 @@ def test_rounding_recomputes_the_normaliser():
     assert torch.equal(widened.log_z, rounded.log_z)
 
 
-def test_canonical_of_float32_stays_normalised():
-    pattern = random_pattern(300).to(dtype=torch.float32)
-    same(pattern.canonical().dense().sum(-1), torch.ones(300, dtype=torch.float64), 1e-12)
-    same(pattern.canonical().dense(), pattern.dense(), 1e-5)
-
-
 def test_leading_dimensions_are_indexed_and_positions_are_not():
     pattern = random_pattern(2, 3, 10)
     assert (pattern.shape, pattern.length, len(pattern)) == ((2, 3), 10, 2)
@@ -125,6 +114,9 @@ def test_leading_dimensions_are_indexed_and_positions_are_not():
         with pytest.raises(InputError, match="leading dimensions"):
             pattern[index]
     assert torch.equal(CompactPattern.stack([pattern[0], pattern[1]]).log_z, pattern.log_z)
+    for patterns in ([], [random_pattern(3), random_pattern(4)]):
+        with pytest.raises(InputError, match="at least one pattern, all of one shape"):
+            CompactPattern.stack(patterns)
 
 
 def test_prefix_is_the_top_left_corner():
@@ -149,13 +141,6 @@ def test_prefix_is_the_top_left_corner():
 def test_unusable_parameters_are_refused(alpha, rho, message):
     with pytest.raises(InputError, match=message):
         CompactPattern.from_parameters(alpha, rho)
-
-
-def test_stack_refuses_different_lengths_and_nothing():
-    with pytest.raises(InputError, match="one shape"):
-        CompactPattern.stack([random_pattern(3), random_pattern(4)])
-    with pytest.raises(InputError, match="at least one"):
-        CompactPattern.stack([])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
