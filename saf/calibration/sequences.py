@@ -29,6 +29,8 @@ class Sequences:
     """Tokens of each sequence."""
     targets: list[Tensor] | None = None
     """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
+    padded: bool = False
+    """Whether the user's batches had padding, which is cut off or replaced here."""
 
     @property
     def length(self) -> int:
@@ -117,12 +119,15 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
         return Sequences(ids, tuple(lengths), given or None)
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     targets = _repack(given, lengths, order, padding=IGNORED) if given else None
-    return Sequences(_repack(ids, lengths, order, padding=0), tuple(lengths[at] for at in order), targets)
+    padded = sum(lengths) < sum(batch.numel() for batch in ids)
+    return Sequences(_repack(ids, lengths, order, padding=0), tuple(lengths[at] for at in order), targets, padded)
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
-    """Read the token ids of batches whose sequences have one length; raise InputError for others."""
+    """Read the token ids of batches whose sequences have one length and no padding; raise InputError for others."""
     sequences = read_sequences(batches)
+    if sequences.padded:
+        raise InputError("batches must not be padded here; pass sequences of one full length")
     if sequences.unequal:
         raise InputError(f"sequences must have one full length here; got {sequences.lengths[-1]} to {sequences.length}")
     return sequences.ids

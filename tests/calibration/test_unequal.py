@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, gate_gradients, plan_calibration, read_sequences
+from saf.calibration import calibrate, gate_gradients, plan_calibration, read_batches, read_sequences
 from saf.calibration.strips import spans_of
 from saf.errors import InputError
 from saf.freeze import freeze_
@@ -67,6 +67,8 @@ def test_equal_lengths_are_the_same_numbers_with_or_without_padding():
         again = calibrate(model(), batches)
         assert all(torch.equal(getattr(again, name), getattr(whole, name)) for name in FIELDS)
         assert (again.lengths, again.sequences_hash) == ((), whole.sequences_hash)
+    with pytest.raises(InputError, match="must not be padded"):
+        read_batches([padded(wide, [24] * 4, padding=1)])
     assert whole.row_counts.tolist() == [4] * 24
 
 
