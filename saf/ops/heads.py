@@ -13,6 +13,9 @@ from saf.errors import InputError
 from saf.ops.operator import has_tangent
 from saf.ops.positions import QueryRows
 
+MOST_ROWS, HELD_WEIGHTS = 128, 1 << 26
+"""Rows, and weights of all heads, that are held at once beside a cache: 256 MiB in float32. Chosen, not measured."""
+
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     """Return the named heads of `x [B, H, T, D]`: a view when they are consecutive, a copy otherwise."""
@@ -181,8 +184,11 @@ def row_product(
 
     `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `QueryRows.positions` returns.
     """
-    parts = []
-    for block in rows.blocks():
+    parts, most = [], MOST_ROWS
+    if not torch.compiler.is_compiling():  # where lengths may be open
+        row = len(heads) * value.shape[-2] * (1 if rows.left_pad is None else max(1, len(value)))
+        most = max(1, min(most, HELD_WEIGHTS // row))
+    for block in rows.blocks(most):
         *at, seen = block.positions(value.shape[-2], value.device)
         weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
         parts.append(_weighed(weights, value, heads))

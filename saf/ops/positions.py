@@ -87,10 +87,6 @@ def shift_rows(x: Tensor, by: Tensor) -> Tensor:
     return x.gather(2, index) * inside[:, None, :, None]
 
 
-BLOCK = 128
-"""Rows whose weights are held at once: in float32 16 MiB a head over 32,768 keys. Chosen, not measured."""
-
-
 class QueryRows(NamedTuple):
     """The rows of a pattern that a pass computes: those of `count` queries, one after another.
 
@@ -104,10 +100,10 @@ class QueryRows(NamedTuple):
     count: int
     left_pad: Tensor | None
 
-    def blocks(self) -> "Iterator[QueryRows]":
-        """Yield the same rows, at most `BLOCK` at a time; of none one block of none."""
-        for row in range(0, max(1, self.count), BLOCK):
-            yield QueryRows(self.first + row, min(BLOCK, self.count - row), self.left_pad)
+    def blocks(self, most: int) -> "Iterator[QueryRows]":
+        """Yield the same rows, at most `most` at a time; of none one block of none."""
+        for row in range(0, max(1, self.count), most):
+            yield QueryRows(self.first + row, min(most, self.count - row), self.left_pad)
 
     def positions(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return positions in each row's own pattern: of queries, of keys, their distances, and which keys are seen.
