@@ -71,7 +71,7 @@ def compact_rows(tables: Tables) -> Callable[..., Tensor]:
 
 def largest_group(live_slots: tuple[int, ...]) -> int:
     """Return how many live slots read one KV head at most."""
-    return max(map(live_slots.count, set(live_slots)), default=1)
+    return max([1, *[live_slots.count(head) for head in set(live_slots)]])  # compilers know no default
 
 
 def unsupported_reason(
@@ -118,7 +118,7 @@ def flash_decode(
         largest_group(live_slots),
         tables.get("row_cached_heads" if moves else "row_heads"),
         tables.get("row_readers"),
-        min(frozen_slots, default=0),
+        min(frozen_slots) if frozen_slots else 0,
         tables.get("distance"),
         tables.get("key_scale"),
         tables.get("row_scale"),
