@@ -44,8 +44,30 @@ def draw(figure: Figure, table: RecipeTable) -> str | None:
         canvas.suptitle(figure.title)
         handles, names = axes[0].get_legend_handles_labels()
         canvas.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)))
-        text = io.StringIO()
-        canvas.savefig(text, format="svg", metadata={"Date": None})
+        return _svg(canvas)
+
+
+def draw_costs(costs: Mapping[str, Mapping[int, float]]) -> str:
+    """Return curves of time a token (ns) over context length, log axes, each with its name beside its end, as SVG."""
+    with mpl.rc_context(STYLE):
+        canvas = Canvas(figsize=(6.4, 3.2), layout="constrained")
+        axis = canvas.subplots()
+        for number, (name, points) in enumerate(costs.items()):
+            axis.loglog(list(points), list(points.values()), "o-", markersize=4, color=f"C{number}")
+            end = (max(points), points[max(points)])
+            axis.annotate(name, end, xytext=(6, 0), textcoords="offset points", va="center", color=f"C{number}")
+        lengths = sorted({length for points in costs.values() for length in points})
+        axis.set_xticks(lengths, [f"{length // 1024}K" for length in lengths], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.set_xlim(lengths[0] * 0.9, lengths[-1] * 4)
+        axis.set_xlabel("context, tokens")
+        axis.set_ylabel("forward and backward, ns a token")
+        return _svg(canvas)
+
+
+def _svg(canvas: Canvas) -> str:
+    text = io.StringIO()
+    canvas.savefig(text, format="svg", metadata={"Date": None})
     return re.sub(r" +$", "", text.getvalue(), flags=re.MULTILINE)
 
 

@@ -7,6 +7,7 @@ answers, docs/results.md, is written by hand: every number of it stands in a cel
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pandas as pd
 
 from experiments import benchmarks
 from experiments.analyses import ANALYSES, svg
-from experiments.figures import draw
+from experiments.figures import draw, draw_costs
 from experiments.recipe import recipe
 from experiments.scales import scale_named
 from experiments.tables import RecipeTable, Record, markdown, measured_table, read_records
@@ -197,7 +198,7 @@ def _page(name: str, results: Path, images: Path, pictures: dict[Path, str]) -> 
     if name == "updates":
         yield from _trainer(results)
     if name == "attention" and measured:
-        yield from _linear(results / "bench" / "linear.json")
+        yield from _linear(results / "bench" / "linear.json", images, pictures)
 
 
 def _recipe(table: RecipeTable, folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
@@ -287,9 +288,9 @@ def _trainer(results: Path) -> Iterator[Shown]:
         )
 
 
-def _linear(path: Path) -> Iterator[Shown]:
-    """Yield the times of frozen heads in linear time beside the same heads otherwise."""
-    record = read_json(path)
+def _linear(path: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+    """Yield the times of frozen heads in linear time beside the same heads otherwise, and draw them over length."""
+    record, heading, where = read_json(path), "Linear-time frozen heads", {"section": "Linear"}
     if "updates" not in record:
         return
     lines = [
@@ -298,7 +299,23 @@ def _linear(path: Path) -> Iterator[Shown]:
     ]
     frame = pd.DataFrame(lines).set_index("point").map(lambda value: f"{value:.3f}×")
     text = "On one H100, 124M; exponential patterns in linear time beside compact ones and pruned heads."
-    yield Shown(heading="Linear-time frozen heads", frame=frame, text=text, cells={"section": "Linear"})
+    yield Shown(heading=heading, title="updates", frame=frame, text=text, cells=where)
+    shares, costs = [], {"ordinary, cuDNN": {}, "frozen, compact": {}, "frozen, linear time": {}}
+    for row in sorted(record["rows"], key=lambda row: (row["length"], -row["heads"], row["batch"])):
+        length, tokens, best = row["length"], row["length"] * row["batch"], min(row["linear"], key=itemgetter("both"))
+        times = {"ordinary, cuDNN": row["cudnn"][1], "frozen, compact": row["toeplitz"][1]}
+        times["frozen, linear time"] = best["both"]
+        point = {"point": f"{length}x{row['batch']}, {row['heads']} heads"}
+        shares.append(
+            point | {name: f"{time / times['ordinary, cuDNN']:.4f}" for name, time in list(times.items())[1:]}
+        )
+        if row["heads"] == 6 and tokens in (2**15, 2**16):  # as many tokens at every length
+            for name, time in times.items():
+                costs[name][length] = 1e3 * time / tokens
+    pictures[images / "cost-by-length.svg"] = draw_costs(costs)
+    frame = pd.DataFrame(shares).set_index("point")
+    text = "![Time a token over context length](../images/cost-by-length.svg)"
+    yield Shown(heading=heading, title="forward and backward, share of cuDNN's", frame=frame, text=text, cells=where)
 
 
 def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
