@@ -2,10 +2,9 @@
 
 Each form has a process of its own with empty caches on disk: the start, a first event of a quarter of all heads, and a
 second of a head more in some layers. Lost is the time of the updates after an event beyond as many at the speed that
-follows, without the event's own work. With `--ahead` a process compiles the layouts of all numbers of frozen heads
-between the start and the first event, as a run with `--compile-ahead` does.
+follows, without the event's own work.
 
-    python -m benchmarks.compiling --forms layers --ahead     # 124M, two minutes
+    python -m benchmarks.compiling --forms layers     # 124M, two minutes
     python -m benchmarks.compiling --device cpu --model tiny --points 32x2x2
 """
 
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from saf.train.ahead import Layouts, start
 
 import saf
 from benchmarks import run
@@ -52,8 +50,6 @@ class Compiling:
     """Device to measure on; auto is CUDA if there is one."""
     forms: tuple[Literal["whole", "layers"], ...] = ("whole", "layers")
     """Forms of compilation."""
-    ahead: bool = False
-    """Compile layouts in another process before the first event."""
 
 
 def measure(settings: Compiling, *, out: Path | None = None) -> dict[str, Any]:
@@ -73,12 +69,9 @@ def record_events(session: Session, settings: Compiling, form: str, point: Point
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, SPAWN) as pool:
         results = pool.submit(events, settings, form, point, folder).result()
     place = {"model": settings.model, "point": point.to_dict()}
-    ahead = results.pop("ahead", None)
-    rows: list[dict[str, Any]] = []
-    for name, numbers in results.items():
-        caches = "ahead" if ahead and name != "start" else "empty"
-        rows.append({"part": "event", **place, "form": form, "event": name, "caches": caches, **numbers})
-    session.add(rows + ([{"part": "ahead", **place, **ahead}] if ahead else []))
+    own = {"part": "event", **place, "form": form, "caches": "empty"}
+    rows = [{**own, "event": name, **numbers} for name, numbers in results.items()]
+    session.add(rows)
     session.say(f"{form}: lost " + ", ".join(f"{row['event']} {row['lost_s']:.1f} s" for row in rows))
 
 
@@ -100,8 +93,6 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
         accumulation=accumulation, clip=CLIP,
     )  # fmt: skip
     results: dict[str, Any] = {"start": stand_still(updater) | {"frozen": 0}}
-    if settings.ahead and form == "layers":
-        results["ahead"] = compile_ahead(updater, point, kernel)
     layers, heads = plan.shape.num_layers, plan.shape.num_heads
     counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=RATE, placement="early")
     first = [(layer, head) for layer, count in enumerate(counts) for head in range(count)]
@@ -130,21 +121,6 @@ def stand_still(updater: Updater) -> dict[str, float]:
     speed = statistics.median(seconds[AFTER // 2 :])
     lost = prepared + sum(each - speed for each in seconds)
     return {"lost_s": lost, "first_s": seconds[0], "update_s": speed}
-
-
-def compile_ahead(updater: Updater, point: Point, kernel: str) -> dict[str, float]:
-    """Compile the layouts of all numbers of frozen heads in a process beside this one; return its time."""
-    config: Any = updater.model.config
-    layouts = Layouts(
-        model=config, length=point.length, batch_size=point.batch_size, execution=updater.execution, kernel=kernel,
-        backend="auto", trainable=False, frozen=tuple(range(1, config.num_heads + 1)),
-    )  # fmt: skip
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        if code := start(layouts, log).wait():
-            raise RuntimeError(f"compiling ahead ended with code {code}: {log.read_text()[-2000:]}")
-    return {"seconds": time.perf_counter() - began, "layouts": len(layouts.frozen), "bytes": layouts.bytes}
 
 
 def main(words: Sequence[str] | None = None) -> int:
