@@ -65,18 +65,18 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
-"""What is told of an event."""
+"""Values of an event that are shown."""
 
 
 def _run(path: Path) -> dict[str, Any]:
     """Return what a run's folder holds, its checkpoints checked."""
     run = RecordedRun.open(path)
-    kept = [_verified(folder) for folder in step_folders(path / "checkpoints")]
+    checkpoints = [_verified(folder) for folder in step_folders(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
     return {
         "kind": "run",
         "path": str(path),
-        "verified": all(entry["problem"] is None for entry in kept),
+        "verified": all(entry["problem"] is None for entry in checkpoints),
         "arm": run.arm,
         "finished": run.result is not None,
         "lacks": [*run.lacks, *(words for event in run.events for words in event.lacks)],
@@ -92,7 +92,7 @@ def _run(path: Path) -> dict[str, Any]:
         "certificates": (run.freeze or {}).get("certificates", []),
         "exponential": (run.freeze or {}).get("exponential", []),
         "config": run.config,
-        "checkpoints": kept,
+        "checkpoints": checkpoints,
         "provenance": final.get("provenance"),
     }
 
@@ -131,7 +131,7 @@ def _saved(path: Path) -> dict[str, Any]:
 
 
 def _of_transformers(path: Path) -> dict[str, Any]:
-    """Return what a folder of a model of transformers tells of it, with its frozen heads where it has some."""
+    """Return what a folder of a model of transformers holds, with its frozen heads where it has some."""
     config, weights = read_json(path / "config.json", error=CheckpointError), weight_files(path)
     if not weights:
         raise CheckpointError(
@@ -148,9 +148,9 @@ def _of_transformers(path: Path) -> dict[str, Any]:
             f"{path}: config.json tells of frozen heads, and {' and '.join(lost)} {'are' if lost[1:] else 'is'} "
             "missing beside it; copy what is missing from the folder that save_pretrained wrote"
         )
-    found = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
+    saved = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
     return {
-        **found,
+        **saved,
         "kind": "transformers",
         "path": str(path),
         "architecture": (config.get("architectures") or [config["model_type"]])[0],

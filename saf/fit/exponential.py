@@ -120,15 +120,15 @@ def fit_exponential_heads(
         ]
         if not pending:
             break
-    kept = {head: ExponentialFit(compact[head], one.extra_kl, one.cancellation, 0.0, 0, compact.length)
+    compact_fits = {head: ExponentialFit(compact[head], one.extra_kl, one.cancellation, 0.0, 0, compact.length)
             for head in pending if (one := fits[head]) is not None}  # fmt: skip
-    return [kept.get(head, fit) for head, fit in enumerate(fits) if fit is not None]
+    return [compact_fits.get(head, fit) for head, fit in enumerate(fits) if fit is not None]
 
 
 def _in_groups(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool = False
 ) -> list[ExponentialFit]:
-    """Fit as many heads at once as memory is meant for; the short form of alpha is tried where it is asked for."""
+    """Fit heads in groups that fit into memory; with `short` the short form of alpha is tried, too."""
     length = compact.length
     size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
     fits = []
@@ -187,8 +187,8 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
     at = torch.arange(size, dtype=torch.float64, device=weights.device)
     grid = torch.tensor(_DAMPINGS, dtype=torch.float64, device=weights.device) * (4096 / length)
     envelopes = (-grid[:, None] * at).exp()
-    wanted = mass.sqrt()
-    relative = wanted / weights
+    root_mass = mass.sqrt()
+    relative = root_mass / weights
     relative = relative / relative.square().mean(-1, keepdim=True).sqrt()
     energy = (relative.square() @ envelopes.square().mT).clamp(min=1e-300)
     points = 8 * length
@@ -207,8 +207,8 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
         ridge = _GREEDY_RIDGE * gram.diagonal(dim1=1, dim2=2).sum(-1) / used
         known = atoms[:, :, :used]
         system = gram[:, :used, :used] + ridge[:, None, None] * torch.eye(used, dtype=gram.dtype, device=gram.device)
-        amplitudes = torch.linalg.solve(system, known.mT @ wanted[..., None])
-        residual = (wanted - (known @ amplitudes).squeeze(-1)) * relative
+        amplitudes = torch.linalg.solve(system, known.mT @ root_mass[..., None])
+        residual = (root_mass - (known @ amplitudes).squeeze(-1)) * relative
         spectrum = torch.view_as_real(torch.fft.rfft(residual[:, None] * envelopes, points))
         correlation = spectrum.square().sum(-1) / energy[..., None]
         best = (correlation * usable).flatten(1).argmax(-1)
@@ -298,9 +298,9 @@ class _Model:
 
     def _positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of what is expected of it."""
-        found, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
+        weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
         least = share * torch.minimum(self.smooth, decays)
-        step = torch.where(found < least, (least - found) / (decays - found).clamp(min=1e-300), 0.0)
+        step = torch.where(weights < least, (least - weights) / (decays - weights).clamp(min=1e-300), 0.0)
         step = step.amax(-1, keepdim=True).clamp(max=1.0)
         return (1 - step) * amplitudes + step * self.decays
 
@@ -328,9 +328,9 @@ class _Model:
         )
         alpha = self.alpha + torch.cat([keys * self.key_scale, (trend * self.trend_scale) @ self.trends], -1)
         used = (self.whiten @ inner[..., None]).squeeze(-1) if amplitudes is None else amplitudes
-        found = self.poles.sum(used)
-        above = found.maximum(self.floor)
-        far = above.log() + torch.where(found < self.floor, found / self.floor - 1, 0.0) + self.unit.log()
+        weights = self.poles.sum(used)
+        above = weights.maximum(self.floor)
+        far = above.log() + torch.where(weights < self.floor, weights / self.floor - 1, 0.0) + self.unit.log()
         return alpha, torch.cat([self.rho[:, : self.band] + near * self.band_scale, far], -1), used, above
 
     def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,9 +381,9 @@ class _Model:
         goal = self.eta_abs, self.eta_rel
         loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *goal) for one in (executed, compact))
         rows = _row_kl(compact, executed)
-        found = zip((loss - least).tolist(), (self.cost * size).sum(-1).tolist(), rows.tolist(), strict=True)
+        numbers_by_head = zip((loss - least).tolist(), (self.cost * size).sum(-1).tolist(), rows.tolist(), strict=True)
         counts = self.poles.damping.shape[-1], self.free_keys
-        return [ExponentialFit(pattern[head], *numbers, *counts) for head, numbers in enumerate(found)]
+        return [ExponentialFit(pattern[head], *numbers, *counts) for head, numbers in enumerate(numbers_by_head)]
 
 
 def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
@@ -399,11 +399,11 @@ def _row_kl(compact: CompactPattern, other: CompactPattern) -> Tensor:
     """Return the largest KL of a row of `compact` to the same row of `other`, nats, `[N]`."""
     keys, weights = compact.alpha.exp(), compact.rho.exp()
     by_key, by_distance = compact.alpha - other.alpha, compact.rho - other.rho
-    rows = _convolved(keys * by_key, weights) + _convolved(keys, weights * by_distance)
+    rows = _convolve(keys * by_key, weights) + _convolve(keys, weights * by_distance)
     return (rows / compact.log_z.exp() + other.log_z - compact.log_z).amax(-1)
 
 
-def _convolved(left: Tensor, right: Tensor) -> Tensor:
+def _convolve(left: Tensor, right: Tensor) -> Tensor:
     """Return the causal convolution of `[N, T]` with `[N, T]`."""
     length = left.shape[-1]
     return torch.fft.irfft(torch.fft.rfft(left, 2 * length) * torch.fft.rfft(right, 2 * length), 2 * length)[:, :length]
