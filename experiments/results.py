@@ -93,8 +93,10 @@ PAGES = {
         "Speed and memory of training updates",
         "A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 unless a row "
         "names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; the free bound "
-        "is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x micro-batches. The "
-        "paper's systems figures are of one GH200 against flash attention: compare signs and trends.",
+        "is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x micro-batches. Models "
+        "are compiled, in bfloat16 under autocast, unless a title says more. A comparison is refused where two equal "
+        "models differed by more than 1%. The paper's systems figures are of one GH200 against flash attention: "
+        "compare signs and trends.",
     ),
     "inference": (
         "Speed and memory of prompts and decoding",
@@ -163,7 +165,9 @@ def _markdown(name: str, parts: list[Shown]) -> str:
 
 
 def _cells(part: Shown) -> Iterator[dict[str, Any]]:
-    """Yield a line for each cell of a table."""
+    """Yield a line for each cell of a table that says where its cells belong."""
+    if not part.cells:
+        return
     where = {name: part.cells.get(name, "") for name in ("section", "recipe", "scale")}
     for number, (label, row) in enumerate(part.frame.iterrows(), 1):
         for metric, text in row.items():
