@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan
-from saf.bench.protocol import GRAPH, Arm, Point, Subject, Work, kernels_of
+from saf.bench.protocol import Arm, Point, Subject, Work
 from saf.bench.speed import ModelSpeed, measure, require
+from saf.bench.timing import GRAPH, kernels_of
 from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, update_work, way_of
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan
-from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process, wait_for
+from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process
 from saf.bench.speed import require
+from saf.bench.timing import wait_for
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
 from saf.fit import fit_kl, fit_with_certificate

@@ -20,7 +20,8 @@ import torch
 from benchmarks import run
 from saf.bench import Update
 from saf.bench.models import random_tokens
-from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, row_block, summary
+from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, summary
+from saf.bench.timing import row_block
 from saf.bench.whole import PRELOADED
 from saf.errors import InputError
 from saf.machine import GraphPool

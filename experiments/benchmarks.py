@@ -15,7 +15,8 @@ import pandas as pd
 import torch
 
 from saf.bench.models import TRANSFORMERS, shape_of
-from saf.bench.protocol import GRAPH, PRUNED
+from saf.bench.protocol import PRUNED
+from saf.bench.timing import GRAPH
 from saf.models.config import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records import paper

@@ -150,17 +150,15 @@ class Run:
         return peak_bytes(self.shape, self.micro_batch)
 
     def record(self) -> dict[str, Any] | None:
-        """Return its result; None before it ended. Raises InputError where it was made by other settings."""
+        """Return its result; None before it ended. Raises InputError where its settings are others."""
         path = self.folder / "result.json"
-        if not path.is_file() or "experiment" not in (found := read_json(path)):
+        if not path.is_file() or "experiment" not in (record := read_json(path)):
             return None
-        made = found["experiment"]["settings"]
-        changed = sorted(n for n in made.keys() | self.changes.keys() if made.get(n) != self.changes.get(n))
+        before = record["experiment"]["settings"]
+        changed = sorted(n for n in before.keys() | self.changes.keys() if before.get(n) != self.changes.get(n))
         if changed:
-            raise InputError(
-                f"{self.folder} was made with other settings ({', '.join(changed)}); remove it or its --out"
-            )
-        return found
+            raise InputError(f"{self.folder} has other settings ({', '.join(changed)}); remove it or its --out")
+        return record
 
 
 def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
@@ -186,11 +184,14 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
 # --- one run
 
 
-def config_of(run: Run, inputs: Inputs) -> tuple[TrainConfig, int | None]:
-    """Return the configuration of a run whose needs have ended, and its epochs where they are given."""
-    apart = ("freeze", "schedule", "mqar", "epochs", "match_speed", "match_speed_source", "match_charge_seconds")
-    own = {name: value for name, value in run.changes.items() if name not in apart}
-    own: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+def config_of(run: Run, inputs: Inputs) -> TrainConfig:
+    """Return the configuration of a run whose needs have ended."""
+    others = ("freeze", "schedule", "mqar", "epochs", "match_speed", "match_speed_source", "match_charge_seconds")
+    own: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in run.changes.items()
+        if name not in others
+    }
     if "freeze" in run.changes or "heads" in run.needs:
         heads: dict[str, Any] = {"heads": _heads(run.needs["heads"])} if "heads" in run.needs else {}
         own["freeze"] = FreezeConfig(**run.changes.get("freeze", {}), **heads)
@@ -198,17 +199,15 @@ def config_of(run: Run, inputs: Inputs) -> tuple[TrainConfig, int | None]:
         own["schedule"] = schedule_from_dict(run.changes["schedule"])
     out = str(run.folder)
     if run.arm.parent is None:
-        text = str(inputs.text())
-        save_at = BRANCHES
-        return TrainConfig(data=text, out=out, seed=run.seed, save_at=save_at, **own), None
+        return TrainConfig(data=str(inputs.text()), out=out, seed=run.seed, save_at=BRANCHES, **own)
     parent = open_checkpoint(_checkpoint(run))
-    if run.arm.task is None:
-        if run.arm.match:
-            own |= _matched_budget(run, parent)
-        if run.arm.reseed:
-            own["seed"] = run.seed + run.arm.reseed
-        return settings_after(parent, out=out, keep=1, **own), None
-    return _finetuned(run, parent, own, inputs), run.changes.get("epochs")
+    if run.arm.task is not None:
+        return _finetuned(run, parent, own, inputs)
+    if run.arm.match:
+        own |= _matched_budget(run, parent)
+    if run.arm.reseed:
+        own["seed"] = run.seed + run.arm.reseed
+    return settings_after(parent, out=out, keep=1, **own)
 
 
 def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
@@ -235,16 +234,16 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
     first = run.scale.seeds[0] if run.arm.varies == "pretraining" else run.seed
     base |= {"parent": str(parent.path), "seed": first + run.arm.reseed}
     if task == "mqar":
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in run.changes.get("mqar", {}).items()}
-        base["mqar"] = replace(base["mqar"], **given)
+        sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in run.changes.get("mqar", {}).items()}
+        base["mqar"] = replace(base["mqar"], **sizes)
         base["report_at"] = tuple(each for each in base["report_at"] if each <= own.get("updates", base["updates"]))
         return TrainConfig(**{**base, **own})
     if "like" not in run.needs:
         base["data"], base["test"] = map(str, inputs.examples(task))
-    named, values = {each.name for each in fields(FinetuneSettings)}, {**base, **own}
-    plain = {name: value for name, value in values.items() if name not in named}
-    of_examples = FinetuneSettings(**{name: value for name, value in values.items() if name in named})
-    return TrainConfig(**{**plain, "finetuning": of_examples})
+    names, values = {each.name for each in fields(FinetuneSettings)}, {**base, **own}
+    finetuning = FinetuneSettings(**{name: value for name, value in values.items() if name in names})
+    plain: dict[str, Any] = {name: value for name, value in values.items() if name not in names}
+    return TrainConfig(**{**plain, "finetuning": finetuning})
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
@@ -261,7 +260,7 @@ def _checkpoint(run: Run) -> Path:
     path = latest(folder) if run.step is None else folder / step_name(run.step)
     if path is None or not path.is_dir():
         raise InputError(
-            f"{parent.title} has lost the checkpoint {path or folder}; remove {parent.folder} to train it again"
+            f"{parent.title} has lost the checkpoint {path or folder}; remove {parent.folder} to train again"
         )
     return path
 
@@ -271,155 +270,142 @@ def train(run: Run, inputs: Inputs) -> bool:
     if not (run.folder / "result.json").is_file():
         if (run.folder / "config.json").is_file():
             result = pretrain(recorded_config(run.folder), resume=True)
+        elif run.arm.task is None or "like" in run.needs:
+            result = pretrain(config_of(run, inputs))
         else:
-            config, epochs = config_of(run, inputs)
-            if run.arm.task is None or "like" in run.needs:
-                result = pretrain(config)
-            else:
-                result = finetune(config, epochs=epochs, resume=(run.folder / CHOICE).is_dir())
+            choosing = (run.folder / CHOICE).is_dir()
+            result = finetune(config_of(run, inputs), epochs=run.changes.get("epochs"), resume=choosing)
         if "stopped_at" in result:
             return False
-    keep_record(run)
+    complete_record(run)
     return True
 
 
-def keep_record(run: Run) -> None:
-    """Add to a run's result.json which run it is, and what pairs of runs are compared by."""
+def complete_record(run: Run) -> None:
+    """Add to a run's result.json its arm, and its losses of held-out windows or its answers, for paired comparisons."""
     recorded = RecordedRun.open(run.folder)
-    place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
-    judged = {"num_heads": recorded.num_heads, **_judged(recorded)}
-    write_json(run.folder / "result.json", {**(recorded.result or {}), **judged, "experiment": place})
-
-
-def _judged(recorded: RecordedRun) -> dict[str, Any]:
-    """Return losses of held-out windows, or which questions are answered rightly; recall has accuracies alone."""
+    extra: dict[str, Any] = {"num_heads": recorded.num_heads}
     if has_answers(recorded):
         answers = read_answers(recorded)
-        asked = json.dumps([(each["id"], each["answer"]) for each in answers])
-        return {
-            "questions_hash": hashlib.sha256(asked.encode()).hexdigest(),
-            "right": [int(each["right"]) for each in answers],
-            "trained_on": recorded.config["data"].get("test_examples_trained_on", 0),
-        }
-    if "recall" in (recorded.result or {}):
-        return {}
-    evaluation, losses = read_evaluation(recorded.folder)
-    kept = {name: evaluation[name] for name in ("windows_hash", "by_position")}
-    return {**kept, "window_losses": losses.windows.tolist()}
+        questions = json.dumps([(each["id"], each["answer"]) for each in answers])
+        extra["questions_hash"] = hashlib.sha256(questions.encode()).hexdigest()
+        extra["right"] = [int(each["right"]) for each in answers]
+        extra["trained_on"] = recorded.config["data"].get("test_examples_trained_on", 0)
+    elif "recall" not in (recorded.result or {}):  # which has accuracies alone
+        evaluation, losses = read_evaluation(recorded.folder)
+        extra |= {name: evaluation[name] for name in ("windows_hash", "by_position")}
+        extra["window_losses"] = losses.windows.tolist()
+    place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
+    write_json(run.folder / "result.json", {**(recorded.result or {}), **extra, "experiment": place})
 
 
 # --- all runs
 
+STOPPED = "stopped after a checkpoint"
+
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of a plan."""
+    """The runs of a plan that failed, and whether a signal stopped it."""
 
     failed: dict[str, str] = field(default_factory=dict)
-    """Reasons by what did not end."""
+    """Reasons by the titles of runs and measurements."""
     stopped: bool = False
     """Whether a signal stopped it; the same command continues."""
 
 
 def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say) -> Outcome:
-    """Make the runs that are missing. One that fails is named, what needs it is left out, the others go on.
+    """Make the missing runs. One that fails is named, runs that need it are left out, the others go on.
 
     With one job runs are made in this process; several are made in processes of their own, a GPU each by turns.
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
-    outcome, work, took, total = Outcome(), 0.0, 0.0, len(pending)
-    devices = visible_devices()
-    lanes = list(range(jobs))
+    outcome, total, flops, took = Outcome(), len(pending), 0.0, 0.0
+    devices, lanes = visible_devices(), list(range(jobs))
     active: dict[Future[str | None], tuple[Run, int, float]] = {}
     with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
         while pending or active:
-            for key in [
-                key for key, run in pending.items() if any(n.title in outcome.failed for n in run.needs.values())
-            ]:
-                outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
+            for key, run in list(pending.items()):
+                if any(need.title in outcome.failed for need in run.needs.values()):
+                    outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
             waiting = pending.keys() | {run.key for run, _, _ in active.values()}
             ready = [run for run in pending.values() if not any(need.key in waiting for need in run.needs.values())]
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
-                del pending[run.key]
                 lane, began = lanes.pop(0), time.monotonic()
+                del pending[run.key]
                 say(f"{run.title}: {run.own_updates:,} updates in {run.folder}")
                 if jobs == 1:
                     future: Future[str | None] = Future()
-                    future.set_result(_here(run, inputs))
+                    future.set_result(_make(run, inputs))
                 else:
                     device = devices[lane % len(devices)] if devices else None
-                    future = pool.submit(_apart, run, inputs, device, stop)
+                    future = pool.submit(_make_in_process, run, inputs, device, stop)
                 active[future] = run, lane, began
             if not active:
                 break
             for future in wait(active, return_when=FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
-                problem = future.result()
-                outcome.stopped |= problem == STOPPED
+                seconds, problem = time.monotonic() - began, future.result()
                 if problem is None:
-                    work, took = work + run.flops, took + time.monotonic() - began
-                elif problem != STOPPED:
+                    flops, took = flops + run.flops, took + seconds
+                elif problem == STOPPED:
+                    outcome.stopped = True
+                else:
                     outcome.failed[run.title] = problem
-                done = total - len(pending) - len(active)
                 left = sum(each.flops for each in (*pending.values(), *(run for run, _, _ in active.values())))
-                eta = f", about {duration(left / work * took / jobs)} left" if work and left else ""
-                say(
-                    f"{run.title} {problem or f'ended after {duration(time.monotonic() - began)}'}; "
-                    f"{done} of {total}{eta}"
-                )
+                eta = f", about {duration(left / flops * took / jobs)} left" if flops and left else ""
+                done = f"{total - len(pending) - len(active)} of {total}{eta}"
+                say(f"{run.title} {problem or f'ended after {duration(seconds)}'}; {done}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome
 
 
-STOPPED = "stopped after a checkpoint"
-
-
-def _here(run: Run, inputs: Inputs) -> str | None:
+def _make(run: Run, inputs: Inputs) -> str | None:
     """Make a run in this process; return None, why it failed, or STOPPED."""
     try:
         return None if train(run, inputs) else STOPPED
     except (SafError, OSError) as error:
         return f"failed: {error}"
-    except Exception as error:  # whatever it is, other runs go on
+    except Exception as error:  # other runs go on
         log = run.folder.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc())
         return f"failed: {type(error).__name__}: {error} (see {log})"
 
 
-def _apart(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
+def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
     """Make a run in a process of its own, its output beside its folder."""
-    names = {name: str(path) for name, path in vars(inputs).items() if path is not None}
-    told = json.dumps({"arm": run.arm.name, "scale": run.scale.name, "seed": run.seed, "root": str(run.root), **names})
+    folders = {name: str(path) for name, path in vars(inputs).items() if path is not None}
+    task = json.dumps({"key": run.key, "scale": run.scale.name, "root": str(run.root), "inputs": folders})
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     with open(log, "ab") as file:
         # A session of its own: a terminal's Ctrl-C reaches it once, from here.
-        command = [sys.executable, "-m", "experiments.run", told]
         process = subprocess.Popen(
-            command, stdout=file, stderr=file, env={**os.environ, **chosen}, start_new_session=True
-        )
-        asked = False
+            [sys.executable, "-m", "experiments.run", task],
+            stdout=file, stderr=file, env=environment, start_new_session=True,
+        )  # fmt: skip
+        terminated = False
         while process.poll() is None:
-            if stop.requested and not asked:
+            if stop.requested and not terminated:
                 process.send_signal(signal.SIGTERM)
-                asked = True
+                terminated = True
             time.sleep(0.2)
-    if process.returncode == EXIT_STOPPED or (asked and process.returncode == -signal.SIGTERM):
+    if process.returncode == EXIT_STOPPED or (terminated and process.returncode == -signal.SIGTERM):
         return STOPPED
     lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
     return None if process.returncode == 0 else f"failed: {lines[-1]} (see {log})"
 
 
-def _main(told: str) -> int:
+def _main(task: str) -> int:
     """Make one run that another process named."""
-    named = json.loads(told)
-    inputs = Inputs(**{name: Path(named[name]) for name in ("data", "tasks", "questions") if name in named})
-    key = named["arm"], named["seed"]
-    run = plan([key], scale_named(named["scale"]), Path(named["root"]))[key]
-    problem = _here(run, inputs)
+    named = json.loads(task)
+    inputs = Inputs(**{name: Path(path) for name, path in named["inputs"].items()})
+    arm, seed = named["key"]
+    run = plan([(arm, seed)], scale_named(named["scale"]), Path(named["root"]))[arm, seed]
+    problem = _make(run, inputs)
     print(problem or "ended")
     return EXIT_STOPPED if problem == STOPPED else int(problem is not None)
 

@@ -22,24 +22,9 @@ from saf.bench.models import (
     shape_of,
     synthetic_patterns,
 )
-from saf.bench.protocol import (
-    FLEX,
-    FREE,
-    GRAPH,
-    REST_MS,
-    Arm,
-    Case,
-    Point,
-    Session,
-    Work,
-    clean_process,
-    compare,
-    event_block,
-    kernels_of,
-    repeats_within,
-    ways_of,
-)
+from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session, Work, clean_process, compare
 from saf.bench.speed import DTYPES, Speed, require
+from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, repeats_within, ways_of
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.machine import GraphPool, GraphReplay

@@ -24,8 +24,8 @@ from saf.bench.protocol import (
     compare,
     plan,
     say_on_stderr,
-    ways_of,
 )
+from saf.bench.timing import ways_of
 from saf.distributed import all_ranks_or_raise, rank_and_size
 from saf.errors import InputError
 from saf.machine import Compile, Device, Execution, GraphPool

@@ -11,23 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.bench.models import ModelPlan, mixing_work, random_tokens
-from saf.bench.protocol import (
-    CALL,
-    FREE,
-    GRAPH,
-    SETTLE_MS,
-    Arm,
-    Comparison,
-    Point,
-    Subject,
-    Work,
-    kernels_of,
-    repeats_within,
-    row_block,
-    wall_block,
-    ways_of,
-)
+from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject, Work
 from saf.bench.speed import DTYPES, ModelSpeed, require
+from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
 from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
 from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from saf.bench.protocol import GRAPH, PRUNED
+from saf.bench.protocol import PRUNED
+from saf.bench.timing import GRAPH
 from saf.records.quantities import MISSING, gibibytes, number, signed
 from saf.records.table import Part, Table
 

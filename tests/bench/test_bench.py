@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from saf.machine.execution import Execution
 
 import saf
 from saf import bench
 from saf.bench.models import ModelPlan, is_folder, synthetic_patterns
-from saf.bench.protocol import Arm
+from saf.bench.processes import FreshSubject
+from saf.bench.protocol import Arm, Point, Session
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from tests.transformers_models import make
@@ -162,11 +164,17 @@ def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
 @pytest.mark.slow
 def test_memory_and_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = {"points": ("16x1",), "rates": (0.5,), "free": False, "fresh": True, "memory": True}
-    record = bench.prefill("tiny", **settings, **TOY | {"pairs": 1})
-    assert roles(record) == [("control", 0), ("frozen", 8)]
+    settings = {"points": ("16x1",), "rates": (0.5,), "free": False}
+    record = bench.prefill("tiny", **settings, **TOY | {"pairs": 0}, memory=True)
     assert [entry["arm"] for entry in record["memory"]] == ["ordinary auto", "50% toeplitz auto"]
     assert all(entry["bytes"] > 50e6 for entry in record["memory"])
+    prefill, cpu = bench.Prefill(model="tiny", **settings, **TOY), Execution.of("cpu")
+    with Session("prefill", {}, cpu, say=lambda _: None) as session:
+        subject = FreshSubject(session, prefill, Point(16, 1, precision="fp32"), Arm("auto"))
+        assert subject.timed_block("call") > 0
+        subject = FreshSubject(session, prefill, Point(16, 1, precision="fp32"), Arm("nothing"))
+        with pytest.raises(UnsupportedError, match="nothing"):
+            subject.timed_block("call")
 
 
 def test_points_beyond_the_time_allowed_are_left_out():

@@ -79,4 +79,3 @@ def test_a_frozen_head_has_two_sevenths_of_a_live_heads_work():
     shape = {"batch": 2, "length": 64, "dim": 16, "backward": True}
     live, frozen = (attention_work(**shape, live=1 - n, frozen=n) for n in (0, 1))
     assert frozen.flops / live.flops == pytest.approx(2 / 7)
-    assert attention_work(**shape, live=0, frozen=1, free=True).flops == 0

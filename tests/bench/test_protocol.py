@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from saf.bench.protocol import Arm, Session, alternate, event_block, plan, summary, wall_block
+from saf.bench.protocol import Arm, Session, alternate, plan, summary
+from saf.bench.timing import event_block, wall_block
 from saf.errors import InputError
 from saf.records.files import read_json
 from saf.report.benchmarks import speed_cells

@@ -127,7 +127,7 @@ def test_every_arm_has_settings_that_a_run_takes(name):
         if "schedule" in run.changes:
             schedule_from_dict(run.changes["schedule"])
         if run.arm.parent is None and "heads" not in run.needs:
-            config, _ = config_of(run, Inputs(data=Path("text")))
+            config = config_of(run, Inputs(data=Path("text")))
             assert config.updates == run.updates
         assert 0 <= run.tokens < 1e11  # none where heads are frozen after training
         assert 0 < run.bytes < 1e11

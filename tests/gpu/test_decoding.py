@@ -7,7 +7,7 @@ import saf
 from saf.adapters import adapter_for
 from saf.adapters.transformers.cache import STREAMS_WAIT
 from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import kernels_of
+from saf.bench.timing import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import GraphPool, GraphReplay

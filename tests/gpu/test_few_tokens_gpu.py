@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import kernels_of
+from saf.bench.timing import kernels_of
 from saf.heads import HeadSet
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from saf.bench.protocol import attention_kernels, kernel_seen, kernels_of
+from saf.bench.timing import attention_kernels, kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention

@@ -6,7 +6,7 @@ import torch
 import saf
 from saf.adapters import adapter_for
 from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import kernel_seen, kernels_of
+from saf.bench.timing import kernel_seen, kernels_of
 from saf.heads import HeadSet
 
 pytest.importorskip("transformers")
