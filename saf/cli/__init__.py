@@ -51,7 +51,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 try:
                     command = _command(name, rest)
                 except SystemExit as stop:  # after the help, or words that tyro has refused
-                    if refused:
+                    if refused and stop.code:
                         _let_rank0_speak()
                         print(refused.getvalue(), file=sys.__stderr__)
                     return int(stop.code or 0)
