@@ -488,7 +488,6 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
         ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
-        ({"freeze": replace(FREEZE, fitter_options={"alpha_constant_after": 8})}, "alpha_constant_after must"),
         ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
         ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most schedule.cap=0.5 of 8"),
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
