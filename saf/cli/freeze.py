@@ -15,7 +15,8 @@ from saf.records.paths import means_transformers
 
 FIRST = (
     *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "device", "json", "config.rate"),
-    *("config.score", "config.pattern", "config.storage", "config.max_fit_kl", "config.operation", "config.heads"),
+    *("config.budget", "config.max_per_layer", "config.score", "config.storage", "config.max_fit_kl"),
+    *("config.operation", "config.heads"),
 )
 """The flags that `--help` shows."""
 

@@ -189,6 +189,8 @@ class TrainConfig:
             "finetuning": (self.finetuning is None or questions, f"left out with task={self.task!r}"),
             "fresh": (self.parent is not None or not self.fresh, "False without a parent"),
             "schedule": (freeze is None or self.schedule is not None, "a schedule when freezing"),
+            "freeze": (freeze is None or freeze.budget is None,
+                       "without budget, which is for models at rest: use the schedule validation_budget"),
             "rewarm": (0 <= self.rewarm_updates < self.updates and not (self.rewarm and (freeze is None or at_end)),
                        "fewer updates than all, and 0 where nothing trains on after an event"),
             "mqar": (self.task == MQARTask.name or self.mqar == MQARSettings(),
