@@ -14,14 +14,14 @@ from typing import Any
 import pandas as pd
 import torch
 
+from experiments import paper
+from experiments.paper import Quoted
 from saf.bench.models import TRANSFORMERS, shape_of
 from saf.bench.protocol import PRUNED
 from saf.bench.timing import GRAPH
 from saf.models.config import PRESETS
 from saf.ops.fused.op import are_few
-from saf.records import paper
 from saf.records.files import read_json
-from saf.records.paper import Quoted
 from saf.records.quantities import MISSING, gibibytes, number, seconds
 from saf.records.text import natural_order
 from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, way

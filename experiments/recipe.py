@@ -12,8 +12,8 @@ from importlib import import_module
 from experiments import recipes
 from experiments.arms import ARMS
 from experiments.measurements import Measurement
+from experiments.paper import Source
 from saf.errors import InputError, did_you_mean
-from saf.records.paper import Source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from scipy.spatial.distance import cdist
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments import paper
 from experiments.analyses.common import ModelSettings, Opened, Part, Record, head_set, say, subplots, table
 from saf.calibration import calibrate
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.records import paper
 from saf.records.quantities import MISSING
 from saf.scores import score
 from saf.selection import select

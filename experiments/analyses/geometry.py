@@ -9,6 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from experiments import paper
 from experiments.analyses.common import (
     ModelSettings,
     Part,
@@ -22,7 +23,6 @@ from saf.calibration import calibrate, heads_at_a_time
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.records import paper
 from saf.records.files import read_json
 from saf.records.quantities import MISSING, correlation, percent
 from saf.scores import score

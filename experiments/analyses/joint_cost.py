@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments import paper
 from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
 from saf.adapters import adapter_for
 from saf.calibration import calibrate
@@ -13,7 +14,6 @@ from saf.evaluate.paired import paired_delta_ppl
 from saf.freeze import fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.machine import Stopwatch
-from saf.records import paper
 from saf.records.quantities import signed
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments import paper
 from experiments.analyses.common import (
     CostMeter,
     ModelSettings,
@@ -32,7 +33,6 @@ from saf.freeze import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
-from saf.records import paper
 from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
 from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking

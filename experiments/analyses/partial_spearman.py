@@ -8,11 +8,11 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
+from experiments import paper
 from experiments.analyses import common
 from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records import paper
 from saf.records.quantities import correlation, highest_first
 
 NAMES = {

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from experiments import paper
 from experiments.analyses.common import (
     ModelSettings,
     Part,
@@ -29,7 +30,6 @@ from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.ops.live import capped, score_scale
-from saf.records import paper
 from saf.records.quantities import number
 
 PROFILES = {

@@ -9,9 +9,9 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
+from experiments import paper
 from experiments.analyses.common import Output, Part, Record, header, subplots, table
 from saf.errors import InputError
-from saf.records import paper
 from saf.records.events import read_events
 from saf.records.files import read_lines
 from saf.records.quantities import percent, signed

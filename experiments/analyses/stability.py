@@ -8,11 +8,11 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from experiments import paper
 from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots, table
 from saf.checkpoint import checkpoint_hash, find_checkpoint
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records import paper
 from saf.records.events import chosen, events_file, read_events
 from saf.records.files import read_json
 from saf.records.quantities import correlation

@@ -8,11 +8,11 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
+from experiments import paper
 from experiments.analyses.common import Output, Part, Record, header, subplots, table
 from saf.adapters import adapter_for
 from saf.errors import InputError
 from saf.opening import find_model
-from saf.records import paper
 from saf.storage import storage_report
 
 FORMS = {

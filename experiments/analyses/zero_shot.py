@@ -14,6 +14,7 @@ import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from experiments import paper
 from experiments.analyses.common import (
     Output,
     Part,
@@ -37,7 +38,6 @@ from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device
-from saf.records import paper
 from saf.records.files import to_json
 from saf.records.quantities import percent
 from saf.records.result import read_result

@@ -1,7 +1,7 @@
 """The 1B model at 8K, trained, frozen and pruned halfway: tab:scale-up-results, its perplexities."""
 
+from experiments.paper import INTERVENTION, ONE_B_TEXT
 from experiments.recipe import Recipe, Row
-from saf.records.paper import INTERVENTION, ONE_B_TEXT
 
 PAPER = {
     "1b-ordinary": ("ordinary", {"perplexity": "12.446"}),

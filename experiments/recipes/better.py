@@ -5,8 +5,8 @@ option in a run; docs/results.md says which did.
 """
 
 from experiments.arms import percent
+from experiments.paper import QUALITY
 from experiments.recipe import Recipe, Row
-from saf.records.paper import QUALITY
 
 PAPER = {0.25: "+0.768 ± 0.067", 0.5: "+2.492 ± 0.083"}
 IDEAS = {

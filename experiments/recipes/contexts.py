@@ -1,7 +1,7 @@
 """Rates at 4K, 8K and 16K of context: tab:main-results."""
 
+from experiments.paper import QUALITY
 from experiments.recipe import Recipe, Row
-from saf.records.paper import QUALITY
 
 # Perplexity, change, milliseconds of an update; the ordinary model's are those beside 25% and beside 50%.
 PAPER = {

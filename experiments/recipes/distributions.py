@@ -1,8 +1,8 @@
 """Attention over sequences at 1K: energy distances, fig:attention-entry-distributions and fig:dirichlet-umap."""
 
 from experiments.measurements import Checkpoint, Measurement, Number
+from experiments.paper import DISTRIBUTIONS, ROW_DISTANCES
 from experiments.recipe import Recipe
-from saf.records.paper import DISTRIBUTIONS, ROW_DISTANCES
 
 PAPER = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
 # Prepared folders hold out 5% unless asked for more: of some 30M tokens, 427 sequences.

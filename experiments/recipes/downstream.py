@@ -5,8 +5,8 @@ One checkpoint of each arm, three finetuning seeds. QuALITY is trained on at 16K
 
 from experiments.arms import CONTEXTS, DOWNSTREAM
 from experiments.measurements import DataFolder, FileOf, Measurement, Number
+from experiments.paper import FINETUNING, Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import FINETUNING, Source
 
 TITLES = {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY"}
 RATES = {"mean-25": 0.25, "mean-50": 0.5}

@@ -1,7 +1,7 @@
 """Replacing a quarter of the heads during finetuning: tab:finetuning-schedules."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 TITLES = {"sst2": "SST-2", "boolq": "BoolQ"}
 LABELS = {"ordinary": "ordinary", "one-time": "one time", "train-loss": "train loss", "after": "after training"}

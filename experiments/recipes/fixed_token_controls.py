@@ -1,7 +1,7 @@
 """Controls at matched tokens: tab:fixed-token-controls-full."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 NUMBERS = ("perplexity", "delta", "minutes", "intervention", "difference", "time_difference")
 PAPER = {

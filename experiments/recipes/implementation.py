@@ -1,8 +1,8 @@
 """Errors, changes of heads and storage: tab:implementation-validation and tab:gradient-errors."""
 
 from experiments.measurements import Checkpoint, Measurement, Number
+from experiments.paper import GRADIENT_ERRORS, GRADIENTS, IMPLEMENTATION, STORAGE
 from experiments.recipe import Recipe
-from saf.records.paper import GRADIENT_ERRORS, GRADIENTS, IMPLEMENTATION, STORAGE
 
 
 def _gradients() -> tuple[Number, ...]:

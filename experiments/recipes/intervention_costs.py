@@ -1,7 +1,7 @@
 """What freezing itself takes: tab:intervention-costs, of the runs that freeze halfway."""
 
+from experiments.paper import COSTS
 from experiments.recipe import Recipe, Row
-from saf.records.paper import COSTS
 
 PAPER = {
     "25": {"capture": "51.56 ± 5.96", "fit": "3.20 ± 0.16", "intervention": "54.86 ± 6.04"},

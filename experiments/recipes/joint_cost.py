@@ -1,8 +1,8 @@
 """Two head sets replaced as wholes, at once and after continuation: residual cosine in app:head-selection-analysis."""
 
 from experiments.measurements import Checkpoint, Measurement, Number, RunOf
+from experiments.paper import JOINT_COST, SELECTION_TEXT
 from experiments.recipe import Recipe, Row
-from saf.records.paper import JOINT_COST, SELECTION_TEXT
 
 RECIPE = Recipe(
     title="Joint cost of two selections, at once and after continuation",

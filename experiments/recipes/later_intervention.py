@@ -1,7 +1,7 @@
 """Freezing and pruning after a full run, and pruning from initialisation: tab:pruning-additional-training."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 # Perplexity at matched tokens, at matched time, minutes of the whole run at matched tokens (seed 1337).
 PAPER = {

@@ -6,8 +6,8 @@ percent more tokens.
 """
 
 from experiments.arms import ARMS
+from experiments.paper import Source
 from experiments.recipe import Figure, Recipe, Row
-from saf.records.paper import Source
 
 CONTEXTS = {"4k": ("25", "50", "10", "75"), "16k": ("25", "50", "75"), "8k": ("25", "50")}
 OPERATIONS = {"mean": "mean + variance", "pruned": "pruning + variance", "random": "mean + random"}

@@ -1,8 +1,8 @@
 """Single heads halfway: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)."""
 
 from experiments.measurements import Checkpoint, Measurement, Number, RecordOf, RunOf
+from experiments.paper import PARTIAL, SELECTION_TEXT, SELECTOR_DIAGNOSTIC, SELECTORS
 from experiments.recipe import Recipe
-from saf.records.paper import PARTIAL, SELECTION_TEXT, SELECTOR_DIAGNOSTIC, SELECTORS
 
 MIDPOINT = (Checkpoint("4k-ordinary", 0.5),)
 WORDS = {"spearman": "no control", "layer": "beyond layer", "layer_entropy": "beyond layer and entropy"}

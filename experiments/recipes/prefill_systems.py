@@ -1,8 +1,8 @@
 """Causal prefill by length, batch, way of calling and shape: tab:prefill-latency, fig:systems-across-stages (c, d)."""
 
 from experiments.measurements import Measurement, Number, speedup
+from experiments.paper import PREFILL, PREFILL_TEXT, prefill_speed
 from experiments.recipe import Recipe
-from saf.records.paper import PREFILL, PREFILL_TEXT, prefill_speed
 
 LENGTHS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -1,8 +1,8 @@
 """What updates and prefill cost with heads frozen or pruned: tab:pruning-native-systems and tab:pruning-prefill."""
 
 from experiments.measurements import Measurement, Number, peak_change, speedup
+from experiments.paper import NATIVE, NATIVE_TIMES, PREFILL_CONTROL, PRUNED_TIMES
 from experiments.recipe import Recipe
-from saf.records.paper import NATIVE, NATIVE_TIMES, PREFILL_CONTROL, PRUNED_TIMES
 
 PRUNED = "pruned"
 SMOKE = {

@@ -3,8 +3,8 @@
 The group by pretraining seed is the half of tab:pruning-additional-training whose perplexities later_intervention has.
 """
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 TASKS = {"sst2": "SST-2", "boolq": "BoolQ"}
 MODELS = {

@@ -1,8 +1,8 @@
 """Prefill with grouped queries, attention alone and the whole model: tab:qwen-prefill-details."""
 
 from experiments.measurements import Measurement, Number, speedup
+from experiments.paper import QWEN, attention_speed, prefill_speed
 from experiments.recipe import Recipe
-from saf.records.paper import QWEN, attention_speed, prefill_speed
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
 POINTS = tuple((length, size) for size in (4, 8) for length in (2_048, 4_096, 8_192))

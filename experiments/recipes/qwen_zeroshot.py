@@ -1,8 +1,7 @@
 """Zero-shot accuracy of Qwen3-4B with frozen heads: tab:qwen-zeroshot, fig:qwen-pretrained-tasks; and that of 124M."""
 
 from experiments.measurements import Checkpoint, Measurement, Number, QuestionFolder
-from experiments.recipe import Recipe
-from saf.records.paper import (
+from experiments.paper import (
     QWEN_ACCURACY,
     QWEN_FIT_KL,
     QWEN_FORWARD_KL,
@@ -11,6 +10,7 @@ from saf.records.paper import (
     QWEN_THIRDS,
     QWEN_ZERO_SHOT,
 )
+from experiments.recipe import Recipe
 
 MODEL, TEXT = "Qwen/Qwen3-4B", "qwen3-text"
 RATES = (0.1, 0.2, 0.3)

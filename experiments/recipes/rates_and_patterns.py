@@ -1,8 +1,8 @@
 """Five fixed patterns at four rates, fig:prior-quality, whose numbers are drawn; and tab:prior-geometry-correlation."""
 
 from experiments.measurements import Changes, Checkpoint, Measurement, Number
+from experiments.paper import GEOMETRY, GEOMETRY_CORRELATIONS, Source
 from experiments.recipe import Figure, Recipe, Row
-from saf.records.paper import GEOMETRY, GEOMETRY_CORRELATIONS, Source
 
 PATTERNS = {
     **{"mean": "mean", "sharp-mean": "sharp_mean", "gaussian": "gaussian", "dirichlet": "dirichlet"},

@@ -5,9 +5,9 @@ ordinary model that has learnt the task, right away and after some updates.
 """
 
 from experiments.arms import LATER_ARMS, RECOVERY
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
 from experiments.tables import RECALL, RECALL_METRICS, recall_figure, recall_metric
-from saf.records.paper import Source
 
 LABELS = dict(zip(LATER_ARMS, ("ordinary", "mean 25%", "pruning 25%", "gate-Taylor 25%"), strict=True))
 FOUR = ((512, 8), (2_048, 8), (4_096, 8), (512, 32))

@@ -1,8 +1,8 @@
 """Associative recall of frozen and trainable patterns: tab:pattern-controls (b)."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
 from experiments.tables import RECALL, RECALL_METRICS, recall_metric
-from saf.records.paper import Source
 
 PAPER = {
     "ordinary": "99.58 ± 0.15|71.78 ± 2.47|52.71 ± 2.06|42.13 ± 1.49|30.00 ± 1.30|23.53 ± 1.34|"

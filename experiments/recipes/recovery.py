@@ -1,8 +1,8 @@
 """How the training loss recovers after replacement at five moments: fig:replacement-recovery."""
 
 from experiments.measurements import Measurement, Number, RunOf
+from experiments.paper import RECOVERY
 from experiments.recipe import Recipe
-from saf.records.paper import RECOVERY
 
 MOMENTS = {
     **{0.25: "4k-mean-25-at-25", 0.4: "4k-mean-25-at-40", 0.5: "4k-mean-25", 0.6: "4k-mean-25-at-60"},

@@ -1,8 +1,8 @@
 """Whole patterns against compact ones, for both position encodings: tab:representation-details."""
 
 from experiments.measurements import Checkpoint, Measurement, Number
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 # Perplexity of ordinary, whole and compact; what compact patterns take less.
 PAPER = {

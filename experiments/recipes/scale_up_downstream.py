@@ -1,7 +1,7 @@
 """Finetuning of the 1B checkpoints: tab:scale-up-downstream, and the accuracies of tab:scale-up-results."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 TASKS = {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY"}
 MODELS = {

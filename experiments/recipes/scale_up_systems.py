@@ -1,8 +1,8 @@
 """Updates of the 1B shape on four GPUs and on one: tab:scale-up-systems."""
 
 from experiments.measurements import Measurement, Number, peak_change, speedup
+from experiments.paper import FOUR_GPUS, ONE_B, update_speed
 from experiments.recipe import Recipe
-from saf.records.paper import FOUR_GPUS, ONE_B, update_speed
 
 PAPER = {
     1: {0.25: ("1.067×", "−0.57%"), 0.5: ("1.163×", "−2.31%")},

@@ -1,7 +1,7 @@
 """One time against triggered by the training loss, at the same final rates: tab:schedule-confirmation."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 PAPER = {
     "25": ("4k-train-loss-1.5-to-25", "+0.768 ± 0.067", "+0.858 ± 0.180", "+0.091 ± 0.123", "1.027"),

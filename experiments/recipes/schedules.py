@@ -1,7 +1,7 @@
 """Preset and adaptive schedules: tab:schedule-details, and at matched rates tab:schedule-confirmation."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 # Label, the arm that the difference is from, the paper's change.
 PAPER = {

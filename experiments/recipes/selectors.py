@@ -1,8 +1,8 @@
 """Selectors after continuation: tab:kl-continuation-selector, and the selectors of app:head-selection-analysis."""
 
 from experiments.arms import GRADIENT_SCORES, SCORES, tracked
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 # Change by variance, by forward KL, their difference.
 PAPER = {

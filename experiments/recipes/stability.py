@@ -1,8 +1,8 @@
 """How stable a selection is from a quarter to half of training, and to its end: fig:head-selection-profiles (b)."""
 
 from experiments.measurements import Measurement, Number, RunOf
+from experiments.paper import SELECTION_TEXT, STABILITY
 from experiments.recipe import Recipe
-from saf.records.paper import SELECTION_TEXT, STABILITY
 
 MOMENTS = {"at 25%": "4k-mean-25-at-25", "at 50%": "4k-mean-25", "at the end": "4k-mean-25-at-100"}
 

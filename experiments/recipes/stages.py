@@ -5,9 +5,9 @@ ordinary model that has learnt recall are replaced at once.
 """
 
 from experiments.arms import RECOVERY
+from experiments.paper import Source
 from experiments.recipe import Figure, Recipe, Row
 from experiments.tables import RECALL_METRICS, recall_figure
-from saf.records.paper import Source
 
 MODELS = {"ordinary": "ordinary", "mean-25": "frozen 25%", "pruned-25": "pruned 25%"}
 TASKS = {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY", "mqar": "recall"}

@@ -1,7 +1,7 @@
 """When a quarter of the heads is frozen: tab:timing-main."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 PAPER = {
     "25": ("+0.724", "3750"),

@@ -1,7 +1,7 @@
 """Frozen against trainable patterns from the same fit: tab:pattern-controls (a)."""
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row
-from saf.records.paper import Source
 
 NUMBERS = ("perplexity", "update", "continuation", "peak", "relative")
 PAPER = {

@@ -1,8 +1,8 @@
 """Updates at several batches, rates and contexts: tab:training-systems-details, and the systems half of two others."""
 
 from experiments.measurements import Measurement, Number, peak_change, speedup
+from experiments.paper import MAIN, RATES, update_memory, update_speed
 from experiments.recipe import Recipe
-from saf.records.paper import MAIN, RATES, update_memory, update_speed
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
 SMOKE = {

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 
+from experiments.paper import Source
 from experiments.recipe import Recipe, Row, names, recipe
 from experiments.tables import METRICS, RecipeTable, latex, markdown, read_records
 from saf.errors import CompareError
 from saf.evaluate.paired import delta_of_windows
-from saf.records.paper import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from saf.records import paper
+from experiments import paper
 from tests.paper_source import Cell, environment
 
 
