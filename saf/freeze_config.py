@@ -191,7 +191,7 @@ class FreezeConfig:
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
     """Raise InputError unless a model with these layers has the heads that the settings ask for.
 
-    With `allow_empty`, as in later events of a run, limits may leave no head, or the settings ask for none.
+    With `allow_empty`, as in later events of a run, limits may leave no head.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
@@ -204,16 +204,13 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")
     k, num_slots = config.requested(total), sum(layout.num_slots for layout in layouts)
-    if not k and not allow_empty:
-        number = f"count {config.count}" if config.count is not None else f"rate {config.rate:g}"
-        raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
     if config.whole_groups and 0 < k < (smallest := _smallest_group(layouts)):
         raise InputError(
             f"whole_groups freezes at least {smallest} heads, got {k}: raise rate or count, or leave it out"
         )
     if config.operation == "prune" and min(k, num_live) == num_slots:
         raise InputError(f"pruning must leave the model a head, got {k} of {total}: ask for less than all {num_slots}")
-    if config.heads is not None or config.match_heads is not None or allow_empty:
+    if config.heads is not None or config.match_heads is not None or allow_empty or not k:
         return
     allowed = {(layer, head) for layer, layout in enumerate(layouts) for head in layout.live} - {*config.exclude}
     allowed = allowed if config.only is None else allowed & {*config.only}

@@ -105,6 +105,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     """Freeze or prune the event's share of heads by the recipe that the settings describe."""
     freeze, schedule = trainer.config.freeze, trainer.config.schedule
     assert freeze is not None
+    several = schedule is not None and schedule.several_events
     batches = trainer.task.calibration()
     inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
     if "outputs" in freeze.needs:
@@ -120,7 +121,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
             accept_loss=False,
             score_inputs=inputs,
             max_heads=event.first,
-            allow_empty=event.below is not None or (schedule is not None and schedule.several_events),
+            allow_empty=event.below is not None or several or not freeze.requested(1_000_000),
         )
     return Change(
         heads=report.heads,
