@@ -25,7 +25,7 @@ from saf.bench.speed import require
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
-from saf.models.rotary import BASE, Rotary, rotate
+from saf.models.gpt import BASE, Rotary, rotate
 from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, live_attention, mixed_attention
 from saf.ops.heads import flat_heads
 from saf.patterns import CompactPattern

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import run
-from saf.adapters import adapter_for
 from saf.bench.models import mixing_work, random_tokens
 from saf.bench.protocol import Arm, Point, Subject, Work
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
 from saf.machine import Compile, GraphPool
+from saf.models.adapter import adapter_for
 
 
 @dataclass(kw_only=True)

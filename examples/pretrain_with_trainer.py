@@ -27,10 +27,10 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 import saf
-from saf.adapters.transformers.folder import folder_hash
 from saf.data import TokenData, calibration_windows
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.perplexity import evaluate_perplexity
+from saf.hf.card import folder_hash
 from saf.integrations.transformers import FreezeCallback
 from saf.machine import device_name
 from saf.records.files import write_json

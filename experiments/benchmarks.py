@@ -19,7 +19,7 @@ from experiments.paper import Quoted
 from saf.bench.models import TRANSFORMERS, shape_of
 from saf.bench.protocol import PRUNED
 from saf.bench.timing import GRAPH
-from saf.models.config import PRESETS
+from saf.models.gpt import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records.files import read_json
 from saf.records.quantities import MISSING, gibibytes, number, seconds

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, adapter_for, rows_of
 from saf.calibration import (
     Batch,
     QKGradient,
@@ -37,6 +36,7 @@ from saf.heads import EDITED, Head, HeadSet
 from saf.joint_cost import JointCost, accept_jointly, halves
 from saf.loss_guard import MAX_RISE, heldout_loss, perplexity_rise, worst_layer
 from saf.machine import Stopwatch
+from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
 from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name

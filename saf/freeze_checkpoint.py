@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.adapters.description import STATE, recorded_layouts
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.calibration.plan import readable
 from saf.checkpoint import Checkpoint, save_checkpoint
@@ -17,6 +16,7 @@ from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.machine import autocast, pick_device
 from saf.models import GPT
+from saf.models.description import STATE, recorded_layouts
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
 from saf.surgery import finalize_

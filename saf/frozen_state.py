@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Removed, Site, adapter_for, rows_of
-from saf.adapters.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, HeadLayout, role_of
+from saf.models.adapter import Removed, Site, adapter_for, rows_of
+from saf.models.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
 from saf.ops.backends import choose_backend
 from saf.ops.layout import with_layout
 from saf.patterns import KINDS, Pattern, pattern_from_state
@@ -39,7 +39,7 @@ _NAMED = 3
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what `restore_` needs: values for JSON, and tensors for safetensors; see `saf.adapters.description`."""
+    """Return what `restore_` needs: values for JSON, and tensors for safetensors; see `saf.models.description`."""
     return described(adapter_for(model).sites())
 
 

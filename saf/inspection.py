@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from saf.adapters.transformers.folder import folder_hash, weight_files
 from saf.checkpoint import step_folders
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
 from saf.heads import EDITED
+from saf.hf.card import folder_hash, weight_files
 from saf.ops import FrozenHeads
 from saf.ops.toeplitz.tables import holds
 from saf.patterns import CompactPattern

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from saf.adapters import adapter_for
 from saf.calibration import Batch, read_sequences
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.models.adapter import adapter_for
 
 MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""

@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import adapter_for, longest_input
 from saf.errors import InputError, UnsupportedError
 from saf.machine import GraphPool, GraphReplay, own_program
+from saf.models.adapter import adapter_for, longest_input
 from saf.ops import for_graphs
 
 

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from saf.adapters import Adapter, adapter_for
-from saf.adapters.description import (
+from saf.errors import CheckpointError, InputError, SafWarning
+from saf.frozen_state import SCHEMA as HEADS_SCHEMA
+from saf.frozen_state import apply_, load_weights_, restore_
+from saf.models import GPT, GPTConfig
+from saf.models.adapter import Adapter, adapter_for
+from saf.models.description import (
+    OPENS,
     STATE,
     TENSORS,
     check_plain_weights,
@@ -17,11 +22,6 @@ from saf.adapters.description import (
     described_beside,
     write_description,
 )
-from saf.adapters.transformers.folder import OPENS
-from saf.errors import CheckpointError, InputError, SafWarning
-from saf.frozen_state import SCHEMA as HEADS_SCHEMA
-from saf.frozen_state import apply_, load_weights_, restore_
-from saf.models import GPT, GPTConfig
 from saf.records.files import check_file, read_json, read_tensors, write_json, write_tensors
 from saf.records.folders import new_files, no_room
 from saf.records.paths import Kind, expect

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from saf.adapters import adapter_for
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.models.adapter import adapter_for
 from saf.patterns import Pattern
 
 

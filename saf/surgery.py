@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from saf.adapters import Adapter, Removed, Site, adapter_for, rows_of
-from saf.adapters.adapter import ON_META, hooked
-from saf.adapters.description import check_plain_weights
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, Head, HeadLayout, HeadSet, role_of
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, hooked, rows_of
+from saf.models.description import check_plain_weights
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,

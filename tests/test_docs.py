@@ -101,7 +101,7 @@ def test_blocks_share_names_and_a_failure_has_the_line_of_the_document(document)
         ("from torch import load\nload('x')", "saf/sidecar.py", 1),
         ("from safetensors.torch import load_file", "saf/train/checkpoint.py", 1),
         ("import json\njson.load(file)\njson.loads(text)", "saf/cli/options.py", 1),
-        ("isinstance(model, GPT)", "saf/adapters/gpt.py", 0),
+        ("isinstance(model, GPT)", "saf/models/adapter.py", 0),
         ("hasattr(backend, 'step')", "saf/ops/attention.py", 1),
         ("hasattr(optimizer, 'step')", "saf/surgery/optimizer.py", 0),
         ("isinstance(model, (int, models.GPT))\nisinstance(model, nn.Module | GPT)", "saf/surgery/apply.py", 2),

@@ -8,11 +8,11 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import saf
 import saf.bench.whole as measured
-from saf.adapters import adapter_for
 from saf.bench.protocol import Arm, Point
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import GraphPool, own_program
+from saf.models.adapter import adapter_for
 from saf.ops import FrozenHeads, for_graphs
 from saf.patterns import CompactPattern
 from saf.prefill import LastToken

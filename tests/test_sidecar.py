@@ -10,11 +10,10 @@ import torch
 
 import saf
 from saf import sidecar as module
-from saf.adapters import description
 from saf.checkpoint import save_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import HeadSet
-from saf.models import GPT, GPTConfig
+from saf.models import GPT, GPTConfig, description
 from saf.patterns import CompactPattern
 from saf.records.files import read_json
 from saf.surgery import install_

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for, rows_of
 from saf.heads import HeadSet
+from saf.models.adapter import adapter_for, rows_of
 from saf.targets import dense_pattern
 
 transformers = pytest.importorskip("transformers")

@@ -33,7 +33,7 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
 
 # A test of this class -> the folders where it may be made, and why not elsewhere.
 CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
-    "GPT": (("saf/adapters/", "saf/models/"), "adapters answer for a model; nothing else asks for its class"),
+    "GPT": (("saf/models/",), "adapters answer for a model; nothing else asks for its class"),
     **dict.fromkeys(
         ("CompactPattern", "DensePattern", "TrainablePattern"),
         ((), "every kind of pattern answers by the protocol in saf/patterns.py"),

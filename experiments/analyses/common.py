@@ -15,13 +15,13 @@ import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for, unwrap
 from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
+from saf.models.adapter import Site, adapter_for, unwrap
 from saf.opening import ModelFolder, find_model, open_data
 from saf.patterns import Pattern
 from saf.records.files import write_json

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.analyses.common import ModelSettings, Part, Record, check_rates, matrix, subplots, table
-from saf.adapters import adapter_for
 from saf.calibration import Batch, calibrate, read_batches
 from saf.errors import InputError
 from saf.fit import check_constant_after, fit_compact, fit_kl
 from saf.heads import HeadSet
+from saf.models.adapter import adapter_for
 from saf.scores import score
 from saf.selection import budget, ranking
 from saf.targets import collect_for, target

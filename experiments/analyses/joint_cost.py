@@ -7,13 +7,13 @@ from matplotlib.figure import Figure
 
 from experiments import paper
 from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
-from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freeze import fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.machine import Stopwatch
+from saf.models.adapter import adapter_for
 from saf.records.quantities import signed
 
 

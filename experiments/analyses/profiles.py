@@ -24,11 +24,11 @@ from experiments.analyses.common import (
     table,
     without_empty,
 )
-from saf.adapters import Site, adapter_for
 from saf.calibration import latter_half
 from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.models.adapter import Site, adapter_for
 from saf.ops.live import capped, score_scale
 from saf.records.quantities import number
 

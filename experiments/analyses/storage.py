@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from experiments import paper
 from experiments.analyses.common import Output, Part, Record, header, subplots, table
-from saf.adapters import adapter_for
 from saf.errors import InputError
+from saf.models.adapter import adapter_for
 from saf.opening import find_model
 from saf.storage import storage_report
 

@@ -27,7 +27,6 @@ from experiments.analyses.common import (
     subplots,
     table,
 )
-from saf.adapters import adapter_for
 from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
@@ -36,8 +35,9 @@ from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counted,
 from saf.freeze import FittedHead, accept_fits, fit_heads, head_order
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
-from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
+from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device
+from saf.models.adapter import adapter_for
 from saf.records.files import to_json
 from saf.records.quantities import percent
 from saf.records.result import read_result

@@ -20,15 +20,13 @@ from scipy.special import expit, logit
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from saf.adapters import adapter_for, longest_input
 from saf.bench.protocol import FLEX, FREE, PRUNED, Arm, Work
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, Head, HeadLayout, HeadSet
-from saf.integrations.models import transformers_folders
+from saf.hf.open_model import transformers_folders
 from saf.models import GPT, GPTConfig, preset
-from saf.models.attention import LiveAttention
-from saf.models.config import PRESETS
-from saf.models.rotary import BASE
+from saf.models.adapter import adapter_for, longest_input
+from saf.models.gpt import BASE, PRESETS, LiveAttention
 from saf.opening import find_model
 from saf.ops import BACKENDS
 from saf.ops.backend import Backend, Tables
@@ -330,7 +328,7 @@ class ModelPlan:
             model = GPT.undrawn(_config(self.model, self.length, self.num_layers), self.device)
             model.reset_parameters(generator)
             return model.to(dtype)
-        from saf.integrations.random_model import random_model
+        from saf.hf.random_model import random_model
 
         family, sizes = TRANSFORMERS[self.model]
         sizes = sizes | {"num_hidden_layers": self.shape.num_layers}

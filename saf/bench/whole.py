@@ -402,7 +402,7 @@ class Step(nn.Module):
 
     def __init__(self, model: nn.Module, batch: int, positions: int, vocabulary: int, generator: torch.Generator):
         """Draw the token, and the keys and values before it."""
-        from saf.integrations.random_model import random_cache
+        from saf.hf.random_model import random_cache
 
         super().__init__()
         self.model = model

@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from saf.adapters import Adapter, Site, rows_of
-from saf.adapters.adapter import ON_META
-from saf.adapters.description import check_unsharded
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
+from saf.models.adapter import ON_META, Adapter, Site, rows_of
+from saf.models.description import check_unsharded
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from saf.adapters import Adapter, adapter_for
 from saf.calibration.capture import Slots, capture, check_heads, check_vocabulary, evaluation_mode
 from saf.calibration.collect import Collection
 from saf.calibration.plan import CalibrationPlan, plan_for
@@ -16,6 +15,7 @@ from saf.distributed import all_gather, all_ranks_or_raise, rank_and_size
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
+from saf.models.adapter import Adapter, adapter_for
 from saf.statistics import AttentionStatistics
 
 

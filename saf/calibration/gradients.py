@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Rows, Site, adapter_for, rows_of
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.calibration.sequences import IGNORED, Batch, read_sequences
 from saf.errors import CheckpointError, InputError
+from saf.models.adapter import Rows, Site, adapter_for, rows_of
 
 BETA = 0.9
 """Weight of the past in the average, as in the paper."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import Site, adapter_for, find_rows, rows_of, unwrap
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.calibration.sequences import Batch, read_batches
 from saf.errors import InputError, UnsupportedError
+from saf.models.adapter import Site, adapter_for, find_rows, rows_of, unwrap
 from saf.ops.live import capped, score_scale
 from saf.scores import HeadOutputs
 from saf.statistics import AttentionStatistics

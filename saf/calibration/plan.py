@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from saf.adapters import Adapter, Site, adapter_for
 from saf.calibration.capture import Slots, check_heads
 from saf.calibration.collect import collection_bytes, latter_half
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.calibration.strips import strip_bytes, unsupported_reason
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.models.adapter import Adapter, Site, adapter_for
 from saf.statistics import COLLECTIONS, sequences_in_words
 
 SHARE = 0.5

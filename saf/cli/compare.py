@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.adapters.transformers.folder import folder_hash, tell_cost_
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
@@ -16,6 +15,7 @@ from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import JUDGED, Comparison, arm_names, arms_table
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
+from saf.hf.card import folder_hash, record_cost_
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.paths import Kind, expect, kind_of
@@ -118,7 +118,7 @@ class Command:
             )
         before = record["heads_by_kind"][0]
         beside = f" with {heads_in_words(before)}" if any(before.values()) else ""
-        tell_cost_(
+        record_cost_(
             folder,
             f"perplexity {record['ppl_ordinary']:.4f} before{beside}, {record['ppl_frozen']:.4f} after, a change of "
             f"{_change(record)}, on {record['windows']:,} windows of {record['length']:,} tokens, in "

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from saf.adapters import FAMILIES
 from saf.cli.output import show
+from saf.hf.families import FAMILIES
 from saf.machine import compilers, devices, package_version
 from saf.ops import explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
@@ -41,7 +41,7 @@ class Command:
             "compilers": compilers(),
             "backends": backends(),
             "live_kernels": live_kernels(),
-            "families": {family.name: family.particular for family in FAMILIES},
+            "families": {family.name: family.remark for family in FAMILIES},
         }
         show(result, *_tables(result), as_json=self.json)
         return result

@@ -14,7 +14,7 @@ from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
-from saf.integrations.models import OpenedModel, lm_eval_tasks, open_model
+from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import device_name, pick_device
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName

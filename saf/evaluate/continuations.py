@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import language_model, longest_input
 from saf.calibration.capture import evaluation_mode
 from saf.distributed import map_over_ranks, rank_and_size
 from saf.errors import DivergenceError, InputError
 from saf.machine import autocast
+from saf.models.adapter import language_model, longest_input
 
 Tokens = tuple[int, ...]
 

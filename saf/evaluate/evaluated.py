@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from saf.adapters import Adapter, language_model, unwrap
 from saf.errors import CompareError, InputError, SafWarning
 from saf.heads import EDITED
 from saf.machine import resolve_precision
+from saf.models.adapter import Adapter, language_model, unwrap
 from saf.ops import FrozenHeads
 from saf.records.events import heads_in_words
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters import language_model
 from saf.calibration.capture import evaluation_mode
 from saf.data import TokenData, begun_with, sequential_windows
 from saf.distributed import map_over_ranks, on_rank0, rank_and_size
@@ -17,6 +16,7 @@ from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.evaluated import facts_of, precision_in_use
 from saf.evaluate.tokens import FILE, TokenLosses
 from saf.machine import autocast, device_name
+from saf.models.adapter import language_model
 from saf.records.files import check_file, write_json
 from saf.records.result import read_result, result_header
 

@@ -1,1 +1,1 @@
-"""What other libraries need to work with frozen heads, and what measurements need of theirs."""
+"""Other libraries, by the names under which users import what this package adds to them."""

@@ -4,7 +4,6 @@
 `rotary` its positions.
 """
 
-from saf.models.config import PRESETS, GPTConfig, preset
-from saf.models.gpt import GPT
+from saf.models.gpt import GPT, PRESETS, GPTConfig, preset
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "preset"]

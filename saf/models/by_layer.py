@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.machine import own_program
-from saf.models.attention import Attention
-from saf.models.gpt import GPT, DecoderLayer, recomputed
+from saf.models.gpt import GPT, Attention, DecoderLayer, recomputed
 from saf.ops import summed
 from saf.ops.decoder import linear_cross_entropy
 

@@ -1,8 +1,12 @@
-"""The paper's decoder: pre-LayerNorm, no biases, GELU MLP, tied embeddings, rotary or learned positions."""
+"""The paper's decoder: pre-LayerNorm, no biases, GELU MLP, tied embeddings, rotary or learned positions.
+
+Multi-head attention whose heads may be frozen or pruned; weights lie in slot order, live heads first.
+"""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +14,269 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from saf.errors import InputError, shown
-from saf.models.attention import Attention, plain_weight
-from saf.models.config import GPTConfig
-from saf.models.rotary import Rotary
+from saf.errors import InputError, UnsupportedError, check_name, did_you_mean, shown
+from saf.heads import HeadLayout
+from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
 from saf.ops.decoder import gelu_linear, linear_cross_entropy, linear_log_probs
+from saf.ops.heads import flat_heads
+from saf.ops.layout import LayoutMixin
 from saf.ops.positions import check_left_pad, left_padding
+
+Position = Literal["rope", "learned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Hold the shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
+
+    vocab_size: int = 50_304
+    """Rows of the embedding, tied with the output."""
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    max_length: int
+    """Longest input, in tokens."""
+    position: Position = "rope"
+    """Rotary positions (base 10,000) or learned absolute ones."""
+    mlp_ratio: int = 4
+
+    def __post_init__(self):
+        """Check that every size is positive and heads divide the hidden size."""
+        check_name("position", self.position, get_args(Position))
+        for name, value in asdict(self).items():
+            if name != "position" and value < 1:
+                raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
+        if self.hidden_size % self.num_heads:
+            raise InputError(f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads")
+        if self.position == "rope" and self.head_dim % 2:
+            raise InputError(f"rotary positions need an even head dimension; got {self.head_dim}")
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Return the trained parameters of a model whose heads are all live; the tied embedding counts once."""
+        width = self.hidden_size
+        layers = self.num_layers * ((4 + 2 * self.mlp_ratio) * width**2 + 2 * width)
+        positions = self.max_length if self.position == "learned" else 0
+        return layers + (self.vocab_size + positions + 1) * width
+
+    def flops_per_token(self, length: int) -> float:
+        """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.
+
+        6 per weight of every matrix product (the tied embedding counts once, as the output), and 6 * length per
+        channel and layer for causal attention. Frozen heads count as live, so that a faster update shows as a higher
+        utilisation.
+        """
+        width = self.hidden_size
+        weights = self.num_layers * (4 + 2 * self.mlp_ratio) * width**2 + self.vocab_size * width
+        return 6.0 * weights + 6.0 * self.num_layers * width * length
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
+        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"values are not a model configuration: {error}") from error
+
+
+# 124m and 774m: GPT-2's small and large model, the paper's 124M and 774M. 1b: the paper's 1B (appendix on scale), 8K of
+# context. The paper's contexts of 4K otherwise; others are made by `max_length`. GPT-2's 50,257 tokens, rounded up to
+# 50,304 = 393 x 128 for matrix units. tiny: chosen so that a demo trains in minutes on two CPU cores.
+PRESETS = {
+    "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
+    "124m": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096),
+    "124m-learned": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096, position="learned"),
+    "774m": GPTConfig(num_layers=36, num_heads=20, hidden_size=1_280, max_length=4_096),
+    "1b": GPTConfig(num_layers=32, num_heads=16, hidden_size=1_536, max_length=8_192),
+}
+
+
+def preset(name: str, **overrides: Any) -> GPTConfig:
+    """Return a preset with some fields changed; raise InputError for an unknown name or field.
+
+    >>> preset("124m", max_length=1024).head_dim
+    64
+    """
+    if name not in PRESETS:
+        near = did_you_mean(name, PRESETS)
+        raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}{near}")
+    known = [f.name for f in fields(GPTConfig)]
+    if unknown := [field for field in overrides if field not in known]:
+        raise InputError(f"preset {name!r} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
+    return replace(PRESETS[name], **overrides)
+
+
+BASE = 10_000.0
+"""The slowest rotation's wavelength over 2 pi, the usual choice for contexts of thousands of tokens."""
+
+
+class Rotary(nn.Module):
+    """Hold cosines and sines of every position, float32 whatever the model is cast to."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_length: int):
+        """Compute them on the CPU, so that every device has the same, also one without float64."""
+        super().__init__()
+        exact = {"dtype": torch.float64, "device": "cpu"}
+        frequency = BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+        angle = torch.arange(max_length, **exact)[:, None] * frequency
+        for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
+            self.register_buffer(name, table.float().to(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Follow the module to another device; in 16 bits the angles of late positions would be lost."""
+        for name, table in list(self._buffers.items()):
+            assert table is not None
+            moved = fn(table)
+            self._buffers[name] = moved if moved.dtype == table.dtype else table.to(moved.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[B or 1, T, 1, D/2]` of `positions [B or 1, T]`."""
+        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the two halves of each head's channels, `x [B, T, H, D]`, in at least float32."""
+    return _Rotate.apply(x, *rotation)
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn the gradient back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the channels by an angle's cosine and sine."""
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
+
+
+class LiveAttention(nn.Module):
+    """Mix a layer's values by its live heads; a module of its own so that hooks can see queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = "auto"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        start: Tensor | None,
+        frozen: FrozenHeads | None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
+
+        Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
+        makes of all its heads, in one or two products `[B, T, C]`.
+        """
+        if frozen is None or projection is None:
+            return (live_attention(query, key, value, left_pad=start, kernel=self.kernel),)
+        return attention_products(query, key, value, frozen, projection, left_pad=start, kernel=self.kernel)
+
+
+class Attention(LayoutMixin):
+    """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
+
+    frozen: FrozenHeads | None
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.layout = HeadLayout(num_heads, num_heads)
+        self.head_dim = hidden_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.live = LiveAttention()
+        # A module from the start: programs compiled before any head was frozen serve after all are live again.
+        self.register_module("frozen", None)
+        self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the projections' weights by role."""
+        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
+        return {role: plain_weight(projection) for role, projection in projections.items()}
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
+        """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
+        return summed(self.products(x, rotation, start))
+
+    def products(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> tuple[Tensor, ...]:
+        """Return one or two products `[B, T, C]` whose sum is the forward pass, for whoever adds more to it.
+
+        One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
+        memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
+        """
+        # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
+        num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
+        # Empty weights get no gradient: clip_grad_norm_ finds no largest element in one. What comes before gets zeros.
+        if num_slots == 0:
+            return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
+        read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
+        weight = torch.cat([plain_weight(each) for each in read])
+        packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
+        query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if num_live == 0 and self.frozen is not None:
+            return (self._project(frozen_attention(value, self.frozen, left_pad=start)),)
+        if self.frozen is None:
+            return (self._project(*self.live(query, key, value, start, None)),)
+        return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))
+
+    def _project(self, mixed: Tensor) -> Tensor:
+        """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
+        return self.o_proj(flat_heads(mixed))
+
+
+def plain_weight(projection: nn.Module) -> Tensor:
+    """Return a projection's weight `[O, I]`.
+
+    Raises UnsupportedError for what would be passed over without its own forward pass: a wrapper in place of the
+    projection, hooks on it, and another forward pass put in the place of its own, as accelerate does to move weights.
+    """
+    if type(projection) is not nn.Linear:
+        raise UnsupportedError(
+            f"a projection must be a plain nn.Linear, got {type(projection).__module__}.{type(projection).__name__}; "
+            "merge adapters into the weights"
+        )
+    if projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks:
+        raise UnsupportedError(
+            "projections are computed together with others: its hooks would not run; hook the layer instead"
+        )
+    if not torch.compiler.is_compiling() and "forward" in projection.__dict__:  # which compilers do not look into
+        raise UnsupportedError(
+            "projections are computed together with others: the forward pass put in the place of this one's would not "
+            "run; remove accelerate's hooks (remove_hook_from_module), and keep the weights on one device"
+        )
+    return projection.weight
+
 
 INIT_STD = 0.02
 """Standard deviation of initial weights, GPT-2's."""

@@ -10,7 +10,6 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from saf.adapters.description import STATE
 from saf.errors import InputError, SafError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.compare import compare_evaluations, free_heads_bound, speed_caveat, was_busy
@@ -19,6 +18,7 @@ from saf.evaluate.recall import recall_tables
 from saf.evaluate.side_by_side import JUDGED, Comparison, arm_colours, arm_names, arms_table, compare_all
 from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.inspection import inspect
+from saf.models.description import STATE
 from saf.records.events import read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.paths import Kind, expect

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from saf.adapters import adapter_for, rows_of
 from saf.checkpoint import is_sharded, parameter_state
 from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
+from saf.models.adapter import adapter_for, rows_of
 from saf.models.gpt import DecoderLayer
 from saf.records.quantities import gibibytes
 

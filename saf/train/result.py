@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
-from saf.adapters import adapter_for
 from saf.checkpoint import checkpoint_hash, latest, step_name
 from saf.distributed import on_rank0
 from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
+from saf.models.adapter import adapter_for
 from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST

@@ -9,7 +9,6 @@ from typing import IO, Any
 import torch
 from torch.optim import AdamW
 
-from saf.adapters import adapter_for
 from saf.calibration.plan import free_bytes, readable
 from saf.checkpoint import Checkpoint, newest, open_checkpoint, restore_random_state
 from saf.data.loader import INDEX_FILE
@@ -18,6 +17,7 @@ from saf.errors import CheckpointError, InputError
 from saf.freeze_config import check_heads
 from saf.machine import Execution, rated_flops
 from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
 from saf.records.files import read_lines, remove_unfinished_, write_json, write_lines

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from saf.adapters import adapter_for, longest_input
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError, InputError, SafWarning, UnsupportedError
 from saf.evaluate.answers import NO_TARGET
 from saf.machine import Execution, GraphPool, GraphReplay
 from saf.models import GPTConfig
+from saf.models.adapter import adapter_for, longest_input
 from saf.ops import for_graphs
 from saf.ops.decoder import chunk_rows
 from saf.tasks import MicroBatches

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for, language_model
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, roles_of
-from saf.machine import device_name
+from saf.models.adapter import adapter_for, language_model
 
 SHAPE = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "hidden_size": 48, "max_length": 32}
 
 
 def build(family):
-    """Return a small model and calibration tokens for it."""
+    """A small model and calibration tokens for it."""
     if family == "gpt":
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -27,33 +26,24 @@ def build(family):
 
 
 def traces(model):
-    """Return everything about a model that looking could leave behind, apart from tensors' values."""
+    """Everything about a model that looking could leave behind, apart from tensors' values."""
     found = {}
     for name, module in model.named_modules():
-        found[name] = {
-            "attributes": sorted(vars(module)),
-            "forward": module.forward,
-            "children": list(module._modules),
-            "parameters": {
-                key: None if one is None else (id(one), one.requires_grad, one.grad)
-                for key, one in module._parameters.items()
-            },
-            "buffers": {key: id(one) for key, one in module._buffers.items()},
-            "hooks": [
-                dict(hooks)
-                for key, hooks in vars(module).items()
-                if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
-            ],
-            "training": module.training,
+        parameters = {
+            key: None if one is None else (id(one), one.requires_grad, one.grad)
+            for key, one in module._parameters.items()
         }
+        hooks = {key: dict(value) for key, value in vars(module).items() if "_hooks" in key and hasattr(value, "items")}
+        own = (sorted(vars(module)), module.forward, list(module._modules), module.training)
+        found[name] = (*own, parameters, {key: id(one) for key, one in module._buffers.items()}, hooks)
     config = model.config
     found["config"] = (copy.deepcopy(config.to_dict()), {key: repr(value) for key, value in vars(config).items()})
     return found
 
 
-@pytest.fixture(params=["gpt", "qwen3", "llama", "llama-grouped", "mistral", "gpt2", "phi3", "gemma2", "gemma3"])
+@pytest.fixture(params=["gpt", "qwen3", "gpt2", "phi3", "gemma2"])
 def looked_at(request):
-    """Yield a model and tokens, and check afterwards that it is as it was."""
+    """A model and tokens; afterwards the model is as it was."""
     model, ids = build(request.param)
     before, weights = traces(model), copy.deepcopy(model.state_dict())
     yield model, ids
@@ -66,16 +56,16 @@ def looked_at(request):
 def test_an_adapter_and_its_answers(looked_at):
     model, ids = looked_at
     adapter = adapter_for(model)
-    assert adapter.model is model
     assert (adapter.max_length, adapter.vocab_size) == (32, 61)
     assert (adapter.device, adapter.dtype) == (torch.device("cpu"), torch.float32)
-    assert not len(adapter.frozen_heads())
     assert len(adapter.live_heads()) == 4 * len(adapter.sites())
     for site in adapter.sites():
         assert (site.layout.frozen, site.frozen, dict(site.removed)) == ((), None, {})
         held = [role for name in site.projections() for role in roles_of(name) if not name.endswith(BIAS)]
         assert held == ["query", "key", "value", "output"]
         site.check(site.layout)
+        site.pin("math")
+        site.pin("auto")
     with torch.no_grad():
         log_probs = adapter.token_log_probs(ids[:, :-1], ids[:, 1:])
         torch.testing.assert_close(adapter.next_token_loss(ids[:, :-1], ids[:, 1:]), -log_probs.mean())
@@ -83,43 +73,30 @@ def test_an_adapter_and_its_answers(looked_at):
         torch.testing.assert_close(following.gather(1, ids[:, -1:])[:, 0], log_probs[:, -1], rtol=1e-4, atol=1e-5)
 
 
-def test_measuring(looked_at):
+def test_measuring_and_freezing_that_is_undone(looked_at):
     model, ids = looked_at
     statistics = saf.calibrate(model, [ids], collect=("mean_rows",))
     sites = adapter_for(model).sites()
-    assert [bool(row.isnan().any()) for row in statistics.variance] == [
-        site.stays_ordinary is not None for site in sites
-    ]
+    ordinary = [site.stays_ordinary is not None for site in sites]
+    assert [bool(row.isnan().any()) for row in statistics.variance] == ordinary
     if not sites[0].norm_after:
         assert not saf.head_outputs(model, [ids], statistics).gram.isnan().any()
     assert not saf.gate_gradients(model, [ids]).isnan().any()
-
-
-@pytest.mark.parametrize("looked_at", ["qwen3", "llama", "mistral", "gpt2", "phi3", "gemma2"], indirect=True)
-def test_freezing_that_is_undone(looked_at):
-    model, ids = looked_at
-    report = saf.freeze_(model, [ids], saf.FreezeConfig(count=3, max_fit_kl=9))
-    assert adapter_for(model).frozen_heads() == report.heads
-    saf.uninstall_(model)
-
-
-def test_pinned_kernels_that_are_released(looked_at):
-    model, _ = looked_at
-    for kernel in ("math", "auto"):
-        for site in adapter_for(model).sites():
-            site.pin(kernel)
+    if not isinstance(model, saf.GPT):  # whose state dict says that it was edited
+        report = saf.freeze_(model, [ids], saf.FreezeConfig(count=3, max_fit_kl=9))
+        assert adapter_for(model).frozen_heads() == report.heads
+        saf.uninstall_(model)
 
 
 def test_other_causal_models_are_evaluated_but_not_edited():
     transformers = pytest.importorskip("transformers")
     sizes = {"num_layers": 1, "num_heads": 2, "hidden_size": 8, "vocab_size": 61, "max_position_embeddings": 32}
-    config = transformers.GPTNeoConfig(**sizes, attention_types=[[["global"], 1]])
-    model = transformers.GPTNeoForCausalLM(config).eval()
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, attention_types=[[["global"], 1]])).eval()
     language = language_model(model)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
         torch.testing.assert_close(language.token_log_probs(ids[:, :-1], ids[:, 1:]), expected)
-    assert (language.max_length, language.vocab_size, device_name(language.device)[:3]) == (32, 61, "cpu")
-    with pytest.raises(UnsupportedError, match="GPTNeoForCausalLM is not a supported model"):
+    assert (language.max_length, language.vocab_size) == (32, 61)
+    with pytest.raises(UnsupportedError, match="GPTNeoForCausalLM is not of a supported family"):
         adapter_for(model)

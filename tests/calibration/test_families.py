@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import saf
-from saf.adapters import adapter_for, rows_of
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.heads import HeadSet
+from saf.models.adapter import adapter_for, rows_of
 from saf.patterns import CompactPattern
 from tests.transformers_models import LENGTH, make, tokens, weight_of
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.calibration import QKGradient, gate_gradients
 from saf.calibration.gradients import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
+from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from tests.uneven import ids, model
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from saf.adapters import adapter_for
 from saf.calibration import calibrate, heads_at_a_time, plan_calibration
 from saf.calibration import plan as planning
 from saf.calibration.capture import Slots, capture
@@ -11,6 +10,7 @@ from saf.calibration.strips import measure_by_strips, strip_bytes
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, preset
+from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from saf.surgery import install_
 from tests.calibration.test_calibrate import model, tokens

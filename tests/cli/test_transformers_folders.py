@@ -295,7 +295,7 @@ def test_a_wrong_folder_is_refused_with_what_was_expected(command, base, frozen,
     def missing(name, file, **_):
         raise OSError(f"{name} is not a local folder and is not a valid model identifier\nmore")
 
-    monkeypatch.setattr("saf.integrations.transformers.folders.cached_file", missing)
+    monkeypatch.setattr("saf.hf.folders.cached_file", missing)
     wrong = told("someone/model")
     assert "someone/model is no folder here, and transformers finds no model of that name" in wrong
     assert "expected a checkpoint (step-N)" in wrong
@@ -326,7 +326,7 @@ def test_a_model_of_the_hub_has_its_tokenizer_read_and_copied(base, frozen, saf,
             return AutoConfig.from_pretrained(cache)
 
     for place, stand_in in (("cached_file", fetched), ("AutoModelForCausalLM", Hub), ("AutoConfig", Settings)):
-        monkeypatch.setattr(f"saf.integrations.transformers.folders.{place}", stand_in)
+        monkeypatch.setattr(f"saf.hf.folders.{place}", stand_in)
     words = [
         "--data",
         base / "text.txt",

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
-from saf.adapters.transformers.cache import STREAMS_WAIT
 from saf.bench.models import synthetic_patterns
 from saf.bench.timing import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
+from saf.hf.cache import STREAMS_WAIT
 from saf.machine import GraphPool, GraphReplay
+from saf.models.adapter import adapter_for
 from saf.ops import FrozenHeads, frozen_attention
 from saf.ops.positions import CachePosition
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.bench.models import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine import Execution
+from saf.models.adapter import adapter_for
 from saf.surgery import install_
 from saf.train.step import Updater, build_optimizer
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.bench.models import synthetic_patterns
 from saf.bench.timing import kernel_seen, kernels_of
 from saf.heads import HeadSet
+from saf.models.adapter import adapter_for
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (1, 5), (2, 7)])
 
 
 def make(dtype: torch.dtype) -> torch.nn.Module:
-    from saf.integrations.random_model import random_model
+    from saf.hf.random_model import random_model
 
     sizes = {
         "vocab_size": VOCAB,

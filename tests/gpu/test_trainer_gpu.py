@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.machine import visible_devices
+from saf.models.adapter import adapter_for
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

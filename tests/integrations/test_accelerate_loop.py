@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import saf
-from saf.adapters import adapter_for
+from saf.models.adapter import adapter_for
 from tests.train.helpers import together
 from tests.transformers_models import make, tokens
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.models import by_layer
+from saf.models.adapter import adapter_for
 from saf.ops import attention as seam
 from tests.ops.counted_graphs import CountedGraphs
 

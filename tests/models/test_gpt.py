@@ -94,7 +94,7 @@ def test_a_model_to_be_filled_is_where_it_is_asked_for_with_its_rotations_and_dr
 
 
 def test_rotary_scores_depend_on_distance_only():
-    from saf.models.rotary import Rotary, rotate
+    from saf.models.gpt import Rotary, rotate
 
     rotary = Rotary(8, 64)
     query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
@@ -108,7 +108,7 @@ def test_rotary_scores_depend_on_distance_only():
 
 
 def test_the_rotation_s_gradient_is_its_derivative():
-    from saf.models.rotary import Rotary, rotate
+    from saf.models.gpt import Rotary, rotate
 
     cos, sin = Rotary(8, 16)(torch.arange(16)[None])
     x = torch.randn(2, 16, 3, 8, dtype=torch.float64, requires_grad=True)

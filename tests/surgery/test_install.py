@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from saf.adapters import adapter_for
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.frozen_state import restore_, state_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from saf.surgery import finalize_, install_, prune_, uninstall_
 

@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 import saf
 from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance, exact_rotation
-from saf.adapters import adapter_for
 from saf.cli import main as cli
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import restore_, state_of
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
 from saf.surgery import finalize_, install_, prune_, uninstall_
 from tests.adapters.test_families import by_hand as dense_reference
 from tests.surgery.test_install import LENGTH, SHAPE, assert_equal, by_hand, make, patterns, snapshot, update

@@ -8,8 +8,8 @@ from torch import distributed, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import saf
-from saf.adapters import adapter_for
 from saf.errors import InputError, SafWarning, UnsupportedError
+from saf.models.adapter import adapter_for
 from tests.transformers_models import make, tokens
 
 CONFIG = saf.FreezeConfig(heads=[(1, 0)], max_fit_kl=99)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import saf
-from saf.adapters import adapter_for
 from saf.errors import UnsupportedError
 from saf.frozen_state import restore_, state_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from saf.surgery import install_, pattern_parameters, uninstall_
 

@@ -14,12 +14,12 @@ import torch
 
 import saf.train.logs
 import saf.train.result
-from saf.adapters import adapter_for
 from saf.data import TokenData
 from saf.errors import CheckpointError, DataError, DivergenceError, InputError, SafWarning, UnsupportedError
 from saf.evaluate.compare import differences
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freeze_config import FreezeConfig
+from saf.models.adapter import adapter_for
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun

@@ -8,11 +8,11 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from saf.adapters import longest_input
 from saf.data import TokenData
 from saf.errors import InputError
 from saf.evaluate.evaluated import PARENT
 from saf.machine import Device, pick_device
+from saf.models.adapter import longest_input
 from saf.opening import find_model, open_data
 from saf.records.paths import means_transformers
 
@@ -73,7 +73,7 @@ class OpenedModel:
 def transformers_folders() -> ModuleType:
     """Import what opens models of transformers; raise InputError where that package is missing."""
     try:
-        from saf.integrations.transformers import folders
+        from saf.hf import folders
     except ImportError as error:
         raise InputError(
             f"a model of transformers needs packages that are not there ({error}): pip install 'saf[hf]'"
@@ -84,7 +84,7 @@ def transformers_folders() -> ModuleType:
 def lm_eval_tasks() -> ModuleType:
     """Import what puts tasks of lm-eval to a model; raise InputError where that package is missing."""
     try:
-        from saf.integrations import lm_eval
+        from saf.hf import lm_eval
     except ImportError as error:
         raise InputError(
             f"zero-shot tasks need packages that are not there ({error}): pip install 'saf[eval]'"

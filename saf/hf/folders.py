@@ -1,4 +1,4 @@
-"""Folders of models of transformers as the commands take them: opened, frozen and measured beside their tokenizer."""
+"""Folders of models of transformers as the commands read them: opened, frozen and written beside their tokenizer."""
 
 import shutil
 from collections.abc import Callable
@@ -13,10 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from saf.adapters import TransformersAdapter, adapter_for, longest_input
-from saf.adapters.description import STATE, recorded_layouts
-from saf.adapters.transformers.adapter import FAMILIES
-from saf.adapters.transformers.folder import CAUSAL, folder_hash, tell_of_event_, weight_files
 from saf.calibration import plan_calibration
 from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
@@ -26,8 +22,13 @@ from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.heads import HeadLayout
-from saf.integrations.models import Encoder
+from saf.hf.adapter import TransformersAdapter
+from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
+from saf.hf.families import FAMILIES
+from saf.hf.open_model import Encoder
 from saf.machine import autocast, device_name, pick_device
+from saf.models.adapter import adapter_for, longest_input
+from saf.models.description import STATE, recorded_layouts
 from saf.records.files import read_json, write_json
 from saf.records.folders import new_folder, no_room
 from saf.records.paths import Kind, kind_of
@@ -49,59 +50,47 @@ TOKENIZER_FILES = (
 )
 """What `saf freeze` copies from one folder into the other, bytes as they are."""
 _RECORDED = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision")
-"""Settings that `RECORD` has as they were given."""
+"""Settings that `RECORD` repeats."""
 
 
 @dataclass(frozen=True)
 class TransformersFolder:
-    """Hold where a causal language model of transformers is: `name` opens it, `folder` holds its files."""
+    """A causal language model of transformers: `name` opens it, `folder` holds its files."""
 
     name: str
     folder: Path
 
     @classmethod
     def find(cls, path: Path) -> "TransformersFolder":
-        """Return the model in a folder, or of a name on the Hugging Face hub.
-
-        Raises:
-            InputError: The hub has no such model, or it is not there; the folder has no weights, or they are of a
-                model that does something else than predict the next token.
-        """
+        """Return the model in a folder, or of a name on the hub; raise InputError where no causal LM is there."""
         if path.is_dir():
             if not weight_files(path):
-                raise InputError(
-                    f"{path} has a config.json, but no weights beside it; expected model.safetensors, or shards with "
-                    "model.safetensors.index.json, as save_pretrained writes them"
-                )
+                raise InputError(f"{path} has a config.json but no weights, model.safetensors or shards; save it again")
             found = cls(str(path), path)
         else:
             try:
                 file = cached_file(str(path), "config.json")
             except (OSError, ValueError) as error:
                 raise InputError(
-                    f"{path} is no folder here, and transformers finds no model of that name ({_first(error)}); "
-                    "expected a checkpoint (step-N), a run, a folder written by saf.save or by save_pretrained, or "
-                    "the name of a model on the Hugging Face hub"
+                    f"{path} must be a checkpoint, a run, a model's folder or its name on the hub; transformers says: "
+                    f"{_first_line(error)}"
                 ) from error
             found = cls(str(path), Path(str(file)).parent)
             for name in TOKENIZER_FILES:  # text is read, and copies are made, from the folder
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
-        made = read_json(found.folder / "config.json").get("architectures") or []
-        if made and not any(name.endswith(CAUSAL) for name in made):
-            raise InputError(
-                f"{path} holds a {made[0]}; expected a causal language model (...ForCausalLM), which predicts the next "
-                "token"
-            )
+        architectures = read_json(found.folder / "config.json").get("architectures") or []
+        if architectures and not any(name.endswith(CAUSAL) for name in architectures):
+            raise InputError(f"{path} must hold a causal language model (...ForCausalLM), got {architectures[0]}")
         return found
 
     @property
     def hash(self) -> str:
-        """Return the SHA-256 that stands for configuration, weights and heads."""
+        """The SHA-256 of configuration, weights and heads."""
         return folder_hash(self.folder)
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Return the hashes of what `saf freeze` made the folder from, the nearest first; none where it is changed."""
+        """Hashes of what `saf freeze` made the folder from, the nearest first; none where it was changed since."""
         if not (self.folder / RECORD).is_file():
             return ()
         record = read_json(self.folder / RECORD)
@@ -110,9 +99,8 @@ class TransformersFolder:
         return (record["provenance"]["checkpoints"][PARENT], *record.get("ancestors", ()))
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        """Open the model with its frozen heads, without attention dropout, which models with such heads cannot have.
+        """Open the model with its frozen heads, without attention dropout, in the dtype of its files by default.
 
-        It has the dtype of its files unless another one is given.
         Raises CheckpointError where weights are missing from its files.
         """
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
@@ -122,19 +110,16 @@ class TransformersFolder:
         except SafError:
             raise
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
-        model, told = opened
-        if missing := sorted(told["missing_keys"]):
-            raise CheckpointError(
-                f"{self.name} lacks weights of a {type(model).__name__}: {', '.join(missing[:3])}"
-                f"{' and others' if len(missing) > 3 else ''}; expected all of them, as save_pretrained writes them"
-            )
+            raise CheckpointError(f"transformers cannot open {self.name}: {_first_line(error)}") from error
+        model, info = opened
+        if missing := sorted(info["missing_keys"]):
+            raise CheckpointError(f"{self.name} lacks {len(missing)} weights: {', '.join(missing[:3])}; save it again")
         if (known := TransformersAdapter.of(model)) is not None:
             known.apply_caps()
         return model.to(device).eval()
 
     def layouts(self) -> list[HeadLayout]:
-        """Return each layer's heads as the files tell; none for a configuration that does not."""
+        """Return each layer's heads by the folder's files; none for a configuration without them."""
         if (self.folder / STATE).is_file():
             return recorded_layouts(read_json(self.folder / STATE, error=CheckpointError))
         config = self._config().get_text_config()
@@ -149,7 +134,7 @@ class TransformersFolder:
         try:
             return AutoConfig.from_pretrained(self.name)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"transformers cannot open {self.name}: {_first(error)}") from error
+            raise CheckpointError(f"transformers cannot open {self.name}: {_first_line(error)}") from error
 
     def attention_dropout(self) -> dict[str, float]:
         """Return the rates above 0 of attention dropout in the configuration, by their fields."""
@@ -161,10 +146,7 @@ class TransformersFolder:
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"transformers finds no tokenizer of {self.name} ({_first(error)}); save it beside the model "
-                "(tokenizer.save_pretrained)"
-            ) from error
+            raise DataError(f"{self.name} has no tokenizer ({_first_line(error)}); save it beside the model") from error
         bos = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if bos is None else bos
         bare = partial(tokenizer.encode, add_special_tokens=False)
@@ -174,30 +156,25 @@ class TransformersFolder:
     def data(self, path: Path | None) -> TokenData:
         """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
 
-        Raises:
-            InputError: No data given, or neither a prepared folder nor a file of text.
-            DataError: The data were made with another tokenizer, or the model's folder has none.
+        Raises InputError without such data, DataError for another tokenizer or none.
         """
         advice = f"`saf data prepare TEXT --tokenizer {self.folder} --out DATA`"
         if path is None:
-            raise InputError(f"{self.name} does not tell its data; give --data, a file of text, or a folder: {advice}")
+            raise InputError(f"{self.name} needs --data: a file of text, or a folder made by {advice}")
         try:
             own = Tokenizer.load(self.folder)
         except DataError as error:
-            raise DataError(
-                f"{error}; text is read by the model's own tokenizer: save it beside the model "
-                "(tokenizer.save_pretrained)"
-            ) from error
+            raise DataError(f"{error}; save the model's tokenizer beside it (tokenizer.save_pretrained)") from error
         if path.is_file():
             return TextData([path], own)
         if kind_of(path) is not Kind.DATA:
-            what = "holds no prepared data" if path.exists() else "does not exist"
-            raise InputError(f"{path} {what}; expected a file of text, or a folder made by {advice}")
+            problem = "holds no prepared data" if path.exists() else "does not exist"
+            raise InputError(f"{path} {problem}; expected a file of text, or a folder made by {advice}")
         data = TokenData.open(path)
         if not own.same(data.tokenizer()):
             raise DataError(
-                f"{path} was made with another tokenizer ({data.tokenizer_hash[:12]}) than that of {self.name} "
-                f"({own.fingerprint[:12]}); prepare the text again with {advice}"
+                f"{path} must be of the tokenizer of {self.name}, {own.fingerprint[:12]}, got "
+                f"{data.tokenizer_hash[:12]}; prepare the text again by {advice}"
             )
         return data
 
@@ -220,27 +197,23 @@ def freeze_folder(
     config = settings.config
     check_new(settings)
     if "gradient" in config.needs:
-        raise InputError("a model's folder holds no average of Q/K gradients, which this score reads; choose another")
-    found = TransformersFolder.find(settings.checkpoint)
-    if layouts := found.layouts():
+        raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
+    source = TransformersFolder.find(settings.checkpoint)
+    if layouts := source.layouts():
         check_heads(config, layouts)  # now, not once the weights are there
-    device, data = pick_device(settings.device), found.data(settings.data)
-    bos = found.encoder().beginning(found.name) if settings.bos else None
+    device, data = pick_device(settings.device), source.data(settings.data)
+    bos = source.encoder().beginning(source.name) if settings.bos else None
     if "outputs" in config.needs and isinstance(data, TextData):
         raise InputError(
-            "this score reads held-out text apart from the calibration text; give --data a folder made by `saf data "
-            f"prepare --tokenizer {found.folder}`"
+            f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
         )
-    model = found.model(device)
-    parent, ancestors = found.hash, list(found.parents)  # of files that are there once the model was opened
+    model: Any = source.model(device)
+    parent, ancestors = source.hash, list(source.parents)  # of files that are there once the model was opened
     adapter_for(model)
-    used = precision_in_use(model, settings.precision)
-    _tell_dropout(found, settings.out, say)
-    if (longest := longest_input(model)) is None:
-        raise InputError(f"the configuration of {type(model).__name__} does not tell how many positions it has")
-    length = check_length(settings, longest, "that the model takes", most=longest)
-    seed = settings.calibration_seed or 0
-    batches, heldout = _batches(settings, data, length=length, seed=seed, bos=bos)
+    precision = precision_in_use(model, settings.precision)
+    for field, rate in source.attention_dropout().items():
+        say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {settings.out}")
+    batches, heldout = _batches(settings, data, model, bos)
     limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(device, settings.precision):
         say(str(plan_calibration(model, batches, collect=calibration_collect(config, {}), capture_bytes=limit)))
@@ -255,43 +228,32 @@ def freeze_folder(
         )
     if settings.finalize:
         finalize_(model)
-    tell_of_event_(model.config, data=data.folder.resolve().name, bos=bos)
+    mark: Any = mark_of(model.config)
+    mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
+    recorded = {name: getattr(settings, name) for name in _RECORDED}
+    recorded |= {"config": config.to_dict(), "length": report.statistics.length, "finalize": settings.finalize}
     head = result_header(
         "freezing",
-        {name: getattr(settings, name) for name in _RECORDED}
-        | {"config": config.to_dict(), "length": length, "calibration_seed": seed, "finalize": settings.finalize},
+        recorded | {"calibration_seed": settings.calibration_seed or 0},
         device=device_name(device),
         checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
-    told = {"precision": used, "bos": bos, "ancestors": ancestors}
-    try:
-        with new_folder(settings.out) as folder:
-            _save_pretrained(model, folder)
-            for name in TOKENIZER_FILES:
-                if (found.folder / name).is_file():
-                    shutil.copyfile(found.folder / name, folder / name)
-            report.save(folder)
-            write_json(
-                folder / RECORD,
-                {**head, **told, "model": folder_hash(folder), **report.to_dict(), "schema": head["schema"]},
-            )
-    except OSError as error:
-        if (reason := no_room(error)) is None:
-            raise
-        raise CheckpointError(f"{reason}: {settings.out} was not written; free some space") from error
+    _write(settings.out, model, source, report, head | {"precision": precision, "bos": bos, "ancestors": ancestors})
     return report, folder_hash(settings.out), parent
 
 
 def _batches(
-    settings: CheckpointFreezing, data: TokenData, *, length: int, seed: int, bos: int | None
+    settings: CheckpointFreezing, data: TokenData, model: nn.Module, bos: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return calibration sequences and held-out ones, in batches `[B, length]`; of plain text windows of their own."""
+    """Return calibration sequences and held-out ones, in batches `[B, length]`; of plain text disjoint windows."""
+    if (longest := longest_input(model)) is None:
+        raise InputError(f"the configuration of {type(model).__name__} must have max_position_embeddings")
+    length = check_length(settings, longest, "that the model takes", most=longest)
     size, count, plain = settings.batch_size, settings.sequences, isinstance(data, TextData)
-    windows = (
-        data.num_tokens("controller") // length - count if plain else (data.num_tokens("controller") - 1) // length
-    )
-    asked = settings.heldout_count(windows)
+    held_out = data.num_tokens("controller")
+    asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length)
+    seed = settings.calibration_seed or 0
     drawn = calibration_windows(data, length=length, count=count + asked if plain else count, seed=seed)
     batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
     if not plain:
@@ -301,27 +263,33 @@ def _batches(
     return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]
 
 
-def _tell_dropout(found: TransformersFolder, out: Path, say: Callable[[str], Any]) -> None:
-    """Say which attention dropout of a model's configuration is switched off in the new folder."""
-    for field, rate in found.attention_dropout().items():
-        say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {out}")
-
-
-def _save_pretrained(model: Any, folder: Path) -> None:
-    model.save_pretrained(folder)
+def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:
+    """Write a frozen model's folder whole, or raise CheckpointError where the disk is full."""
+    try:
+        with new_folder(out) as folder:
+            model.save_pretrained(folder)
+            for name in TOKENIZER_FILES:
+                if (source.folder / name).is_file():
+                    shutil.copyfile(source.folder / name, folder / name)
+            report.save(folder)
+            values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
+            write_json(folder / RECORD, values)
+    except OSError as error:
+        if (reason := no_room(error)) is None:
+            raise
+        raise CheckpointError(f"{reason}: {out} was not written; free some space") from error
 
 
 def _added_before(full: list[int], bare: list[int], name: str) -> list[int]:
     """Return the tokens that a tokenizer puts before a text, given one text's tokens with and without those it adds.
 
-    Those that it puts behind are left out: a model is asked what follows a context, which has not ended.
+    Those that it puts behind are left out: a context has not ended.
     """
-    for place in range(len(full) - len(bare) + 1):
-        if full[place : place + len(bare)] == bare:
-            return full[:place]
+    for index in range(len(full) - len(bare) + 1):
+        if full[index : index + len(bare)] == bare:
+            return full[:index]
     raise DataError(f"the tokenizer of {name} must keep a text's tokens when it adds its own; got {full} for {bare}")
 
 
-def _first(error: Exception) -> str:
-    """Return the first line of a message."""
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).strip()

@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a model in memory: its tasks, prompts and metrics; this project's forward passes.
 
-lm-eval asks `ExactLengthModel`, which never pads; `ask` puts the paper's five tasks to an opened model.
+`ExactLengthModel` is what lm-eval asks; it never pads. `ask` puts the paper's five tasks to an opened model.
 """
 
 import logging
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import lm_eval
@@ -20,28 +20,68 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from torch import nn
 
-from saf.adapters import longest_input
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.continuations import Continuation, Tokens, likelihoods
 from saf.evaluate.zero_shot import TaskAnswers, TooLong
-from saf.integrations.models import Encoder, OpenedModel
+from saf.hf.open_model import Encoder, OpenedModel
+from saf.models.adapter import longest_input
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
-Progress = Callable[[str, int, int], None]
-"""Called with a task's name, its requests answered, and its requests; first with none."""
 _SPLIT = "questions"
 """The name that questions of a file have among the splits of their data set."""
+Progress = Callable[[str, int, int], None]
+"""Called with a task's name, how many of its requests are answered, and how many there are; first with none."""
+
+
+class Asked(Protocol):
+    """Say what is asked, and how; settings of a command."""
+
+    @property
+    def tasks(self) -> Sequence[TaskName]:
+        """Return the tasks."""
+        ...
+
+    @property
+    def task_data(self) -> Path | None:
+        """Return the folder of their public files; None is the hub."""
+        ...
+
+    @property
+    def questions(self) -> int | None:
+        """Return how many questions of each task, from its first on; None is all."""
+        ...
+
+    @property
+    def too_long(self) -> TooLong:
+        """Return what is done with questions that are too long."""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """Return the most sequences in a forward pass."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """Return "fp32", "bf16" or "auto"."""
+        ...
 
 
 def ask(
-    opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
+    opened: OpenedModel, asked: Asked, *, longest: int | None = None, progress: Progress | None = None
 ) -> dict[str, TaskAnswers]:
-    """Answer what the settings of a command ask: their tasks, task_data, questions, too_long, batch_size, precision."""
-    options = {name: getattr(settings, name) for name in ("batch_size", "precision", "too_long")}
-    lm = ExactLengthModel(opened.model, opened.encoder(), longest=longest, **options)
-    return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
+    """Return what a model answers as it is now; the rest is as `ExactLengthModel` and `answer_tasks` have it."""
+    lm = ExactLengthModel(
+        opened.model,
+        opened.encoder(),
+        batch_size=asked.batch_size,
+        precision=asked.precision,
+        too_long=asked.too_long,
+        longest=longest,
+    )
+    return answer_tasks(lm, asked.tasks, folder=asked.task_data, questions=asked.questions, progress=progress)
 
 
 class ExactLengthModel(TemplateLM):
@@ -60,32 +100,36 @@ class ExactLengthModel(TemplateLM):
         too_long: TooLong = "refuse",
         longest: int | None = None,
     ):
-        """`longest` is the most tokens of an input, where that is fewer than the model takes."""
+        """Take a model and its tokenizer; `too_long` says whether long contexts lose tokens at their beginning.
+
+        `longest` is the most tokens of an input, where that is fewer than the model takes.
+        """
         super().__init__()
         self.model, self.encoder = model, encoder
-        self.batch_size, self.precision, self.too_long = batch_size, precision, too_long
+        self.batch_size, self.precision = batch_size, precision
         self.progress: Callable[[int, int], None] | None = None
-        """Called with (requests answered, requests) of one task."""
+        """Called with (requests answered, requests) of what is asked at once."""
+        self.too_long: TooLong = too_long
         self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
         """The requests whose context was cut, as text."""
 
     @property
     def eot_token_id(self) -> int:
-        """The token that stands before a continuation without a context."""
+        """Return the token that stands before a continuation without a context."""
         if self.encoder.first is None:
             raise UnsupportedError("this request has no context, and the model's tokenizer has no token to begin with")
         return self.encoder.first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a text, with those that the tokenizer itself adds unless `add_special_tokens` is false."""
+        """Return the tokens of a text, with what the tokenizer itself adds unless `add_special_tokens` is false."""
         return self.encoder.bare(string) if add_special_tokens is False else self.encoder.encode(string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Split the tokens of context and continuation as lm-eval does: behind the context's own.
+        """Return the tokens of a context and of what follows it, as lm-eval splits them: behind the context's own.
 
-        Where one token spans the end of the context and the whole continuation, that leaves none to score. That token
-        is then the continuation, behind the tokens before it; without any, behind the one that begins a text.
+        Where one token spans the end of the context and all that follows, nothing would be left to be likely. That
+        token is then what follows, behind the tokens before it; without any, behind the one that begins a text.
         """
         before, after = super()._encode_pair(context, continuation)
         if after or not continuation:
@@ -97,33 +141,41 @@ class ExactLengthModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability and greediness of each request, in order."""
-        pairs = [self._fit(*request) for request in requests]
-        options = {"batch_size": self.batch_size, "precision": self.precision, "progress": self.progress}
-        return [(one.log_prob, one.greedy) for one in likelihoods(self.model, pairs, **options)]
+        """Return log-probability and greediness of each request, in order."""
+        asked = [self._fitted(*request) for request in requests]
+        found = likelihoods(
+            self.model, asked, batch_size=self.batch_size, precision=self.precision, progress=self.progress
+        )
+        return [(one.log_prob, one.greedy) for one in found]
 
-    def _fit(self, text: tuple[str, str], context: list[int], tokens: list[int]) -> Continuation:
-        """A request that the model takes; raise InputError for one that is too long, where none is cut."""
-        pair = Continuation(tuple(context), tuple(tokens))
-        excess = len(pair.inputs) - (self.longest or len(pair.inputs))
-        if excess <= 0:
-            return pair
-        if self.too_long == "refuse" or excess >= len(context):
-            bound = "the model takes" if self.longest == longest_input(self.model) else "the limit is"
+    @property
+    def _bound(self) -> str:
+        """Return in words how long an input may be, and by whom."""
+        own = self.longest == longest_input(self.model)
+        return f"the model takes {self.longest:,}" if own else f"at most {self.longest:,} are allowed"
+
+    def _fitted(self, text: tuple[str, str], context: list[int], tokens: list[int]) -> Continuation:
+        """Return a request that the model takes; raise InputError for one that is too long, where none is cut."""
+        asked = Continuation(tuple(context), tuple(tokens))
+        if self.longest is None or len(asked.inputs) <= self.longest:
+            return asked
+        if self.too_long == "refuse":
             raise InputError(
-                f"a question has {len(pair.inputs):,} tokens, {bound} {self.longest:,}: --too-long cut leaves out the "
-                f"beginning of a context, as lm-eval does; it begins {text[0][:60]!r}"
+                f"a question has {len(asked.inputs):,} tokens, {self._bound}: --too-long cut leaves "
+                f"out what is too much at its beginning, as lm-eval does; it begins {text[0][:60]!r}"
             )
+        if len(tokens) > self.longest:
+            raise InputError(f"a choice of {len(tokens):,} tokens is too long, {self._bound}")
         self.cut.add(text)
-        kept: Tokens = pair.context[excess:]
-        return Continuation(kept, pair.tokens)
+        kept: Tokens = asked.context[len(asked.inputs) - self.longest :]
+        return Continuation(kept, asked.tokens)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Refuse: perplexity is measured on windows, by `saf evaluate`."""
         raise UnsupportedError("perplexity over rolling windows is not measured here; use `saf evaluate --data`")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Refuse: only tasks with choices are answered."""
+        """Refuse: tasks with choices are answered, none that generates."""
         raise UnsupportedError("tasks that generate text are not answered here, only tasks with choices")
 
 
@@ -135,49 +187,52 @@ def answer_tasks(
     questions: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TaskAnswers]:
-    """A model's answers to tasks of `ZERO_SHOT`, by name, in the order given.
+    """Return a model's answers to tasks, by name, in the order given.
 
-    Questions come from the public files in `folder`, a folder a task, or from the hub; the first `questions` of each
-    task, or all.
+    Args:
+        lm: The model.
+        names: Of `ZERO_SHOT`.
+        folder: Where the public files of questions lie, a folder a task; the hub's when None.
+        questions: Only so many of each task, from its first on.
+        progress: Called before a task's first request and after each batch.
 
     Raises:
         DataError: A file is missing or damaged, or the hub cannot be reached.
         InputError: A question is longer than the model takes.
     """
     tasks, sources = _tasks(names, folder, questions)
-    answers = {}
+    told = {}
     for name in names:
         lm.progress = None if progress is None else partial(progress, name)
         with _quiet():
             found: Any = evaluate(lm=lm, task_dict={"tasks": {name: tasks[name]}}, limit=questions, bootstrap_iters=0)
         choices = tasks[name].config.doc_to_choice
-        answers[name] = TaskAnswers(
+        told[name] = TaskAnswers(
             answers=[_answer(sample, lm.cut) for sample in found["samples"][name]],
             labels=tuple(choices) if isinstance(choices, list) else (),
             version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",
             source=sources[name],
         )
-    return answers
+    return told
 
 
 def _tasks(
     names: Sequence[TaskName], folder: Path | None, limit: int | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """lm-eval's tasks by name, with the questions of files where there is a folder, and where these are from."""
+    """Return lm-eval's tasks by name, with the questions of files where there is a folder, and where these are from."""
     definitions = Path(lm_eval.__file__).parent / "tasks"
     # The folders named, not all of lm-eval's: its index of 15,000 files takes ten seconds.
     include: list[str | Path] = [definitions / ZERO_SHOT[name].definition for name in names]
     manager = TaskManager(include_defaults=False, include_path=include)
-    members, sources = [], {}
-    for name in names:
-        member: dict[str, Any] = {"task": name}
-        if folder is not None:
-            found = read_questions(name, folder, limit=limit)
-            sources[name] = {"path": str(found.path), "sha256": found.sha256}
-            splits = {_SPLIT: datasets.Dataset.from_list(found.rows)}
-            member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": _SPLIT}
-            member |= {"training_split": None, "test_split": None}
-        members.append(member)
+    members: list[dict[str, Any]] = [{"task": name} for name in names]
+    sources = {}
+    for member in members if folder is not None else ():
+        assert folder is not None
+        found = read_questions(member["task"], folder, limit=limit)
+        sources[member["task"]] = {"path": str(found.path), "sha256": found.sha256}
+        splits = {_SPLIT: datasets.Dataset.from_list(found.rows)}
+        member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": _SPLIT}
+        member |= {"training_split": None, "test_split": None}
     try:
         with _quiet():
             tasks = manager.load([{"group": "zero_shot", "task": members}])["tasks"]
@@ -193,17 +248,18 @@ def _tasks(
 
 
 def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, Any]:
-    """One question's answer as in `saf.evaluate.answers`, from what lm-eval keeps of it."""
+    """Return one question's answer as `saf.evaluate.answers` has it, from what lm-eval keeps of it."""
     log_probs = [float(log_prob) for log_prob, _ in sample["filtered_resps"]]
-    answer = {
+    right, taken = int(sample["target"]), max(range(len(log_probs)), key=log_probs.__getitem__)
+    told = {
         "id": f"{sample['doc_id']} {sample['doc_hash'][:16]}",
-        "answer": int(sample["target"]),
-        "taken": max(range(len(log_probs)), key=log_probs.__getitem__),
+        "answer": right,
+        "taken": taken,
         "right": bool(sample["acc"]),
         "shortened": any(tuple(text) in cut for text in sample["arguments"]),
         "log_probs": log_probs,
     }
-    return answer | ({"right_norm": bool(sample["acc_norm"])} if "acc_norm" in sample else {})
+    return told | ({"right_norm": bool(sample["acc_norm"])} if "acc_norm" in sample else {})
 
 
 @contextmanager

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.adapters.adapter import Adapter, Site
 from saf.errors import UnsupportedError
 from saf.heads import EDITED, HeadLayout
+from saf.models.adapter import Adapter, Site
 from saf.records.files import file_hash, write_json, write_tensors
 
 STATE, TENSORS = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
+OPENS = "import saf.integrations.transformers"
+"""The import by which `from_pretrained` opens folders of models with frozen heads."""
 Sums = dict[str, dict[str, str]]
 """dtype and SHA-256 of one layer's projections, by role."""
 

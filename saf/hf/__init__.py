@@ -1,0 +1,1 @@
+"""Models of Hugging Face transformers: attention, families, caches, folders, the Trainer and lm-eval."""

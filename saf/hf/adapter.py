@@ -1,0 +1,303 @@
+"""The adapter of transformers' models: their attention layers as sites, whatever the family."""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
+
+from saf.errors import UnsupportedError
+from saf.heads import BIAS, HeadLayout
+from saf.hf.attention import (
+    NAME,
+    attach_state,
+    check_function,
+    choose_forward,
+    detach_idle_state,
+    is_stock,
+    layout_of,
+    no_dropout,
+    register,
+    replaced_forward,
+    state_of,
+)
+from saf.hf.card import mark_, mark_of, record_undoing_, unmark_
+from saf.hf.families import CONV1D, FAMILIES, Family
+from saf.hf.generation import unwatch_generation, watch_generation, watch_length
+from saf.models.adapter import Adapter, LanguageModel, Removed, Sink, Site
+from saf.ops import FrozenHeads
+
+EAGER = "eager"
+"""The attention function of transformers that knows soft caps in every version."""
+
+
+class TransformersSite(Site):
+    """An attention layer of transformers; while heads of it are frozen, their state is its submodule `saf`."""
+
+    def __init__(self, adapter: "TransformersAdapter", attention: Any):
+        self._adapter, self._family = adapter, adapter.known
+        self.attention = attention
+        self.scale = self._family.scale(attention)
+        self.soft_cap = None if self._family.soft_cap is None else getattr(attention, self._family.soft_cap)
+        self.norm_after = self._family.norm_after
+        if (window := getattr(attention, "sliding_window", None)) is not None:
+            self.stays_ordinary = f"layer {attention.layer_idx} attends within a sliding window of {window} tokens"
+
+    @property
+    def layout(self) -> HeadLayout:
+        return layout_of(self.attention)
+
+    @property
+    def frozen(self) -> FrozenHeads | None:
+        state = state_of(self.attention)
+        return None if state is None else state.frozen
+
+    @property
+    def removed(self) -> Removed:
+        state = state_of(self.attention)
+        return {} if state is None else state.removed
+
+    def projections(self) -> dict[str, tuple[Tensor, int]]:
+        linears = {name: getattr(self.attention, module) for name, module in self._family.projections.items()}
+        transposed = self._family.kind == CONV1D
+        weights = {name: (linear.weight, int((name == "output") != transposed)) for name, linear in linears.items()}
+        # The bias of the output belongs to no head.
+        inputs = {name: linear.bias for name, linear in linears.items() if name != "output"}
+        return weights | {name + BIAS: (bias, 0) for name, bias in inputs.items() if bias is not None}
+
+    def check(self, layout: HeadLayout) -> None:
+        self._adapter.check_dropout()
+        if self.layout.ordinary or not layout.ordinary:  # the last edited head takes the function of ours away
+            self._adapter.check_function()
+        name = f"layer {self.attention.layer_idx}"
+        projections = [getattr(self.attention, name) for name in self._family.projections.values()]
+        if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
+            raise UnsupportedError(f"{name} must not be offloaded: give attention layers devices in the device_map")
+        if layout.frozen and self.stays_ordinary is not None:
+            raise UnsupportedError(f"{self.stays_ordinary}; leave its heads live")
+        if layout.frozen and not getattr(self.attention, "is_causal", True):
+            raise UnsupportedError(f"{name} must be causal to have frozen heads")
+        own = replaced_forward(self.attention) or type(self.attention).forward
+        if not layout.ordinary and own is not self._family.forward and not is_stock(own):
+            raise UnsupportedError(f"the forward pass of {name} must be that of transformers: put it back")
+
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        self._adapter.forget(self.attention, set(layout.live) - set(self.layout.live))
+        attach_state(self.attention, self._family).take(layout, frozen, removed)
+        for name in self._family.projections.values():
+            linear = getattr(self.attention, name)
+            if self._family.kind == CONV1D:
+                linear.nx, linear.nf = linear.weight.shape
+            else:
+                linear.out_features, linear.in_features = linear.weight.shape
+                # Quantisers of linear layers pass over this class of PyTorch; they fail at weights without entries.
+                linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
+        if self._family.set_sizes is not None:
+            self._family.set_sizes(self.attention, layout)
+        choose_forward(self.attention, self._family)
+        self._adapter.choose_function()
+        detach_idle_state(self.attention)
+
+    def pin(self, kernel: str) -> None:
+        attach_state(self.attention, self._family).kernel = kernel
+        detach_idle_state(self.attention)
+
+    @contextmanager
+    def capture(self, sink: Sink) -> Iterator[None]:
+        sinks = attach_state(self.attention, self._family).sinks
+        handle = RemovableHandle(sinks)
+        sinks[handle.id] = sink
+        try:
+            yield
+        finally:
+            handle.remove()
+            detach_idle_state(self.attention)
+
+
+class TransformersModel(LanguageModel):
+    """A causal language model with the interface of transformers: token ids in, `logits` out, a `config` beside."""
+
+    one_graph = False
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def max_length(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        return getattr(self.model.config, "vocab_size", None)
+
+    def check_next_token(self) -> None:
+        if type(self.model).__name__.endswith(("Classification", "QuestionAnswering")):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} predicts no next tokens: leave out held-out sequences, gate_taylor and "
+                "perplexity, or take the model for causal language modelling"
+            )
+
+    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self._logits(input_ids).flatten(0, 1), targets.flatten())
+
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        return -F.cross_entropy(self._logits(input_ids).transpose(1, 2), targets, reduction="none")
+
+    @staticmethod
+    def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
+        return model(input_ids=input_ids, use_cache=False, logits_to_keep=count).logits
+
+    def _logits(self, input_ids: Tensor) -> Tensor:
+        """Return float32 logits `[B, T, V]`."""
+        self.check_next_token()
+        return self.model(input_ids=input_ids, use_cache=False).logits.float()
+
+
+class TransformersAdapter(TransformersModel, Adapter):
+    """The adapter of models of transformers of the families in `FAMILIES`."""
+
+    family = f"{', '.join(family.name for family in FAMILIES)} of transformers"
+    saves_weights = False
+
+    def __init__(self, model: Any, known: Family):
+        super().__init__(model)
+        self.known = known
+        self._attention = [module for module in model.modules() if type(module).__name__ == known.attention]
+        for attention in self._attention:
+            kinds = [type(getattr(attention, name)) for name in known.projections.values()]
+            kinds = [nn.Linear if kind is NonDynamicallyQuantizableLinear else kind for kind in kinds]
+            if strange := [kind for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" != known.kind]:
+                raise UnsupportedError(
+                    f"projections must be plain {known.kind.rpartition('.')[2]}, got {strange[0].__module__}."
+                    f"{strange[0].__name__}: merge adapters (merge_and_unload), load weights unquantised"
+                )
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "TransformersAdapter | None":
+        # Models of several parts, as for images, have a config of their own for text.
+        text = hasattr(getattr(model, "config", None), "max_position_embeddings")
+        if not (text and hasattr(model, "set_attn_implementation")):
+            return None
+        names = {type(module).__name__ for module in model.modules()}
+        return next((cls(model, family) for family in FAMILIES if family.attention in names), None)
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    def check_attention(self) -> None:
+        if any(getattr(attention, "is_cross_attention", False) for attention in self._attention):
+            raise UnsupportedError(
+                f"this {type(self.model).__name__} attends to an encoder: open it as a decoder alone "
+                "(add_cross_attention=False)"
+            )
+        super().check_attention()
+
+    def sites(self) -> list[TransformersSite]:
+        return [TransformersSite(self, attention) for attention in self._attention]
+
+    def run(self, input_ids: Tensor) -> None:
+        """Run the layers through `attend`, without the output layer."""
+        self.check_function()
+        if self.drops_caps:
+            raise UnsupportedError(
+                f"sdpa drops this model's soft caps: open it with attn_implementation={EAGER!r}, or call "
+                f"model.set_attn_implementation({EAGER!r})"
+            )
+        before = self.model.config._attn_implementation
+        self.attend_through_seam()
+        try:
+            self.model.base_model(input_ids=input_ids, use_cache=False)
+        finally:
+            self._attend_by(before)
+
+    def attend_through_seam(self) -> None:
+        self._attend_by(NAME)
+
+    def attention_settings(self) -> dict[str, Any]:
+        values = self.model.config.to_dict()
+        return json.loads(json.dumps({name: values[name] for name in self.known.settings if name in values}))
+
+    def check_dropout(self) -> None:
+        """Raise UnsupportedError where any layer has attention dropout, which `attend` does not compute."""
+        if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
+            raise UnsupportedError(no_dropout(rates[0], self.known))
+
+    def check_function(self) -> None:
+        """Raise UnsupportedError where layers attend by a function that may compute something else than softmax."""
+        for attention in self._attention:
+            check_function(attention)
+
+    @property
+    def drops_caps(self) -> bool:
+        """Whether ordinary layers attend without their soft caps, as transformers 5.17 lets SDPA do."""
+        capped = any(site.soft_cap is not None for site in self.sites())
+        return capped and self.model.config._attn_implementation == "sdpa"
+
+    def apply_caps(self) -> None:
+        """Let ordinary layers attend with their soft caps where they would not."""
+        if self.drops_caps:
+            self._attend_by(EAGER)
+
+    def choose_function(self) -> None:
+        """Attend through `attend` while heads are edited, and as before once none is.
+
+        Other models may share the configuration, which names the function: this one gets a copy, and keeps it.
+        """
+        states = [state for attention in self._attention if (state := state_of(attention)) is not None]
+        everywhere = tuple(layout_of(attention) for attention in self._attention)
+        for state in states:
+            state.everywhere = everywhere
+        parts: list[Any] = [module for module in self.model.modules() if hasattr(type(module), "save_pretrained")]
+        for part in parts:
+            if part.base_model is part:
+                watch_length(part)
+        before = next((state.before for state in states if state.before is not None), None)
+        if not all(state.layout.ordinary for state in states):
+            if before is None:
+                self._take_own_config()
+            for state in states:
+                state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
+            self.attend_through_seam()
+            watch_generation(self.model)
+            mark_(self.model.config)
+            from saf.hf.pretrained import watch_folders
+
+            watch_folders()
+        elif before is not None:
+            for state in states:
+                state.before = None
+            self._attend_by(before)
+            unwatch_generation(self.model)
+            unmark_(self.model.config)
+
+    def remember(self, event: dict[str, Any]) -> None:
+        if (mark := mark_of(self.model.config)) is not None:
+            mark["events"].append(event)
+
+    def forget(self, attention: nn.Module, heads: set[int]) -> None:
+        """Remove heads of a layer that were undone from the events that the model card lists."""
+        record_undoing_(self.model.config, self._attention.index(attention), heads)
+
+    def _take_own_config(self) -> None:
+        shared, own = self.model.config, copy.deepcopy(self.model.config)
+        for module in self.model.modules():
+            if getattr(module, "config", None) is shared:
+                module.config = own
+
+    def _attend_by(self, name: str) -> None:
+        """Attend by the function of this name in transformers."""
+        if name == NAME:
+            register()
+        if self.model.config._attn_implementation != name:
+            self.model.set_attn_implementation(name)

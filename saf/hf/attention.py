@@ -1,0 +1,328 @@
+"""Attention of transformers' models once heads of theirs are frozen: the function that layers call, and their state.
+
+An attention layer with edited heads carries a submodule `saf`, its `HeadState`. The model then attends by the function
+named "saf" in transformers' registry, `attend`; layers without live heads run `forward_without_queries`.
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import cache, partial
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from saf.errors import UnsupportedError
+from saf.heads import HeadLayout
+from saf.hf.cache import check_offloading, filled, prepare
+from saf.hf.families import Family
+from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
+from saf.models.adapter import Removed, Sink
+from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
+from saf.ops.heads import cached_order, join_heads
+from saf.ops.layout import LAYOUT, LayoutMixin
+from saf.ops.live import FLASH_DECODE
+from saf.ops.positions import CachePosition, first_real
+
+NAME = "saf"
+STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention functions of transformers that compute softmax attention."""
+_UNDER_HOOKS = "_old_forward"
+"""Where accelerate keeps the forward pass that its hooks run."""
+_WEIGHTS = (".weight", ".base_layer.weight")
+"""Names of a projection's own weight, plain and under an adapter of peft."""
+
+
+class HeadState(LayoutMixin):
+    """Which heads of one attention layer are frozen, and what executes them."""
+
+    def __init__(self, layout: HeadLayout, family: Family):
+        super().__init__()
+        self.layout, self.family = layout, family
+        self.frozen: FrozenHeads | None = None
+        self.removed: Removed = {}
+        self.sinks: OrderedDict[int, Sink] = OrderedDict()
+        self.kernel = "auto"
+        """SDPA kernel of live heads, see `mixed_attention`."""
+        self.before: str | None = None
+        """The model's attention function before heads were frozen."""
+        self.everywhere: tuple[HeadLayout, ...] | None = None
+        """The heads of all layers of the model, once some are edited."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the layer would compute the same without this state."""
+        return self.layout.ordinary and not self.sinks and self.kernel == "auto"
+
+    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Take another layout."""
+        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
+        self.set_layout(layout, frozen)
+
+
+def state_of(attention: nn.Module) -> HeadState | None:
+    """Return the state of an attention layer; None where nothing of it is frozen, captured or pinned."""
+    return getattr(attention, "saf", None)
+
+
+def attach_state(attention: Any, family: Family) -> HeadState:
+    """Return the state of an attention layer, as its submodule `saf`."""
+    if (state := state_of(attention)) is not None:
+        return state
+    attention.saf = HeadState(layout_of(attention), family)
+    attention.register_forward_pre_hook(_before_pass, with_kwargs=True)
+    attention.register_load_state_dict_pre_hook(_check_weights)
+    return attention.saf
+
+
+def detach_idle_state(attention: Any) -> None:
+    """Leave an attention layer as it was before `attach_state` once its state is idle."""
+    if (state := state_of(attention)) is None or not state.idle:
+        return
+    del attention.saf
+    for number, hook in list(attention._forward_pre_hooks.items()):
+        if hook is _before_pass:
+            del attention._forward_pre_hooks[number]
+            attention._forward_pre_hooks_with_kwargs.pop(number, None)
+    for number, wrapped in list(attention._load_state_dict_pre_hooks.items()):
+        if wrapped.hook is _check_weights:
+            del attention._load_state_dict_pre_hooks[number]
+
+
+def layout_of(attention: Any) -> HeadLayout:
+    """Return the order of an attention layer's heads."""
+    if (state := state_of(attention)) is not None:
+        return state.layout
+    heads = attention.config.num_attention_heads
+    return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
+
+
+def _before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
+    """Check the attention function and fit the cache."""
+    state, name = module.saf, module.config._attn_implementation
+    if not state.layout.ordinary and name != NAME:
+        raise UnsupportedError(
+            f"a model with frozen heads must attend by {NAME!r}, got {name!r}; call set_attn_implementation({NAME!r})"
+        )
+    if (past := options.get("past_key_values")) is not None:
+        if getattr(past, "offloading", False):
+            check_offloading(next(module.parameters()).device)
+        prepare(past, module.layer_idx, state.layout, state.everywhere)
+
+
+def _check_weights(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise CheckpointError for weights of a layer with other frozen heads, or none; adapters of LoRA have no such."""
+    names = [prefix + name for name in module.saf.family.projections.values()]
+    layout = f"{prefix}saf.{LAYOUT}"
+    if not state_dict.keys().isdisjoint([layout, *(f"{name}{own}" for name in names for own in _WEIGHTS)]):
+        module.saf.compare_layout(state_dict, prefix, layout)
+
+
+@cache
+def register() -> None:
+    """Enter `attend` and its mask in transformers' registries."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def is_stock(function: Any) -> bool:
+    """Return whether a function is code of transformers or of this package, decorated or not."""
+    # __module__ is what functools.wraps copies; the globals are those of the file that holds the code.
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith(("transformers.", "saf."))
+
+
+def check_function(attention: Any) -> None:
+    """Raise UnsupportedError unless a layer attends by a function in `STOCK`, with the mask that belongs to it."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = str(attention.config._attn_implementation)
+    known = name in (*STOCK, NAME) or name.startswith("kernels-community/")
+    names = inspect.unwrap(type(attention).forward).__globals__  # where the layer looks its function up
+    function = names.get("ALL_ATTENTION_FUNCTIONS", {}).get(name, names.get("eager_attention_forward"))
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name, function)
+    if not (known and is_stock(function) and is_stock(mask)):
+        raise UnsupportedError(
+            f"attention must be softmax attention by transformers' own eager, sdpa, flash or flex, got {name!r} or a "
+            "function in its place: choose one by model.set_attn_implementation"
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    output_attentions: bool = False,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with live and frozen heads in slot order, as transformers calls it.
+
+    `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the stored KV heads, cached tokens first;
+    `attention_mask` as `padding_mask` returns it; `position_ids [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
+
+    Raises UnsupportedError for dropout, attention weights as output, other masks, and a window shorter than the input
+    where heads are frozen or measured; InputError for inputs longer than the patterns.
+    """
+    state = state_of(module)  # None in other models built from the same config, which names this function
+    if dropout:
+        raise UnsupportedError(no_dropout(dropout, None if state is None else state.family))
+    if output_attentions:
+        raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
+    if isinstance(attention_mask, Beginning):
+        key, value = filled(key, value, query.shape[-2], layout_of(module))
+        attention_mask = attention_mask.mask
+    documents = attention_mask if isinstance(attention_mask, Documents) else None
+    positions = attention_mask if isinstance(attention_mask, CachePosition) else None
+    mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    if mask is not None and mask.dim() != 2:
+        raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {list(mask.shape)}; leave it out")
+    length = value.shape[-2] if documents is None else documents.longest
+    beyond = sliding_window is not None and length > sliding_window
+    if beyond and state is not None and (state.frozen is not None or state.sinks):
+        raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
+    for sink in () if state is None else state.sinks.values():
+        sink(query, key)
+    if documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
+        check_boundaries(cu_seq_lens_q, len(value))
+        if position_ids is not None:
+            real, total = (mask, value.shape[-2]) if positions is None else (positions.real, query.shape[-2])
+            check_positions(position_ids, real, total)
+    ordinary = {"window": sliding_window, "soft_cap": softcap}
+    left_pad = None if mask is None else first_real(mask)
+    mix = partial(_mix, state, {"scale": scaling, "left_pad": left_pad, "cache_position": positions}, ordinary)
+    output = mix(query, key, value) if documents is None else documents.attend(mix, query, key, value)
+    return output.transpose(1, 2), None
+
+
+def _mix(
+    state: HeadState | None,
+    options: dict[str, Any],
+    ordinary: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Return the output `[B, H, Tq, D]` of a layer, one sequence a row.
+
+    The window and the soft cap, in `ordinary`, are for live heads; `mixed_attention` has neither.
+    """
+    scale, left_pad, positions = options["scale"], options["left_pad"], options["cache_position"]
+    visible = None if positions is None else positions.visible
+    if state is None:
+        return live_attention(query, key, value, scale=scale, left_pad=left_pad, visible=visible, **ordinary)
+    split = state.kernel == FLASH_DECODE and state.layout.ordinary and ordinary["window"] is None
+    if ordinary["soft_cap"] is None and (state.frozen is not None or split):
+        return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
+    parts, layout = [], state.layout
+    if layout.num_live:
+        slots = layout.kv_head[: layout.num_live]
+        if positions is not None:
+            slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
+        own = {"scale": scale, "left_pad": left_pad, "visible": visible, "kernel": state.kernel, **ordinary}
+        parts.append(live_heads(query, key, value, slots, **own))
+    if state.frozen is not None:
+        parts.append(
+            frozen_attention(value, state.frozen, left_pad=left_pad, cache_position=positions, rows=query.shape[-2])
+        )
+    if not parts:
+        return query  # of no heads
+    return parts[0] if len(parts) == 1 else join_heads(*parts)
+
+
+def no_dropout(rate: float, family: Family | None) -> str:
+    """Say that attention dropout cannot be."""
+    setting = Family.dropout_setting if family is None else family.dropout_setting
+    return f"with frozen heads attention dropout must be 0, got {rate:g}: open the model with {setting}=0"
+
+
+def forward_without_queries(
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    attention_mask: Mask = None,
+    past_key_values: Any = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Compute an attention layer `[B, Tq, C]` without live heads: values, their mix, the output projection.
+
+    A cache stores the values in place of keys, by which it counts its tokens, and nothing in place of values; of a
+    layer without any heads it stores one number a token.
+    """
+    heads, family = len(module.saf.layout.rows["value"]), module.saf.family
+    # Of a fused projection the rows of values are all that is left.
+    value = family.module(module, "value")(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
+    rows = value.shape[-2]
+    if past_key_values is not None:
+        counted = value if heads else hidden_states[:, None, :, :1]
+        counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
+        value = counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
+    dropout = float(family.dropout(module)) if module.training else 0.0
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    query, key = value[:, :0, :rows], value[:, :0]
+    mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
+    flat = mixed.flatten(2).contiguous()  # GPT-2's projection takes a view of it
+    if family.output is not None:
+        return family.output(module, flat), None
+    projection = family.module(module, "output")
+    if heads:
+        return projection(flat), None
+    # The empty weight gets no gradient: clip_grad_norm_ finds no largest element in one.
+    return F.linear(flat, projection.weight.detach(), projection.bias), None
+
+
+def choose_forward(attention: Any, family: Family) -> None:
+    """Set the forward pass of a layer for its heads: without queries, the family's, or its class's own.
+
+    The class's own reads the number of heads off a projection's size, which does not work for none. Hooks of accelerate
+    stay around the one that is chosen.
+    """
+    layout, name = layout_of(attention), _forward_name(attention)
+    if not layout.num_live:
+        setattr(attention, name, partial(forward_without_queries, attention))
+    elif family.forward is not None and not layout.ordinary:
+        setattr(attention, name, partial(family.forward, attention))
+    elif (own := replaced_forward(attention)) is not None and own in (forward_without_queries, family.forward):
+        if name == _UNDER_HOOKS:
+            setattr(attention, name, MethodType(type(attention).forward, attention))
+        else:
+            del attention.forward
+
+
+def _forward_name(attention: Any) -> str:
+    """Return the attribute that holds a layer's own forward pass, under the hooks of accelerate if it has any."""
+    return _UNDER_HOOKS if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys() else "forward"
+
+
+def replaced_forward(attention: Any) -> Any:
+    """Return the function that an attention layer runs in place of its class's; None for that one."""
+    own = vars(attention).get(_forward_name(attention))
+    if isinstance(own, MethodType) and own.__func__ is type(attention).forward:
+        return None  # left behind by some ways of recording outputs
+    return own.func if isinstance(own, partial) else own
+
+
+def idle_tensors(model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors that training does not change since heads were edited, of which DDP must know.
+
+    They are the buffers of frozen heads, and in a layer without live heads the weights of queries and keys.
+    """
+    for name, module in model.named_modules():
+        if (state := state_of(module)) is None:
+            continue
+        yield from (f"{name}.{NAME}.{buffer}" for buffer, _ in state.named_buffers())
+        if not state.layout.num_live:
+            read = {id(one) for role in ("value", "output") for one in state.family.module(module, role).parameters()}
+            logits = {id(one) for one in state.parameters()}
+            own = module.named_parameters()
+            yield from (f"{name}.{part}" for part, one in own if id(one) not in read | logits)

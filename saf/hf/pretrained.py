@@ -1,0 +1,176 @@
+"""`save_pretrained` and `from_pretrained` of models with frozen heads: weights, `saf.json` and `saf.safetensors`.
+
+`watch_folders` wraps these methods of `PreTrainedModel`. transformers builds a model from its configuration, without
+weights, then fills it: a frozen head has no rows of queries and keys, so the empty model is cut to the shapes of the
+file in between, and gets its heads once it is filled.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from saf.errors import CheckpointError, UnsupportedError
+from saf.frozen_state import adopt_, resize_
+from saf.hf.adapter import TransformersAdapter
+from saf.hf.attention import NAME, HeadState, state_of
+from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
+from saf.models.adapter import Adapter, adapter_for
+from saf.models.description import STATE, TENSORS, described_beside, write_description
+from saf.ops.layout import LAYOUT, compare_layouts
+from saf.records.files import read_json, read_tensors
+from saf.records.folders import new_files
+from saf.sidecar import check_sums
+
+_HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
+"""Arguments of `from_pretrained` that say where files lie."""
+
+
+@cache
+def watch_folders() -> None:
+    """Let models of transformers open and save folders with frozen heads, from now on."""
+    methods: Any = vars(PreTrainedModel)
+    own: Any = PreTrainedModel
+    own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
+    own.save_pretrained = _saving(methods["save_pretrained"])
+    own._upload_modified_files = _uploading(own._upload_modified_files)
+
+
+def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(ordinary)
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+    ) -> Any:
+        """Save a model with its heads; one without takes away what a folder that it overwrites says of heads."""
+        folder, adapter = Path(save_directory), _edited(self)
+        if adapter is None:
+            unmark_(self.config)
+        elif is_main_process and not folder.is_file():
+            if mark_of(self.config) is None:  # the heads of a part of this model were frozen
+                self.config.saf = mark_of(adapter.sites()[0].attention.config)
+            state, tensors = described_beside(adapter)
+            with new_files(folder) as new:
+                write_description(new, state, tensors)
+            write_section(folder, section(adapter))
+        over = adapter is None and is_main_process and holds_heads(folder)
+        saved = ordinary(self, save_directory, is_main_process, *rest, **options)
+        if over:
+            forget_heads_(folder)
+        return saved
+
+    return save_pretrained
+
+
+def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(ordinary)
+    def _upload_modified_files(
+        self: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
+    ) -> Any:
+        """Upload the files about heads, too, and their section in the card that transformers has just written."""
+        if (adapter := _edited(self)) is not None:
+            write_section(Path(working_dir), section(adapter))
+            times = files_timestamps.items()
+            files_timestamps = {name: time for name, time in times if name not in (STATE, TENSORS, CARD)}
+        return ordinary(self, working_dir, repo_id, files_timestamps, **options)
+
+    return _upload_modified_files
+
+
+def _edited(model: Any) -> Adapter | None:
+    """Return the adapter of a model with frozen or pruned heads; None for any other."""
+    states = (module for module in model.modules() if isinstance(module, HeadState))
+    return None if all(state.layout.ordinary for state in states) else TransformersAdapter.of(model)
+
+
+def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(ordinary)
+    def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
+        """Open a folder with frozen heads with them, and any other one as before."""
+        if name is None or not _is_marked(cls, name if config is None else config, options):
+            return ordinary(cls, name, *model_args, config=config, **options)
+        if options.get("quantization_config") is not None:
+            raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
+        with_info = options.pop("output_loading_info", False)
+        folder = _folder(name, options)
+        state = read_json(folder / STATE, error=CheckpointError)
+        check_sums(folder, state)
+        tensors = read_tensors(folder / TENSORS, error=CheckpointError)
+        shaped = _shaped(cls, state, tensors)
+        opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
+        model, info = opened
+        if type(model) is shaped:  # with an adapter of peft it has its heads already
+            if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
+                saved = next(iter(model.config.architectures or ()), "another class")
+                raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved}")
+            model.__class__ = cls
+            _adopt_(model, state, tensors)
+        return opened if with_info else model
+
+    return from_pretrained
+
+
+def _is_marked(cls: Any, config: Any, options: dict[str, Any]) -> bool:
+    """Return whether a configuration, or that of a named folder, has frozen or pruned heads."""
+    if not isinstance(config, str | Path):
+        return mark_of(config) is not None
+    if cls.config_class is None or options.get("gguf_file") is not None:
+        return False
+    places = {each: options[each] for each in _HUB if each in options}
+    values, _ = cls.config_class.get_config_dict(config, **places)
+    return values.get("saf") is not None
+
+
+def _folder(name: Any, options: dict[str, Any]) -> Path:
+    """Return the folder on this machine with both files about the heads of a model; raise where one is missing."""
+    places = {each: options[each] for each in _HUB if options.get(each) is not None}
+    files = [
+        cached_file(name, each, _raise_exceptions_for_missing_entries=False, **places) for each in (STATE, TENSORS)
+    ]
+    if None in files:
+        raise CheckpointError(
+            f"{name}: the configuration has frozen heads, and {STATE} or {TENSORS} is missing; copy them from the "
+            "folder that save_pretrained wrote"
+        )
+    return Path(str(files[0])).parent
+
+
+def _shaped(cls: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Return a subclass whose models are built with the shapes of a description, for the time of opening one."""
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        cls.__init__(self, *arguments, **options)
+        for site, layout in resize_(self, state):
+            holder = torch.nn.Module()  # of the layout in the file, compared in `_adopt_`
+            holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
+            site.attention.register_module(NAME, holder)
+
+    def load_adapter(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Adopt the heads before an adapter of peft, which transformers loads while it opens the adapter's folder."""
+        self.__class__ = cls
+        _adopt_(self, state, tensors)
+        return self.load_adapter(*arguments, **options)
+
+    names = {"__init__": init, "load_adapter": load_adapter, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), names | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Give a filled model its heads; raise CheckpointError where its weights are of others."""
+    sites: list[Any] = list(adapter_for(model).sites())
+    if any(weight.is_meta for site in sites for weight, _ in site.projections().values()):
+        raise UnsupportedError("attention layers with frozen heads must not be offloaded: give them devices")
+    layouts = []
+    for site in sites:
+        holder = getattr(site.attention, NAME, None)
+        layouts.append(None if holder is None else getattr(holder, LAYOUT))
+        if holder is not None:
+            delattr(site.attention, NAME)
+    adopt_(model, state, tensors)
+    for site, layout in zip(sites, layouts, strict=True):
+        own = state_of(site.attention)
+        compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, layout)
