@@ -476,6 +476,11 @@ def watch_wrappers_(layers: Sequence[nn.Module]) -> None:
         attention.register_forward_pre_hook(check_wrapper)
 
 
+def renewed_(wrapper: nn.Module) -> None:
+    """Accept a wrapper whose buckets of gradients were made anew after the edits, in the same object."""
+    _outdated.discard(wrapper)
+
+
 def _forget_wrapper_(attention: nn.Module) -> None:
     """Take the check of `watch_wrappers_` out of a layer."""
     for number in [number for number, hook in attention._forward_pre_hooks.items() if hook is check_wrapper]:

@@ -45,7 +45,7 @@ from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.sidecar import check_sums
-from saf.surgery import check_editable, uninstall_
+from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
 from saf.train.parallel import Parallel, Replicas
 
@@ -457,6 +457,7 @@ def rewrap_(trainer: Any) -> None:
         del wrapper.reducer, wrapper.logger
         gc.collect()
         wrapper.__setstate__(state)
+        renewed_(wrapper)
         if (handler := trainer.accelerator.ddp_handler) is not None:
             handler.register_comm_hook(wrapper)
     if trainer.args.torch_compile:
