@@ -24,9 +24,9 @@ from saf.bench.timing import wait_for
 from saf.calibration import plan_calibration
 from saf.data import TokenData, calibration_windows
 from saf.fit import fit_kl, fit_with_certificate
-from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
+from saf.freezing import freeze_
 from saf.machine import Execution
 from saf.models import GPT
 from saf.opening import find_model

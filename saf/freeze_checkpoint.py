@@ -10,10 +10,10 @@ from saf.calibration.plan import readable
 from saf.checkpoint import Checkpoint, save_checkpoint
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
+from saf.freezing import freeze_
 from saf.machine import autocast, pick_device
 from saf.models import GPT
 from saf.models.description import STATE, recorded_layouts

@@ -4,9 +4,9 @@ from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
 from saf.fit import fit_compact, fit_exponential, fit_kl
-from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
+from saf.freezing import freeze_
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention

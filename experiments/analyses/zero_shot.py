@@ -32,8 +32,8 @@ from saf.data import calibration_windows
 from saf.errors import InputError
 from saf.evaluate.evaluated import precision_in_use
 from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counted, paired_tasks
-from saf.freeze import FittedHead, accept_fits, fit_heads, head_order
 from saf.freeze_config import FreezeConfig
+from saf.freezing import FittedHead, accept_fits, fit_heads, head_order
 from saf.heads import Head, HeadSet
 from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device

@@ -17,10 +17,10 @@ from saf.calibration import plan_calibration
 from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.evaluated import PARENT, precision_in_use
-from saf.freeze import freeze_
 from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
+from saf.freezing import freeze_
 from saf.heads import HeadLayout
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from saf.calibration import QKGradient, plan_calibration
 from saf.distributed import on_rank0
 from saf.errors import InputError
-from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig, calibration_collect
+from saf.freezing import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend

@@ -6,8 +6,8 @@ import torch
 from saf.calibration import calibrate, gate_gradients, plan_calibration, read_batches, read_sequences
 from saf.calibration.strips import spans_of
 from saf.errors import InputError
-from saf.freeze import freeze_
 from saf.freeze_config import FreezeConfig
+from saf.freezing import freeze_
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import FIELDS, check_close, model, tokens
 

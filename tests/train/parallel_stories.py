@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import saf
-import saf.freeze as recipe
+import saf.freezing as recipe
 import saf.train.loop as loop
 from saf.bench import Update, measure
 from saf.checkpoint import _write_shards
