@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from saf.errors import InputError, check_name
-from saf.fit import check_fitter_options
+from saf.fit import check_constant_after, check_fitter_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.records.events import MADE
 from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
@@ -146,8 +146,10 @@ class FreezeConfig:
         if changed := [name for name in names if getattr(self, name) != defaults[name]]:
             raise InputError(f"{reason}: leave {' and '.join(changed)} out")
 
-    def check_calibration(self, *, sequences: int) -> None:
-        """Raise InputError where so many different calibration sequences are too few for the score."""
+    def check_calibration(self, *, sequences: int, length: int) -> None:
+        """Raise InputError where so many different sequences of `length` tokens are too few or short."""
+        if (after := self.fitter_options.get("alpha_constant_after")) is not None:
+            check_constant_after(after, length)
         names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
         if names and sequences < 2:
             raise InputError(

@@ -204,7 +204,7 @@ def _read(
         raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
     if config.heads is not None:
         check_measurable(adapter, config.heads)
-    config.check_calibration(sequences=sequences.num_different)
+    config.check_calibration(sequences=sequences.num_different, length=length)
     if heldout is not None or "gates" in config.needs:
         adapter.check_next_token()
     if config.operation == "freeze":

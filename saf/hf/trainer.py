@@ -192,7 +192,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         batches, held_out = (self._sequences(name, tokenizer) for name in ("calibration", "heldout"))
         check_vocabulary(adapter, [*batches, *held_out])
         length = batches[0].shape[-1]
-        self.config.check_calibration(sequences=read_sequences(batches).num_different)
+        self.config.check_calibration(sequences=read_sequences(batches).num_different, length=length)
         if held_out or "gates" in self.config.needs:
             adapter.check_next_token()
         layouts = [site.layout for site in adapter.sites()]

@@ -143,7 +143,7 @@ def _checked_parallel(config: TrainConfig, execution: Execution, task: Task, sha
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
     check_freeze(config, execution)
     if freeze is not None:
-        freeze.check_calibration(sequences=config.calibration_sequences)
+        freeze.check_calibration(sequences=config.calibration_sequences, length=task.length)
     if config.graphs == "on":
         many = config.finetuning is not None
         check_graphs(execution, parallel.kind, trained_patterns=trained, many_lengths=many)

@@ -487,6 +487,7 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
         ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
+        ({"freeze": replace(FREEZE, fitter_options={"alpha_constant_after": 8})}, r"\[0, T/4\), T = 32; got 8"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
         ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
         ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most schedule.cap=0.5 of 8"),
