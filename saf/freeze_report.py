@@ -182,17 +182,14 @@ class FreezeReport:
         table = Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
         return table.without([fits]) if kind == "pruned" else table
 
-    def __rich__(self) -> Table:
-        return self.table()
-
     def __str__(self) -> str:
         try:
             from rich.console import Console
         except ModuleNotFoundError:
             return markdown_of(self.table())
         text = io.StringIO()
-        Console(width=100, file=text).print(self)
-        return text.getvalue()
+        self.table().print(Console(width=100, file=text, highlight=False))
+        return text.getvalue().rstrip()
 
 
 def exponential_words(fits: Sequence[Mapping[str, Any]]) -> str:

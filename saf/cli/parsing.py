@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, make_dataclass
+from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -41,15 +42,22 @@ def _shortened(kind: Any, names: Sequence[str]) -> Any:
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{each.name}.")]
         if inner:
             group, *marks = get_args(hints[each.name]) or (hints[each.name],)
-            short = _shortened(group, inner)
-            members.append((each.name, Annotated[(short, *marks, None)], field(default_factory=short)))
+            short, default = _shortened(group, inner), _default(each)
+            values = {it.name: getattr(default, it.name) for it in fields(group)} if isinstance(default, group) else {}
+            members.append(
+                (each.name, Annotated[(short, *marks, None)], field(default_factory=partial(short, **values)))
+            )
         elif each.name not in names:
-            default = each.default_factory() if each.default_factory is not MISSING else each.default
             hidden = Annotated[hints[each.name], tyro.conf.Suppress]
-            members.append((each.name, hidden, field(default_factory=lambda value=default: value)))
+            members.append((each.name, hidden, field(default_factory=partial(_default, each))))
     namespace = {"__doc__": f"{cleandoc(kind.__doc__)}\n\nMore settings: --help-all."}
     frozen = kind.__dataclass_params__.frozen
     return make_dataclass(kind.__name__, members, bases=(kind,), namespace=namespace, kw_only=True, frozen=frozen)
+
+
+def _default(setting: Field[Any]) -> Any:
+    """Return the default of a field, MISSING where it has none."""
+    return setting.default if setting.default_factory is MISSING else setting.default_factory()
 
 
 def read_heads(words: Sequence[str]) -> tuple[Head, ...]:

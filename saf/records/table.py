@@ -72,8 +72,8 @@ class Table:
         notes = "\n".join(f"- {markdown(note)}" for note in self.notes)
         return "\n\n".join(filter(None, [title, "\n".join(lines), notes]))
 
-    def print(self) -> None:
-        """Print the table on the terminal.
+    def print(self, console: Any = None) -> None:
+        """Print the table on the terminal, or on another console of rich.
 
         Where the terminal is too narrow cells break between words, headings to their columns' width; a table of many
         columns is wider than the terminal rather than having its numbers split.
@@ -81,7 +81,7 @@ class Table:
         from rich.console import Console
         from rich.text import Text
 
-        console = Console(highlight=False)
+        console = console or Console(highlight=False)
         # A title and notes inside a narrow table would be as narrow.
         table, width = self._rich(), console.width
         wished = table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum

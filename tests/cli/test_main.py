@@ -37,6 +37,8 @@ def test_help_has_two_tiers(saf, words):
     count = [len(re.findall(r"^[|│ ]+--", text, re.MULTILINE)) for text in (first, every)]
     assert 10 < count[0] <= 0.7 * count[1]
     assert "--help-all" in first
+    rates = [re.search(r"-rate FLOAT.*?default: ([\d.]+)", text, re.DOTALL) for text in (first, every)]
+    assert len({rate and rate[1] for rate in rates}) == 1
 
 
 @pytest.mark.parametrize(("word", "hint"), [("evalute", "did you mean `saf evaluate`?"), ("xyzzy", "lists the")])

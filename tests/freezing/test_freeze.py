@@ -340,7 +340,7 @@ def ready_heads(model):
 def test_the_report_prints_saves_and_tells_how_many_more_and_in_all(tmp_path):
     model, ids = make(), tokens()
     report = saf.freeze_(model, [ids])
-    assert "3 of 12 heads frozen by variance" in str(report)
+    assert str(report).startswith("3 of 12 heads frozen by variance\n┏")
     assert repr(report) == "<FreezeReport: 3 of 12 heads frozen by variance; print() shows the table>"
     assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     report.save(tmp_path, update=7)
