@@ -26,6 +26,7 @@ from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.open_model import Encoder
+from saf.hf.pretrained import watch_folders
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.description import STATE, recorded_layouts
@@ -105,6 +106,7 @@ class TransformersFolder:
         """
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         options |= {} if dtype is None else {"dtype": dtype}
+        watch_folders()
         try:
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         except SafError:

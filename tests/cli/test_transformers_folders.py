@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,6 +74,11 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_a_new_process_opens_a_frozen_folder(base, frozen, tmp_path):
+    words = ["evaluate", frozen, "--data", base / "data", "--length", 16, "--limit", 1, "--device", "cpu"]
+    subprocess.run([sys.executable, "-m", "saf", *map(str, words), "--out", tmp_path / "out"], check=True, timeout=240)
 
 
 def test_evaluations_keep_log_probabilities_and_compare(base, frozen, saf, saf_json, tmp_path):
