@@ -5,21 +5,23 @@ named "saf" in transformers' registry, `attend`; layers without live heads run `
 """
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.errors import UnsupportedError
+from saf.errors import SafWarning, UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.hf.cache import check_offloading, filled, prepare
 from saf.hf.families import Family
 from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
-from saf.models.adapter import Removed, Sink
+from saf.models.adapter import Removed, Sink, hooked
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
 from saf.ops.layout import LAYOUT, LayoutMixin
@@ -50,6 +52,14 @@ class HeadState(LayoutMixin):
         """The model's attention function before heads were frozen."""
         self.everywhere: tuple[HeadLayout, ...] | None = None
         """The heads of all layers of the model, once some are edited."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the process that unpickles a model attend and save with its heads."""
+        from saf.hf.pretrained import watch_folders
+
+        super().__setstate__(state)
+        register()
+        watch_folders()
 
     @property
     def idle(self) -> bool:
@@ -100,11 +110,18 @@ def layout_of(attention: Any) -> HeadLayout:
 
 
 def _before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
-    """Check the attention function and fit the cache."""
+    """Check the attention function and hooks, and fit the cache."""
     state, name = module.saf, module.config._attn_implementation
     if not state.layout.ordinary and name != NAME:
         raise UnsupportedError(
             f"a model with frozen heads must attend by {NAME!r}, got {name!r}; call set_attn_implementation({NAME!r})"
+        )
+    if not (torch.compiler.is_compiling() or state.layout.ordinary) and (owner := hooked(module)):
+        warnings.warn(
+            f"hooks on {owner} of layer {module.layer_idx} see live heads first, and no queries of frozen ones: hook "
+            "the layer instead",
+            SafWarning,
+            stacklevel=2,
         )
     if (past := options.get("past_key_values")) is not None:
         if getattr(past, "offloading", False):
@@ -185,8 +202,9 @@ def attend(
     documents = attention_mask if isinstance(attention_mask, Documents) else None
     positions = attention_mask if isinstance(attention_mask, CachePosition) else None
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    if mask is not None and mask.dim() != 2:
-        raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {list(mask.shape)}; leave it out")
+    known = attention_mask is None or documents is not None or positions is not None
+    if not (known or (mask is not None and mask.dim() == 2)):  # transformers passes a BlockMask on as it is
+        raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}; leave it out")
     length = value.shape[-2] if documents is None else documents.longest
     beyond = sliding_window is not None and length > sliding_window
     if beyond and state is not None and (state.frozen is not None or state.sinks):

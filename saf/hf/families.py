@@ -19,6 +19,17 @@ LINEAR, CONV1D = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.C
 """Kinds of projections: a weight `[out, in]`, and one `[in, out]`."""
 
 
+# Functions have names, so that models with frozen heads can be pickled.
+def attention_dropout(attention: Any) -> float:
+    """Return the rate of dropout of a layer's attention weights."""
+    return attention.attention_dropout
+
+
+def scaling(attention: Any) -> float | None:
+    """Return the factor of the products of queries and keys."""
+    return attention.scaling
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """How the attention layers of a family of models are built; the defaults are Llama's."""
@@ -30,11 +41,11 @@ class Family:
     """The layer's modules by the role of their rows, or the roles whose rows lie in one weight: `query_key_value`."""
     kind: str = LINEAR
     """The class of the projections."""
-    dropout: Callable[[Any], float] = lambda attention: attention.attention_dropout
+    dropout: Callable[[Any], float] = attention_dropout
     """Rate of dropout of a layer's attention weights."""
     dropout_setting: str = "attention_dropout"
     """The field of the configuration with that rate."""
-    scale: Callable[[Any], float | None] = lambda attention: attention.scaling
+    scale: Callable[[Any], float | None] = scaling
     """Factor of the products of queries and keys."""
     soft_cap: str | None = None
     """The layer's attribute with the cap of its logits."""
@@ -119,6 +130,11 @@ PHI3 = Family(
 )
 
 
+def gpt2_dropout(attention: Any) -> float:
+    """Return the rate of dropout of a layer's attention weights."""
+    return attention.attn_dropout.p
+
+
 def gpt2_scale(attention: Any) -> float:
     """Return the factor of the products of queries and keys, which may depend on the layer."""
     factor = attention.head_dim**-0.5 if attention.scale_attn_weights else 1.0
@@ -143,7 +159,7 @@ GPT2 = Family(
     attention="GPT2Attention",
     projections={"query_key_value": "c_attn", "output": "c_proj"},
     kind=CONV1D,
-    dropout=lambda attention: attention.attn_dropout.p,
+    dropout=gpt2_dropout,
     dropout_setting="attn_pdrop",
     scale=gpt2_scale,
     settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),

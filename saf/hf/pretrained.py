@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_peft_available
 
 from saf.errors import CheckpointError, UnsupportedError
 from saf.frozen_state import adopt_, resize_
@@ -47,18 +48,24 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> Any:
         """Save a model with its heads; one without takes away what a folder that it overwrites says of heads."""
-        folder, adapter = Path(save_directory), _edited(self)
+        if getattr(self, "_hf_peft_config_loaded", False):  # adapters alone are saved
+            return ordinary(self, save_directory, is_main_process, *rest, **options)
+        folder, adapter, mark = Path(save_directory), _edited(self), mark_of(self.config)
         if adapter is None:
             unmark_(self.config)
         elif is_main_process and not folder.is_file():
-            if mark_of(self.config) is None:  # the heads of a part of this model were frozen
+            if mark is None:  # the heads of a part of this model were frozen
                 self.config.saf = mark_of(adapter.sites()[0].attention.config)
             state, tensors = described_beside(adapter)
             with new_files(folder) as new:
                 write_description(new, state, tensors)
             write_section(folder, section(adapter))
         over = adapter is None and is_main_process and holds_heads(folder)
-        saved = ordinary(self, save_directory, is_main_process, *rest, **options)
+        try:
+            saved = ordinary(self, save_directory, is_main_process, *rest, **options)
+        finally:
+            if adapter is None and mark is not None:  # the configuration is also that of a model with heads
+                self.config.saf = mark
         if over:
             forget_heads_(folder)
         return saved
@@ -82,7 +89,9 @@ def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _edited(model: Any) -> Adapter | None:
-    """Return the adapter of a model with frozen or pruned heads; None for any other."""
+    """Return the adapter of a model with edited heads; None for any other, and where adapters alone are saved."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return None
     states = (module for module in model.modules() if isinstance(module, HeadState))
     return None if all(state.layout.ordinary for state in states) else TransformersAdapter.of(model)
 
@@ -91,6 +100,10 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
         """Open a folder with frozen heads with them, and any other one as before."""
+        base = None if name is None else _base_of(Path(name))
+        if base is not None and _is_marked(cls, base if config is None else config, options):
+            options["adapter_kwargs"] = {"_adapter_model_path": name, **(options.get("adapter_kwargs") or {})}
+            name = base
         if name is None or not _is_marked(cls, name if config is None else config, options):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
@@ -112,6 +125,14 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         return opened if with_info else model
 
     return from_pretrained
+
+
+def _base_of(folder: Path) -> str | None:
+    """Return which model the adapter of peft in a folder is for; None where the folder has a model, or no adapter."""
+    path = folder / "adapter_config.json"
+    if not is_peft_available() or not path.is_file() or (folder / "config.json").is_file():
+        return None
+    return read_json(path, error=CheckpointError).get("base_model_name_or_path")
 
 
 def _is_marked(cls: Any, config: Any, options: dict[str, Any]) -> bool:

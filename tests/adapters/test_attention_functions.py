@@ -2,13 +2,14 @@
 
 import functools
 import types
+import warnings
 
 import pytest
 import torch
 
 import saf
-from saf.errors import UnsupportedError
-from tests.transformers_models import HEADS, make, tokens, transformers
+from saf.errors import SafWarning, UnsupportedError
+from tests.transformers_models import HEADS, freeze, make, tokens, transformers
 
 masking = pytest.importorskip("transformers.masking_utils")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -106,3 +107,19 @@ def test_transformers_own_functions_are_measured_alike(name):
     assert torch.equal(found, expected)
     saf.freeze_(model, [tokens()], CONFIG)
     assert model(tokens(), use_cache=False).logits.isfinite().all()
+
+
+def test_other_masks_are_refused_and_hooks_set_later_warned_of():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    model, ids = make("llama"), tokens(1, 16)
+    freeze(model)
+    block = flex.create_block_mask(lambda b, h, q, k: (q >= k) & (q // 8 == k // 8), 1, None, 16, 16, device="cpu")
+    with pytest.raises(UnsupportedError, match="must mark padding"):
+        model(ids, attention_mask=block, use_cache=False)
+    hook = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    with pytest.warns(SafWarning, match=r"hooks on q_proj of layer 0"):
+        model(ids, use_cache=False)
+    hook.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, use_cache=False)

@@ -138,6 +138,10 @@ def test_the_folder_of_an_adapter_opens_on_its_base_with_frozen_heads(family, tm
     assert type(again) is type(model)
     assert not any(info.values())
     torch.testing.assert_close(logits(again), expected)
+    torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path / "adapter")), expected)
+    again.save_pretrained(tmp_path / "base")  # its adapter alone, beside the heads
+    torch.testing.assert_close(logits(opened(tmp_path / "base")), expected)
+    (tmp_path / "base" / "adapter_config.json").unlink()
     make(family).save_pretrained(tmp_path / "base")  # an ordinary one in its place
     with pytest.raises(RuntimeError, match="mismatch"):
         opened(tmp_path / "adapter")
@@ -175,6 +179,15 @@ def test_parts_of_the_model_are_saved_with_their_heads(family, tmp_path):
     freeze(around.base_model)
     around.save_pretrained(tmp_path / "around")
     assert torch.equal(logits(opened(tmp_path / "around")), logits(around))
+
+
+def test_saving_an_ordinary_model_of_the_same_configuration_leaves_the_heads_theirs(tmp_path):
+    model = make("llama")
+    freeze(model)
+    type(model)(model.config).save_pretrained(tmp_path / "ordinary")
+    model.save_pretrained(tmp_path / "frozen")
+    assert torch.equal(logits(opened(tmp_path / "frozen")), logits(model))
+    assert opened(tmp_path / "ordinary").num_parameters() > model.num_parameters()
 
 
 def test_a_class_with_other_names_of_layers_is_refused(tmp_path):
