@@ -392,8 +392,16 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def _check_length(self, length: int, held_out: list[Tensor], updates: int) -> None:
         """Raise InputError for held-out sequences, or a first row of the data, longer than patterns will cover."""
         found = {"heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1}  # the last token is a target alone
-        if (self.schedule.first_update(updates) or 0) < updates:
-            found |= {name: _row_length(getattr(self.trainer, name)) for name in ("train_dataset", "eval_dataset")}
+        collator, strategy = self.trainer.data_collator, self.trainer.args.eval_strategy
+        module = getattr(collator, "__module__", type(collator).__module__)
+        # Other collators than those of transformers may cut rows.
+        if (self.schedule.first_update(updates) or 0) < updates and module.startswith("transformers."):
+            names = (
+                ("train_dataset",)
+                if getattr(strategy, "value", strategy) == "no"
+                else ("train_dataset", "eval_dataset")
+            )
+            found |= {name: _row_length(getattr(self.trainer, name)) for name in names}
         for name, most in found.items():
             if most > length:
                 raise InputError(

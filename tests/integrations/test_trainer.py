@@ -296,6 +296,19 @@ def test_what_cannot_work_is_refused_before_training(case, hf, tmp_path):
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
+def test_rows_that_a_collator_cuts_and_evaluations_that_never_come_may_be_longer(hf, tmp_path):
+    short = saf.FreezeConfig(count=1, max_fit_kl=99)
+    made = FreezeCallback(short, [tokens()[:, :20]], saf.OneTime(1))
+    run = trainer(hf, tmp_path, made, max_steps=2)
+    run.data_collator = lambda rows: {name: torch.stack([row[name][:20] for row in rows]) for name in rows[0]}
+    run.train()
+    assert len(frozen(run.model)) == 1
+    run = trainer(hf, tmp_path, FreezeCallback(short, [tokens()], saf.OneTime(1)), max_steps=2)
+    run.eval_dataset = [{"input_ids": torch.zeros(2 * LENGTH, dtype=torch.long)}]
+    run.train()
+    assert len(frozen(run.model)) == 1
+
+
 def test_two_callbacks_shares_and_wrong_arguments_are_refused(hf, tmp_path):
     with pytest.raises(InputError, match="one FreezeCallback"):
         trainer(hf, tmp_path, callback(saf.OneTime(2)), callback(saf.OneTime(5))).train()
