@@ -44,58 +44,59 @@ class FreezeConfig:
     """Hold the settings of one event that freezes or prunes heads."""
 
     operation: Operation = "freeze"
-    """Freeze heads into fixed patterns, or prune them: remove them altogether, the control. Heads to prune are measured
-    and chosen in the same way; settings of patterns and fits are left out."""
+    """Freeze heads into fixed patterns, or prune the same heads, that is remove them: the control. Pruning uses no
+    settings of patterns and fits."""
     rate: float = 0.25
-    """Share of the original model's heads that this event freezes, k = round(rate * layers * heads), chosen among those
-    still live: on a model with frozen heads k more are frozen."""
+    """Freeze this share of the original model's heads, k = round(rate * layers * heads), in addition to heads frozen
+    before."""
     count: int | None = None
-    """Freeze so many heads, whatever rate says."""
+    """Freeze this number of heads, whatever rate is."""
     score: str | Score = "variance"
-    """Heads with the lowest score are frozen first; a name or, in Python, a function of the statistics."""
+    """Freeze the heads with the lowest values of this score; in Python it may be a function of the statistics."""
     pattern: str = "mean"
-    """What a frozen head's attention is replaced by."""
+    """Replace a frozen head's attention by this pattern."""
     storage: Storage = "compact"
-    """How patterns are kept: fitted key and distance logits; exponential, whose distance logits beyond a band are a
-    sum of damped cosines, so that a head takes time linear in length (heads that it does not fit stay compact); or
-    every entry, in float32 (dense) or, in half the memory but with rows that miss one by up to 0.004, in bfloat16."""
+    """Keep patterns as fitted key and distance logits (compact), as sums of damped cosines, which take linear time
+    (exponential; heads that do not fit stay compact), or entry by entry in float32 (dense) or bfloat16 (dense_bfloat16,
+    whose rows miss one by up to 0.004)."""
     fitter: str = "proportional"
-    """How compact patterns are fitted."""
+    """Fit compact patterns by this fitter."""
     max_fit_kl: float = 0.2
-    """Largest row-averaged KL from the pattern to its compact fit, in nats; other heads are skipped."""
+    """Skip heads whose compact fit has a larger row-averaged KL from the pattern than this, in nats."""
     strict: bool = False
     """Raise an error if one of the k lowest heads does not fit, instead of taking the next one, or if fewer than k may
     be chosen."""
     heads: tuple[Head, ...] | None = None
-    """Exactly these heads (layer, head), whatever rate says and they score; refused when one does not fit. On the
-    command line 0:3 1:11 or a file: JSON pairs, or the events.jsonl of a run."""
+    """Freeze exactly these (layer, head) pairs; one that does not fit is an error. On the command line write 0:3 1:11,
+    or a file: JSON pairs, or the events.jsonl of a run."""
     exclude: tuple[Head, ...] = ()
-    """Heads that stay live, written the same way."""
+    """Keep these heads live; they are written like heads."""
     only: tuple[Head, ...] | None = None
-    """Heads that may be chosen, written the same way; all of them when None."""
+    """Choose among these heads alone, written like heads; None allows all."""
     below: float | None = None
     """Choose only heads that score less than this."""
     max_per_layer: int | None = None
-    """Most heads to freeze in a layer; any number when None."""
+    """Freeze at most this number of heads in a layer; None sets no limit."""
     match: str | None = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
     match_heads: tuple[Head, ...] | None = None
-    """Freeze as many heads in each layer as this list has, written as heads are: that control beside another run."""
+    """Freeze as many heads in each layer as this list has, written like heads: a control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
     budget: float | None = None
-    """Largest rise of perplexity on held-out text, such as 0.01. Twice as many heads as asked for are tried alone; the
-    cheapest are taken in groups while all together stay within it, up to the rate. Any number when None."""
+    """Keep the rise of perplexity on held-out text within this share, such as 0.01. Twice as many heads as requested
+    are tried alone; the cheapest are accepted in groups, up to the rate. None sets no limit."""
     seed: Seed = 0
-    """Of random scores and sampled patterns; in Python also a torch.Generator, from which one is drawn at once."""
+    """Random seed for random scores and sampled patterns; in Python it may be a torch.Generator."""
     backend: str = "auto"
-    """Which backend executes frozen heads: toeplitz, fused or reference, or the one that `saf doctor` names."""
+    """Execute frozen heads by this backend: toeplitz, fused or reference; auto takes the one that `saf doctor`
+    names."""
     trainable: bool = False
-    """Train key and distance logits on with the model, from their fit, instead of keeping them fixed."""
+    """Train key and distance logits with the model, from their fit on, instead of keeping them fixed."""
     fitter_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the fitter, by name; on the command line such as: steps 200."""
+    """Pass these further arguments to the fitter, by name; on the command line such as: steps 200."""
     pattern_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the pattern, by name; on the command line such as: scale 4."""
+    """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 
     def __post_init__(self):
         """Raise InputError for unknown names, values out of range, and settings that would have no effect."""

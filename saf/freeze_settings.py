@@ -18,39 +18,41 @@ class CheckpointFreezing:
     """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
 
     checkpoint: Path
-    """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
+    """Checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its name on the hub)."""
     config: FreezeConfig
-    """How heads are frozen."""
+    """These settings say how heads are frozen."""
     out: Path
-    """The new checkpoint or model's folder; the event is recorded among its files, in events.jsonl."""
+    """Write the new checkpoint, or the model's folder, here; events.jsonl in it records the event."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; the one it was trained on when None. For a model of transformers its
-    tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    """Read this folder made by `saf data prepare`, or, for a Hugging Face model, a file of text; None takes the data
+    that the checkpoint was trained on. A folder's tokenizer must be the model's (`saf data prepare --tokenizer
+    MODEL`)."""
     bos: bool = False
-    """Begin each sequence with the token that begins a text (BOS) of the tokenizer of a model of transformers."""
+    """Begin each sequence with the beginning-of-text token (BOS) of a Hugging Face model's tokenizer."""
     sequences: int = 32
-    """Calibration sequences."""
+    """Number of calibration sequences."""
     length: int | None = None
-    """Their length in tokens; when None the run's, or as many as a model of transformers takes."""
+    """Length of calibration sequences in tokens; None takes the run's, or all that a Hugging Face model takes."""
     allow_shorter: bool = False
-    """Accept a length below that; the model then takes no longer input."""
+    """Accept a shorter length than the model takes; the frozen model then refuses longer inputs."""
     batch_size: int = 8
-    """Sequences in a forward pass."""
+    """Number of sequences in a forward pass."""
     heldout_sequences: int | None = None
-    """Sequences of the controller partition for the loss before and after, and for output-aware scores. When None 32
-    for such a score, otherwise up to 8."""
+    """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
+    such a score, otherwise up to 8."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     calibration_seed: int | None = None
-    """Of the choice of calibration sequences; the run's, or 0, when None."""
+    """Random seed for the choice of calibration sequences; None takes the run's, or 0."""
     capture_gb: float | None = None
-    """Most memory for queries and keys kept at once, GB; half of what is free when None."""
+    """Keep at most this many GB of queries and keys at once; None takes half of the free memory."""
     finalize: bool = False
-    """Forget the removed query and key rows: a smaller checkpoint that cannot be undone."""
+    """Drop the removed query and key rows: the checkpoint is smaller, and freezing cannot be undone."""
     device: Device = "auto"
-    """Where to compute; auto is CUDA if there is one."""
+    """Compute on this device; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own dtype; fp32 refuses them."""
+    """Compute in this precision; auto is bf16 autocast on CUDA, and fp32 on CPU. Weights in 16 bits run in their own
+    dtype; fp32 refuses them."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""

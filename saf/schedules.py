@@ -158,13 +158,13 @@ class Timetable(Protocol):
 
 @dataclass(frozen=True)
 class OneTime:
-    """The paper's default: freeze once, at a fixed moment; an ordinary arm saves a checkpoint there."""
+    """Freeze once, at a fixed moment, as the paper does by default; an ordinary arm saves a checkpoint there."""
 
     name: ClassVar[str] = "one_time"
     chooses_once: ClassVar[bool] = True
     several_events: ClassVar[bool] = False
     at: int | float = 0.5
-    """When: a whole number of updates, or a share of all of them, also where a run gets time and does more or fewer."""
+    """Freeze after this number of updates, or this share of all updates of the schedule."""
 
     def __post_init__(self):
         _check_moments(self, "at")

@@ -30,9 +30,8 @@ Record = dict[str, Any]
 class Command:
     """Show what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
-    Runs of a task are compared by their answers, question by question. Runs that differ in more than the freezing are
-    refused. Models that no run trained, such as those of transformers, and zero-shot tasks are compared by the folders
-    that `saf evaluate --out` wrote.
+    Runs of a task are compared question by question. Runs that differ in more than the freezing are refused. Hugging
+    Face models and zero-shot tasks are compared by the folders that `saf evaluate --out` wrote.
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ORDINARY")]
@@ -40,12 +39,12 @@ class Command:
     frozen: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROZEN")]
     """Folder of the finished run with frozen heads, or of its evaluation."""
     out: Path | None = None
-    """Write compare.json into this folder; by default the frozen run's, and none for evaluations."""
+    """Write compare.json into this folder; by default into the frozen run's, and for evaluations nowhere."""
     allow_differences: bool = False
-    """Compare all the same, listing what differs. Held-out windows, questions and queries must still be the same, and
-    the precision of evaluations."""
+    """Compare runs that differ in more than the freezing, and list the differences. Held-out windows, questions and
+    precision must still be equal."""
     card: Path | None = None
-    """Write the change of perplexity into the model card (README.md) of this folder, the frozen model's."""
+    """Write the change of perplexity into the model card (README.md) of this folder, which holds the frozen model."""
     resamples: int = RESAMPLES
     """Number of bootstrap draws of windows."""
     seed: int = 0

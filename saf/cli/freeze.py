@@ -23,16 +23,16 @@ FIRST = (
 
 @dataclass(frozen=True, kw_only=True)
 class Command(CheckpointFreezing):
-    """Calibrate, choose, fit and install frozen heads in a checkpoint, or prune them; write the result as a new one.
+    """Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
 
-    The optimiser's state is carried along, so `saf pretrain --parent OUT` continues from there. For a model of
-    transformers OUT is a folder that from_pretrained opens.
+    The result holds the optimiser's state, so `saf pretrain --parent OUT` continues from there. For a Hugging Face
+    model OUT is a folder that from_pretrained opens, after `import saf.integrations.transformers`.
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint (step-N), a run (its newest one), or a model of transformers: its folder, or its name on the hub."""
+    """Checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its name on the hub)."""
     config: Annotated[FreezeConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=FreezeConfig)
-    """How heads are frozen."""
+    """These settings say how heads are frozen."""
     json: bool = False
     """Print JSON instead of a table."""
 

@@ -16,8 +16,8 @@ from saf.train.config import recorded_config, settings_after
 class Pretrain(TrainFlags):
     """Train a model, or one arm from another run's checkpoint, in a folder of its own.
 
-    Settings left out take their default, with --parent the parent run's value, with --resume the run's own:
-    `saf pretrain --parent FOLDER --out FOLDER --help-all` shows them.
+    A setting that is left out has its default, with --parent the parent run's value, and with --resume the run's own;
+    `saf pretrain --parent FOLDER --out FOLDER --help-all` shows these values.
     Several processes train together when `torchrun --nproc-per-node N -m saf pretrain ...` starts them.
     Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """

@@ -17,10 +17,10 @@ class Command:
     """Write one self-contained HTML page: about runs, or about a Hugging Face model with frozen heads."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, the first ordinary one of which is the baseline; or a Hugging Face folder, followed by the folders
-    that `saf evaluate --out` wrote of the model before and after."""
+    """Run folders; the first ordinary one is the baseline. Or a Hugging Face folder, then its evaluations before and
+    after (`saf evaluate --out`)."""
     out: Path | None = None
-    """Write an .html file, or report.html into a folder; by default the last run's."""
+    """Write this .html file, or report.html into this folder; by default into the last run's, or the model's."""
     picture: Path | None = None
     """Write the head map and the curves of runs as one .svg file too."""
     json: bool = False

@@ -35,9 +35,9 @@ class TrainFlags(TrainConfig):
     """The settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
 
     freeze: FreezeConfig = field(default_factory=lambda: NOTHING_FROZEN)
-    """How heads are frozen; nothing is without a rate, a count or heads."""
+    """These settings say how heads are frozen; without a rate, a count or heads nothing is frozen."""
     schedule: Schedule = field(default_factory=OneTime)
-    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come."""
+    """The schedule says when heads freeze; an ordinary arm saves a checkpoint at the first event."""
     finetuning: Annotated[FinetuneSettings | None, tyro.conf.Suppress] = None
     resume: bool = False
     """Go on from the newest checkpoint in --out, with the run's own settings."""

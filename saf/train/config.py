@@ -30,66 +30,66 @@ class TrainConfig:
     """The settings of one arm; raises InputError naming the field that cannot be used."""
 
     data: str
-    """Folder made by `saf data prepare`; to finetune, the file of training examples."""
+    """Read this folder made by `saf data prepare`; to finetune, this file of training examples."""
     out: str
-    """Folder of the run; new, or the one to resume."""
+    """Write the run into this folder, which is new, or the one to resume."""
     task: str = "text"
-    """What the run trains on and is judged by: text is pretraining on every token, mqar associative recall, the others
-    questions with choices (docs/tasks.md)."""
+    """Train on this task: text is pretraining on every token, mqar is associative recall, others are questions with
+    choices (docs/tasks.md)."""
     finetuning: FinetuneSettings | None = None
     """What finetuning on questions with choices adds; None for another task."""
     mqar: MQARSettings = field(default_factory=MQARSettings)
     """The examples of associative recall, where that is the task."""
     parent: str | None = None
-    """Checkpoint of another run to start from (on the command line also the run, for its newest): weights, optimiser,
-    place in the data and among the updates."""
+    """Start from this checkpoint of another run, or from a run's newest one: it gives weights, optimiser, data position
+    and update number."""
     fresh: bool = False
-    """Take nothing but weights and heads of the parent: optimiser, updates, time and place in the data begin anew, as
-    for another task."""
+    """Take only weights and heads from the parent; optimiser, updates, time and data begin anew, as for another
+    task."""
     model: str = "tiny"
-    """Preset of the model's shape."""
+    """Use this preset of the model's shape: tiny, 124m, 124m-learned, 774m or 1b."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Fields of the preset to change, on the command line such as: num_layers 2 position learned. The vocabulary is the
-    tokenizer's, rounded up to 64, by default."""
+    """Change these fields of the preset, on the command line such as: num_layers 2 position learned. By default the
+    vocabulary is the tokenizer's, rounded up to a multiple of 64."""
     length: int | None = None
-    """Context in tokens; the preset's longest when None."""
+    """Train on this context, in tokens; None takes the preset's longest."""
     batch_size: int = 8
-    """Windows of one micro-batch."""
+    """Number of sequences in a micro-batch."""
     accumulation: int = 1
-    """Micro-batches of one update; several processes share them out evenly."""
+    """Number of micro-batches in an update; several processes share them evenly."""
     updates: int = 1_000
-    """Updates of the whole schedule, a parent's included."""
+    """Number of updates of the whole schedule, including those of the parent."""
     update_budget: int | None = None
-    """Updates of this run's own, in place of those that are left of `updates`: more or fewer, over which the learning
-    rate passes through what is left of its schedule. Moments of events stay shares of `updates`."""
+    """Train for this number of updates after the parent's, instead of the rest of `updates`; the learning rate still
+    ends where the schedule ends. Events stay at their shares of `updates`."""
     time_budget_seconds: float | None = None
-    """Seconds of this run's own, in place of updates: the learning rate follows the share that has passed, and training
-    stops before an update that would exceed it."""
+    """Train for this number of seconds instead of updates. The learning rate follows the share of time that has passed,
+    and training stops before an update that would exceed it."""
     peak_lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
     warmup: int | float = 0.1
-    """Warm-up: a whole number of updates, or a share of all of them."""
+    """Length of the warm-up: a whole number of updates, or a share of all updates."""
     rewarm: int | float = 0
-    """After each event the learning rate rises again, from zero to its schedule: over so many updates, or a share of
-    all of them; 0 for no such rise."""
+    """Let the learning rate rise again from zero after each event, over this number or share of updates; 0 switches it
+    off."""
     lr_start: int = 0
-    """Update at which the learning-rate schedule begins; above 0 for a later continuation with rates of its own."""
+    """Begin the learning-rate schedule at this update; above 0 it gives a later continuation its own rates."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averaging coefficients."""
+    """Averaging coefficients of AdamW."""
     weight_decay: float = 0.1
-    """Of matrices; vectors do not decay."""
+    """Weight decay of matrices; vectors do not decay."""
     clip: float | None = 1.0
-    """Largest gradient norm; None leaves gradients as they are."""
+    """Clip the gradient norm to this value; None does not clip."""
     seed: int = 1337
     """Random seed for initial weights and data order."""
     sampler: Literal["shuffled", "random"] = "shuffled"
-    """Non-overlapping windows in shuffled order, or windows that start anywhere."""
+    """Read non-overlapping windows in shuffled order, or windows that start anywhere (random)."""
     device: Device = "auto"
-    """Where to train; auto is CUDA if there is one."""
+    """Train on this device; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+    """Compute in this precision; auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
     compile: Compile = "auto"
     """torch.compile the whole model; auto is on for CUDA, layers where the schedule has several events, off for CPU.
     layers compiles decoder layers, one program for all of one layout, which later events use again: they compile
@@ -107,11 +107,11 @@ class TrainConfig:
     kernel: str = "auto"
     """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
     eval_every: int = 250
-    """Updates between controller evaluations; 0 for none."""
+    """Number of updates between losses on the controller partition; 0 measures none."""
     eval_windows: int = 32
-    """Windows of the controller partition to evaluate; all of them where it holds fewer."""
+    """Number of windows of the controller partition to evaluate; a smaller partition is evaluated whole."""
     save_every: int = 500
-    """Updates between checkpoints; 0 for none but those at the freezing point and the end."""
+    """Number of updates between checkpoints; 0 keeps only those at the freezing point and the end."""
     report_at: tuple[int, ...] = ()
     """Updates after which the model is judged as at the end, beside the end itself; 0 is before the first, after an
     event that comes there. Each report is in the run's reports/ and result.json."""
@@ -119,9 +119,9 @@ class TrainConfig:
     """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from; 0 is before the
     first, where no parent's checkpoint is the same."""
     keep: int = 2
-    """Newest checkpoints to keep beside the one at the freezing point; 0 keeps all."""
+    """Keep this number of newest checkpoints, besides the one at the freezing point; 0 keeps all."""
     log_every: int = 10
-    """Updates between progress lines where there is no terminal."""
+    """Number of updates between progress lines where there is no terminal."""
     token_losses: bool = True
     """Keep the loss of every held-out token of the final report, two bytes each; otherwise of every window alone, which
     is all that a comparison reads."""
@@ -135,14 +135,13 @@ class TrainConfig:
     schedule: Schedule | None = field(default_factory=OneTime)
     """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
     calibration_sequences: int = 32
-    """Windows to calibrate on."""
+    """Number of sequences to calibrate on."""
     calibration_source: Literal["auto", "calibration", "train"] = "auto"
-    """Partition to calibrate on; auto is the one that the data folder was prepared for. The sampler never moves."""
+    """Calibrate on this partition; auto is the one that the data folder was prepared for."""
     heldout_sequences: int = 32
-    """Windows of the controller partition that output-aware scores read: its last ones."""
+    """Number of controller sequences, the last ones, that scores of head outputs read."""
     track_gradients: bool = False
-    """Keep the average that gradient scores read in any case, so that runs which continue from this one can freeze by
-    them."""
+    """Keep the running average that gradient scores read, so that runs that continue from this one can use them."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
