@@ -2,9 +2,9 @@
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterable
-from math import fsum
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -102,6 +102,7 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_bytes": run.peak_memory,
         "time": run.elapsed.record(),
         "lacks": [
+            *_time_exceeded(run),
             *_events_without_effect(run),
             *(f"reports: none after update {each}" for each in config.report_at if str(each) not in reports),
             *missing_lines(metrics, own, "metrics.jsonl"),
@@ -132,6 +133,12 @@ def _why_nothing_froze(run: Run) -> str:
         f"no heads were frozen: the run ended after update {run.update}, before its freezing point at update "
         f"{run.config.freeze_update}; allow more time, or freeze earlier"
     )
+
+
+def _time_exceeded(run: Run) -> list[str]:
+    """Say that a run used more than the seconds of its budget: updates of the same work differ by a thousandth."""
+    budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
+    return [f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"] if used > 1.001 * budget else []
 
 
 def _events_without_effect(run: Run) -> list[str]:
@@ -194,7 +201,7 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
         "seconds": seconds,
         "loss_before": around[0][0],
         "loss_after": around[-1][1],
-        "loss_rise": fsum(rises) if len(rises) == len(events) else None,
+        "loss_rise": math.fsum(rises) if len(rises) == len(events) else None,
     }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import saf.train.logs
+import saf.train.loop
 import saf.train.result
 from saf.data import TokenData
 from saf.errors import CheckpointError, DataError, DivergenceError, InputError, SafWarning, UnsupportedError
@@ -395,6 +396,20 @@ def test_a_time_budget_is_never_exceeded_and_the_rate_follows_it(settings, secon
     assert any("before all events of its schedule" in words for words in result["lacks"])
     with pytest.raises(InputError, match="must allow an update"):
         pretrain(settings("none", time_budget_seconds=0.5))
+
+
+def test_an_event_that_exceeds_the_time_budget_is_told(settings, second_per_look, monkeypatch):
+    def slow(run, event, *, real=saf.train.loop.apply_event):
+        for _ in range(500):
+            saf.train.logs.time.perf_counter()
+        return real(run, event)
+
+    monkeypatch.setattr(saf.train.loop, "apply_event", slow)
+    result = pretrain(
+        settings(time_budget_seconds=200.0, updates=100, eval_every=0, freeze=FREEZE, schedule=OneTime(3))
+    )
+    assert result["updates"] == 3
+    assert any(words.startswith("time: the budget was 200.00 s, and the run used ") for words in result["lacks"])
 
 
 def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, finished, second_per_look):
