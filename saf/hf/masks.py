@@ -19,6 +19,7 @@ from saf.ops.positions import CachePosition, assert_later, left_padding
 
 _ENTRIES = 2**24
 """Entries of a mask compared at once: 16 MiB."""
+_SLIDING = ("sliding_attention",)
 _OWN_ROWS = "pad each document in a row of its own"
 
 
@@ -119,6 +120,7 @@ def padding_mask(
     batch_size: int = 1,
     device: Any = None,
     local_size: int | None = None,
+    config: Any = None,
     **_: Any,
 ) -> Mask:
     """Return which tokens are real, `[B, T]`, None where all are; or documents, or positions in a fixed-size cache.
@@ -127,6 +129,8 @@ def padding_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
+    if local_size is not None and "sliding_attention" not in (getattr(config, "layer_types", None) or _SLIDING):
+        return None  # Gemma makes this mask, and no layer takes it
     if isinstance(kv_length, Tensor) or isinstance(kv_offset, Tensor):  # transformers 5.17, of a growing window
         kv_length, q_offset, kv_offset = int(kv_length), int(q_offset), int(kv_offset)
     # The length of a cache of fixed size is a tensor once it is in use.
@@ -153,13 +157,12 @@ def padding_mask(
         raise UnsupportedError(f"beside an attention_mask or a cache frozen heads take causal masks alone; {_OWN_ROWS}")
     if fixed:
         return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
-    if attention_mask is None:
-        return None
-    if attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:
+    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:
         raise InputError(
             f"attention_mask must cover cached tokens too, {kv_offset + kv_length}, got {attention_mask.shape[-1]}"
         )
-    return _padded(attention_mask[:, kv_offset : kv_offset + kv_length])  # it may cover tokens to come
+    # The mask may cover tokens to come.
+    return None if attention_mask is None else _padded(attention_mask[:, kv_offset : kv_offset + kv_length])
 
 
 def _padded(attention_mask: Tensor) -> Tensor | None:
@@ -212,8 +215,13 @@ def longest_document(position_ids: Tensor) -> int:
 
 
 def check_boundaries(cu_seq_lens: Tensor | None, rows: int) -> None:
-    """Raise UnsupportedError for documents of which only flash attention's `cu_seq_lens_q` shows the boundaries."""
-    if cu_seq_lens is not None and len(cu_seq_lens) > rows + 1:
+    """Raise UnsupportedError for documents of which only flash attention's `cu_seq_lens_q` shows the boundaries.
+
+    Its end may be repeated, up to some fixed number of documents; code that cannot wait for the device counts those.
+    """
+    if cu_seq_lens is None or len(cu_seq_lens) <= rows + 1:
+        return
+    if torch.compiler.is_compiling() or is_capturing(cu_seq_lens.device) or len(cu_seq_lens.unique()) > rows + 1:
         raise UnsupportedError(
             f"frozen heads know packed documents by position_ids, not by cu_seq_lens_q: give both, or {_OWN_ROWS}"
         )

@@ -35,7 +35,7 @@ def alone(model, ids, sizes=SIZES):
 def windowless(family, **changes):
     """A model all of whose layers see whole documents."""
     window = {"sliding_window": LENGTH} if family.startswith("gemma") else {}
-    return make(family, max_position_embeddings=64, **window, **changes).double()
+    return make(family, max_position_embeddings=64, **window | changes).double()
 
 
 @pytest.mark.parametrize("operation", ["freeze", "prune"])
@@ -74,6 +74,11 @@ def test_documents_longer_than_a_window_are_refused(family):
     (saf.prune_ if family == "mistral" else freeze)(model, HeadSet([(0, 1)]))
     with pytest.raises(UnsupportedError, match="sliding window"):
         model(ids, position_ids=positions, use_cache=False)
+    if family != "mistral":  # a window that no layer has refuses none
+        free = windowless(family, sliding_window=8, layer_types=["full_attention"] * 4)
+        freeze(free, HEADS)
+        expected = alone(free, ids)
+        torch.testing.assert_close(free(ids, position_ids=positions, use_cache=False).logits, expected, **CLOSE)
     # One sequence a row is none of them.
     assert model(ids[:, :LENGTH], position_ids=torch.arange(LENGTH)[None], use_cache=False).logits.isfinite().all()
 
@@ -93,6 +98,8 @@ def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(fam
     with pytest.raises(UnsupportedError, match="cu_seq_lens_q"):
         model(ids[:1, :20], cu_seq_lens_q=boundaries, use_cache=False)
     assert not reached
+    whole = torch.tensor([0, 20, 20, 20])  # documents without a token are none
+    assert model(ids[:1, :20], cu_seq_lens_q=whole, use_cache=False).logits.numel()
     apart = torch.cat([torch.arange(4), torch.arange(5), torch.arange(11)])[None]
     if not family.startswith("gemma"):
         assert model(ids[:1, :20], position_ids=apart, cu_seq_lens_q=boundaries, use_cache=False).logits.numel()
