@@ -181,7 +181,7 @@ def operator_cases(
             yield f"frozen {name} T={length}", digest(saf.frozen_attention(value.detach(), frozen))
         if backend != "fused" and length > 1:
             start = torch.tensor([0, 5], device=device)
-            padded = saf.mixed_attention(query, key, value, frozen, start=start, kernel=kernel)
+            padded = saf.mixed_attention(query, key, value, frozen, left_pad=start, kernel=kernel)
             few = saf.mixed_attention(query[:, :, -3:], key, value, frozen, kernel=kernel)
             yield f"padded and few {name} T={length}", digest(padded, few)
 
