@@ -154,12 +154,12 @@ class FreezeReport:
         return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
     def table(self) -> Table:
-        """Return one row a layer: its heads, their score range and worst fit; totals and seconds in the note."""
+        """Return one row a layer that lost heads: these, their score range and worst fit; totals in the note."""
         kind, fits, rows = self.kind, "fit KL, nats (worst)", []
-        for layer in range(self.scores.shape[0]):
+        for layer in sorted({layer for layer, _ in self.heads}):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
-            span = f"{number(min(scores), 3)} to {number(max(scores), 3)}" if scores else ""
+            span = f"{number(min(scores), 3)} to {number(max(scores), 3)}"
             worst = max((kl for (at, _), kl in self.fit_kl.items() if at == layer), default=None)
             rows.append([layer, " ".join(map(str, chosen)), span, "" if worst is None else f"{worst:.4f}"])
         notes = []
