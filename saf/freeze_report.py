@@ -159,7 +159,7 @@ class FreezeReport:
         for layer in sorted({layer for layer, _ in self.heads}):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
-            span = f"{number(min(scores), 3)} to {number(max(scores), 3)}"
+            span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
             worst = max((kl for (at, _), kl in self.fit_kl.items() if at == layer), default=None)
             rows.append([layer, " ".join(map(str, chosen)), span, "" if worst is None else f"{worst:.4f}"])
         notes = []
