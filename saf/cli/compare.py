@@ -132,7 +132,7 @@ def _change(record: Mapping[str, Any]) -> str:
 
 
 def _verdict(record: Mapping[str, Any]) -> str:
-    """Return what freezing cost and saved, in one line each."""
+    """Return in one line each what freezing cost, and how speed and memory changed."""
     lines = [f"Cost: perplexity {_change(record)}."]
     saved = []
     if ratio := record.get("update_time_ratio"):
@@ -141,4 +141,4 @@ def _verdict(record: Mapping[str, Any]) -> str:
         )
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     saved += [f"peak memory {signed(memory)}"] * (memory is not None)
-    return "\n".join([*lines, *([f"Saved: {', '.join(saved)}."] if saved else [])])
+    return "\n".join([*lines, *([f"Speed: {', '.join(saved)}."] if saved else [])])
