@@ -56,12 +56,20 @@ def accept_jointly(
     """
     text = list(text)
     before = heldout_loss(model, text)
+    alone: dict[Head, float] = {}
+    accepted: list[Head] = []
+    refused: list[Head] = []
+    rise = 0.0
 
     def rise_with(heads: Sequence[Head]) -> float:
+        """Return the rise of the loss with these heads edited too, which stay so unless it raises."""
         edit_(HeadSet(heads))
-        return heldout_loss(model, text) - before
+        try:
+            return heldout_loss(model, text) - before
+        except BaseException:
+            undo_(HeadSet([*accepted, *heads]))
+            raise
 
-    alone: dict[Head, float] = {}
     for head in candidates:
         alone[head] = rise_with([head])
         undo_(HeadSet([head]))
@@ -69,9 +77,6 @@ def accept_jointly(
     order = sorted(alone, key=lambda head: (math.isnan(alone[head]), alone[head], head))
     size = math.ceil(max_heads / NUM_GROUPS)
     groups = deque(order[start : start + size] for start in range(0, len(order), size))
-    accepted: list[Head] = []
-    refused: list[Head] = []
-    rise = 0.0
     while groups and len(accepted) < max_heads and len(refused) < MAX_REFUSED:
         group = groups.popleft()[: max_heads - len(accepted)]
         joint = rise_with(group)

@@ -55,6 +55,23 @@ def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):  # noqa: F811
     assert_same(everything(model), before)
 
 
+@pytest.mark.parametrize("call", [3, 16])
+def test_a_loss_that_fails_leaves_the_model_alone(text, call):  # noqa: F811
+    model, calls = fluent(), []
+    before = everything(model)
+
+    def fail(module, inputs):
+        calls.append(module)
+        if len(calls) == 6 + 2 * call:  # behind calibration, two sequences a loss
+            raise RuntimeError("interrupted")
+
+    hook = model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        saf.freeze_(model, [tokens()], config(0.5), heldout=[text])
+    hook.remove()
+    assert_same(everything(model), before)
+
+
 def test_frozen_within_a_budget_it_is_saved_and_undone(text, tmp_path):  # noqa: F811
     model = fluent()
     before, ids = everything(model), text[:, :-1]
