@@ -8,7 +8,7 @@ from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, write_pair
 
 
-@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "not clear: spreads overlap")])
+@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap")])
 def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
     record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0], "heads": 6, "num_heads": 12}
     assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
