@@ -150,7 +150,7 @@ class FreezeReport:
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
         """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors."""
         if not Path(folder).is_dir():
-            raise InputError(f"folder must exist, to record the event in, got {folder}: make it first")
+            raise InputError(f"folder must be an existing folder to record the event in, got {folder}; make it first")
         return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
     def table(self) -> Table:
