@@ -10,7 +10,7 @@ import tyro
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.compare import compare_evaluations, compare_runs, was_busy
+from saf.evaluate.compare import compare_evaluations, compare_runs, speed_caveat, was_busy
 from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
 from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.side_by_side import JUDGED, Comparison, arm_names, arms_table
@@ -136,8 +136,11 @@ def _verdict(record: Mapping[str, Any]) -> str:
     lines = [f"Cost: perplexity {_change(record)}."]
     saved = []
     if ratio := record.get("update_time_ratio"):
+        within = ", within the spread of both arms" if speed_caveat(record) else ""
         saved.append(
-            "update times unclear: the machine was busy" if was_busy(record) else f"updates {ratio:.3f}× as fast"
+            "update times unclear: the machine was busy"
+            if was_busy(record)
+            else f"updates {ratio:.3f}× as fast{within}"
         )
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     saved += [f"peak memory {signed(memory)}"] * (memory is not None)
