@@ -10,7 +10,7 @@ import torch
 from saf.errors import InputError, check_name
 from saf.fit import check_constant_after, check_fitter_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
-from saf.records.events import MADE
+from saf.records.events import STATE_AFTER
 from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
 from saf.selection import budget, existing
 from saf.targets import FITTED, TARGETS, Seed, Storage, check_options, seed_of
@@ -161,7 +161,7 @@ class FreezeConfig:
     @property
     def kind(self) -> str:
         """Return what the event makes of heads, a kind of `saf.heads.KINDS`: frozen or pruned."""
-        return MADE[self.operation]
+        return STATE_AFTER[self.operation]
 
     def requested(self, num_heads: int) -> int:
         """Return k, how many heads of a model of `num_heads` these settings ask for.

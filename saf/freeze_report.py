@@ -14,7 +14,7 @@ from saf.heads import Head, HeadSet
 from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
-from saf.records.events import MADE, EventRecord, append_event, beside_earlier
+from saf.records.events import STATE_AFTER, EventRecord, append_event, beside_earlier
 from saf.records.quantities import number, signed
 from saf.records.table import Table, markdown_of
 from saf.statistics import AttentionStatistics
@@ -67,7 +67,7 @@ class FreezeReport:
     @property
     def kind(self) -> str:
         """Return what the event made of the heads: frozen or pruned."""
-        return MADE[self.config["operation"]]
+        return STATE_AFTER[self.config["operation"]]
 
     @property
     def in_all(self) -> dict[str, int]:

@@ -1,14 +1,12 @@
-"""The record of a run's events: a line of events.jsonl each, and beside it one file of tensors each.
+"""The record of a run's events: a line of events.jsonl for each, and beside it a file of its tensors.
 
-An event is one change of the heads: a freeze, a prune or an undo. Its line says what kind it is, after which update it
-came and why, which heads it concerns, what it cost in seconds and what came of it: `loss_before` and `loss_after`, the
-controller losses around it, where a run carried it out; the rest depends on the kind. `undone_by` is the number of the
-event that took it back, null for an event that was kept. `saf freeze` writes the line of
-its event into the folder of the checkpoint that it makes.
+An event is one change of the heads: a freeze, a prune or an undo. Its line has its kind, update and reason, its heads,
+its cost in seconds and its values, `loss_before` and `loss_after` among them in a run. `undone_by` is the number of the
+event that took it back, null for an event that stands. `saf freeze` writes the line of its event into the folder of the
+checkpoint that it makes.
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,20 +28,18 @@ from saf.records.files import (
     write_tensors,
 )
 from saf.records.paths import Kind, kind_of
-from saf.records.result import read_result
+from saf.records.text import natural_order
 
 EVENTS = "events.jsonl"
 SUM = "tensors_sha256"
 """Entry of an event's line: the SHA-256 of the file of its tensors."""
-MADE = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
-"""What each kind of event makes of its heads."""
-_OF_FITS = ("fit_kl", "rejected", "certificates", "exponential")
-"""What a freeze lists of the heads that were fitted."""
+STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
+"""What the heads of each kind of event are after it."""
 
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One event as it was recorded; `values` is its line, with whatever its kind adds."""
+    """One recorded event; `values` is its line."""
 
     folder: Path
     values: dict[str, Any]
@@ -59,11 +55,6 @@ class EventRecord:
         return str(self.values["kind"])
 
     @property
-    def made(self) -> str:
-        """What its heads are after it: frozen, pruned or live again."""
-        return MADE[self.kind]
-
-    @property
     def update(self) -> int | None:
         """After how many updates it came; None for an event outside of training."""
         return self.values.get("update")
@@ -75,12 +66,12 @@ class EventRecord:
 
     @property
     def undone_by(self) -> int | None:
-        """The number of the event that took it back; None for one that was kept."""
+        """The number of the event that took it back; None for one that stands."""
         return self.values.get("undone_by")
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What its parts cost in seconds."""
+        """The seconds of each of its parts."""
         return dict(self.values.get("seconds", {}))
 
     @property
@@ -91,7 +82,7 @@ class EventRecord:
 
     @property
     def lacks(self) -> list[str]:
-        """What of it is gone, in words: the file of its tensors."""
+        """A line about the file of its tensors, if that is gone."""
         name = self.values.get("tensors")
         if not name or self.tensors_path is not None:
             return []
@@ -101,7 +92,7 @@ class EventRecord:
         """Return its tensors by name; empty when it has none, or their file is gone.
 
         A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
-        Raises InputError for a file that is not as it was recorded.
+        Raises InputError for a file that differs from its recorded sum.
         """
         path = self.checked_tensors_path()
         return {} if path is None else read_tensors(path)
@@ -118,11 +109,11 @@ class EventRecord:
         return self.tensors_path
 
 
-def read_events(path: Path | str) -> list[EventRecord]:
-    """Return the events recorded in a folder of a run or checkpoint, in order; none where there are none.
+# --- reading
 
-    `path` may also be the events.jsonl. Raises InputError when it cannot be read.
-    """
+
+def read_events(path: Path | str) -> list[EventRecord]:
+    """Return the events recorded in a folder of a run or checkpoint, or in its events.jsonl, in order."""
     path = events_file(path)
     if path.is_dir() and path.name != EVENTS:
         return []
@@ -136,65 +127,78 @@ def read_events(path: Path | str) -> list[EventRecord]:
 
 
 def events_file(path: Path | str) -> Path:
-    """Return the file that holds a folder's record of events; `path` itself where it is one, or none is in it."""
+    """Return the events.jsonl of a folder; `path` itself where it is one, or the folder has none."""
     path = Path(path)
     return path / EVENTS if os.path.lexists(path / EVENTS) else path
 
 
-def heads_in_force(events: Iterable[EventRecord], made: str | None = None) -> list[list[int]]:
-    """Return the heads that events froze or pruned and none made live again, `[[layer, head], ...]`, sorted.
-
-    With `made`, "frozen" or "pruned", those alone.
-    """
-    heads = {(layer, head): event.made for event in events for layer, head in event.heads}
-    return [list(head) for head, now in sorted(heads.items()) if now == made or (made is None and now != MADE["undo"])]
+def heads_in_force(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
+    """Return the heads that events froze or pruned and no undo made live again, sorted; of one kind if given."""
+    last = {(layer, head): event.kind for event in events for layer, head in event.heads}
+    return [list(head) for head, now in sorted(last.items()) if now != "undo" and kind in (None, now)]
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
-    """Return the heads that are frozen or pruned in a run or checkpoint, or in that of an events.jsonl, sorted.
+    """Return the heads that are frozen or pruned in a run or checkpoint, its parent's among them, sorted.
 
-    Those of its parent are among them. Raises InputError where there is none, or for a folder that is none of these.
+    `path` may also be an events.jsonl. Raises InputError where there is no such head.
     """
-    path, advice = Path(path), "name a run that froze or pruned heads, or heads as LAYER:HEAD"
+    path = Path(path)
+    if path.suffix != ".jsonl" and kind_of(path) not in (Kind.RUN, Kind.CHECKPOINT):
+        raise InputError(f"{path} must be a run or a checkpoint; name a run that froze or pruned heads")
     events = read_events(path)
     changed = {tuple(head) for event in events for head in event.heads}  # perhaps since the newest checkpoint
-    kept = {tuple(head) for head in _heads_of_model(path)} - changed
-    if heads := sorted(kept | {tuple(head) for head in heads_in_force(events)}):
-        return [list(head) for head in heads]
-    if changed:
-        raise InputError(f"{path} made all heads live again that it froze or pruned; {advice}")
-    kind = kind_of(path)
-    if events or path.suffix == ".jsonl" or kind is Kind.RUN:
-        raise InputError(f"{path} froze and pruned no heads; {advice}")
-    if kind is Kind.CHECKPOINT:
-        raise InputError(f"{path} has no record of events; name the folder of its run, or heads as LAYER:HEAD")
-    raise InputError(f"{path} must be a run or a checkpoint; {advice}")
+    heads = {tuple(head) for head in _heads_of_model(path.parent if path.name == EVENTS else path)} - changed
+    heads |= {tuple(head) for head in heads_in_force(events)}
+    if not heads:
+        undone = "made all heads live again that it froze or pruned" if changed else "froze and pruned no heads"
+        raise InputError(f"{path} {undone}; name another run, or heads as LAYER:HEAD")
+    return [list(head) for head in sorted(heads)]
 
 
-def _heads_of_model(path: Path) -> list[list[int]]:
-    """Return the heads that a run's result or its newest checkpoint, or a checkpoint, lists as frozen or pruned."""
-    folder = path.parent if path.name == EVENTS else path
+def _heads_of_model(folder: Path) -> list[list[int]]:
+    """Return the edited heads that a run's result, its newest checkpoint, or a checkpoint lists."""
     if (result := folder / "result.json").is_file():
-        provenance = read_result(result)["provenance"]
+        provenance = read_json(result)["provenance"]
         return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
-    steps = [(re.findall(r"\d+", state.parent.name), state) for state in folder.glob("checkpoints/step-*/saf.json")]
-    newest = max(steps, key=lambda step: (int(step[0][0]), step[1].parent.name), default=(None, folder / "saf.json"))[1]
-    layers = enumerate(read_json(newest).get("layers") or [] if newest.is_file() else [])
-    return [[layer, head] for layer, edited in layers for made in MADE.values() for head in edited.get(made) or []]
+    steps = sorted(folder.glob("checkpoints/step-*/saf.json"), key=lambda state: natural_order(state.parent.name))
+    newest = steps[-1] if steps else folder / "saf.json"
+    layers = enumerate(read_json(newest)["layers"] if newest.is_file() else [])
+    return [[layer, head] for layer, edited in layers for kind in STATE_AFTER.values() for head in edited.get(kind, [])]
+
+
+def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
+    """Return the line of the newest event that stands with heads, scores and fits of all; None without scores.
+
+    `scores` `[L][H]` are those by which each head was chosen, and the newest ones of live heads.
+    """
+    lines = [event.values for event in events if event.undone_by is None and "scores" in event.values]
+    if not lines:
+        return None
+    scores = [list(row) for row in lines[-1]["scores"]]
+    for line in lines:
+        for layer, head in line["heads"]:
+            scores[layer][head] = line["scores"][layer][head]
+    names = ("heads", "fit_kl", "rejected", "certificates", "exponential")
+    joined = {name: [each for line in lines for each in line.get(name) or ()] for name in names}
+    return {**lines[-1], **joined, "scores": scores}
+
+
+# --- in words
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
     """Return frozen, pruned, both or ordinary by a model's heads, or by its events where these were all undone."""
-    kinds = [kind for kind, heads in ((MADE["freeze"], frozen), (MADE["prune"], pruned)) if heads]
-    made = [event.made for event in events if event.kind != "undo" and event.heads]
-    return " and ".join(kinds) if kinds else made[0] if made else "ordinary"
+    kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
+    undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
+    return " and ".join(kinds) or next(iter(undone), "ordinary")
 
 
 def head_counts(heads: Iterable[Sequence[int]], *, pruned: Iterable[Sequence[int]]) -> dict[str, int]:
     """Return how many of some heads, all frozen but those in `pruned`, are frozen and how many are pruned."""
     removed = {tuple(head) for head in pruned}
-    kinds = [MADE["prune" if tuple(head) in removed else "freeze"] for head in heads]
-    return {kind: kinds.count(kind) for kind in (MADE["freeze"], MADE["prune"])}
+    kinds = ["pruned" if tuple(head) in removed else "frozen" for head in heads]
+    return {kind: kinds.count(kind) for kind in ("frozen", "pruned")}
 
 
 def heads_in_words(counts: Mapping[str, int]) -> str:
@@ -203,8 +207,7 @@ def heads_in_words(counts: Mapping[str, int]) -> str:
     >>> heads_in_words({"frozen": 24, "pruned": 12}), heads_in_words({"pruned": 3}), heads_in_words({})
     ('24 frozen and 12 pruned', '3 pruned', '0 frozen')
     """
-    told = [f"{counts[kind]} {kind}" for kind in (MADE["freeze"], MADE["prune"]) if counts.get(kind)]
-    return " and ".join(told) or f"0 {MADE['freeze']}"
+    return " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts.get(kind)) or "0 frozen"
 
 
 def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
@@ -212,8 +215,6 @@ def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tup
 
     >>> beside_earlier({"frozen": 3}, {"frozen": 8}), beside_earlier({"frozen": 3}, {"frozen": 3, "pruned": 4})
     (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
-    >>> beside_earlier({"pruned": 3}, {"frozen": 1, "pruned": 4}), beside_earlier({"pruned": 3}, {"pruned": 3})
-    (('more', '1 frozen and 4 pruned in all'), ('', ''))
     """
     total = sum(in_all.values())
     if total <= sum(changed.values()):
@@ -223,20 +224,7 @@ def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tup
     return more, f"{total if len(kinds) == 1 else heads_in_words(in_all)} in all"
 
 
-def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
-    """Return the line of the newest kept event with heads, scores and fits of all; None without one that has scores.
-
-    `scores` `[L][H]` are those by which each head was chosen, and the newest ones of live heads.
-    """
-    kept = [event.values for event in events if event.undone_by is None and {"heads", "scores"} <= event.values.keys()]
-    if not kept:
-        return None
-    scores = [list(row) for row in kept[-1]["scores"]]
-    for event in kept:
-        for layer, head in event["heads"]:
-            scores[layer][head] = event["scores"][layer][head]
-    joined = {name: [one for event in kept for one in event.get(name) or ()] for name in ("heads", *_OF_FITS)}
-    return {**kept[-1], **joined, "scores": scores}
+# --- writing
 
 
 def append_event(
@@ -250,7 +238,7 @@ def append_event(
         line[SUM] = file_hash(write_tensors(folder / line["tensors"], tensors))
     event = EventRecord(folder, to_json({**line, **values, "undone_by": None}))
     if "undoes" in values:
-        _write(folder, [*read_events(folder), event])  # whose line is told too, at once
+        _write(folder, [*read_events(folder), event])  # the line of the undone event changes with it
     else:
         append_line(folder / EVENTS, event.values)
     return event
@@ -258,18 +246,16 @@ def append_event(
 
 def keep_events_(folder: Path, keep: Callable[[EventRecord], bool]) -> None:
     """Forget the events of a folder that `keep` refuses, with their tensors."""
-    events = read_events(folder)
-    if not events:
+    if not (events := read_events(folder)):
         return
-    kept = [event for event in events if keep(event)]
-    _write(folder, kept)
+    _write(folder, [event for event in events if keep(event)])
     for event in events:
-        if event.number not in {each.number for each in kept} and event.tensors_path is not None:
+        if not keep(event) and event.tensors_path is not None:
             event.tensors_path.unlink()
 
 
 def inherit_events(source: Path, folder: Path) -> None:
-    """Record in `folder`, instead of what it had, the events of `source`, marked as `inherited`."""
+    """Replace the events of `folder` by those of `source`, marked as `inherited`."""
     keep_events_(folder, lambda event: False)
     events = read_events(source)
     for event in events:
@@ -279,6 +265,6 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 
 def _write(folder: Path, events: list[EventRecord]) -> None:
-    """Write lines that say of each event whether one of the others undoes it."""
+    """Write lines that name for each event the other event that undoes it."""
     undone = {event.values["undoes"]: event.number for event in events if "undoes" in event.values}
     write_lines(folder / EVENTS, [{**event.values, "undone_by": undone.get(event.number)} for event in events])

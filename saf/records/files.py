@@ -1,4 +1,4 @@
-"""Files of JSON and of tensors: written whole or not at all, read with errors that name the file and the remedy."""
+"""JSON, JSON lines and tensors on the disk: a file is written whole or not at all, and errors name it."""
 
 import hashlib
 import json
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from saf.errors import InputError, SafError
 
+# --- writing
+
 
 def to_json(value: Any) -> Any:
     """Return `value` as plain JSON types: paths as text, NaN and infinities as None, tuples as lists."""
@@ -27,9 +29,7 @@ def to_json(value: Any) -> Any:
         return None
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Path):
-        return str(value)
-    return to_json(value.tolist())  # torch and numpy values
+    return str(value) if isinstance(value, Path) else to_json(value.tolist())  # torch and numpy values
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
@@ -44,20 +44,13 @@ def write_atomically(path: Path, content: bytes) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
     return path
 
 
 def remove_unfinished_(folder: Path, names: Iterable[str]) -> None:
-    """Clear what killed calls of `write_atomically` left of files of these names, or patterns of names.
-
-    It is for the only process that writes such files of the folder.
-    """
+    """Remove temporary files that killed writers of these names left; only for the folder's one writer."""
     for path in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
         path.unlink(missing_ok=True)
 
@@ -71,37 +64,49 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_folder(folder: Path) -> None:
-    """Wait until a folder's files and its entries are on the disk."""
-    for path in [*sorted(folder.iterdir()), folder]:
-        flush(path)
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of named tensors: their names in order, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        plain = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}\0{plain.dtype}\0{list(plain.shape)}\0".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def entries_hash(entries: Mapping[str, Any], *, without: str = "hash") -> str:
-    """Return the SHA-256 of a record's entries but the one that holds the sum."""
-    hashed = {key: value for key, value in entries.items() if key != without}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def write_json(path: Path, record: Mapping[str, Any]) -> Path:
     """Write one record as indented JSON; NaN and infinities become null."""
     return write_atomically(path, (json.dumps(to_json(record), indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """Replace a JSON-lines file by one of these records."""
+    return write_atomically(path, "".join(map(_line, records)).encode())
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent."""
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        write_lines(path, read_lines(path))  # a crash or a full disk cut the last line short
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_line(record))
+    flush(path)
+    flush(path.parent)
+
+
+class LineLog:
+    """A JSON-lines file that stays open; every line is with the system at once, and on the disk after `sync`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one line."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until every line is on the disk."""
+        flush(self.path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
@@ -110,9 +115,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return write_atomically(path, save(plain, metadata=dict(metadata) if metadata else None))
 
 
+# --- reading
+
+
 @contextmanager
 def _reading(path: Path, error: type[SafError], advice: str) -> Iterator[None]:
-    """Turn what goes wrong while a file is read into `error`, which names the file and ends with the advice."""
+    """Raise `error` with the file's name and the advice in place of what reading it raises."""
     try:
         yield
         return
@@ -122,13 +130,13 @@ def _reading(path: Path, error: type[SafError], advice: str) -> Iterator[None]:
         problem = f"is not a readable safetensors file: {reason}"
     except OSError as reason:
         problem = f"cannot be read: {reason.strerror}"
-    except (ValueError, RecursionError) as reason:  # also of numbers with too many digits, of too many brackets
+    except (ValueError, RecursionError) as reason:  # RecursionError: too many brackets
         problem = f"is not valid JSON: {reason}"
-    raise error(_with_advice(f"{path} {problem}", advice)) from None
+    raise _error(error, path, problem, advice) from None
 
 
-def _with_advice(message: str, advice: str) -> str:
-    return f"{message}; {advice}" if advice else message
+def _error(kind: type[SafError], path: Path, problem: str, advice: str) -> SafError:
+    return kind("; ".join(filter(None, [f"{path} {problem}", advice])))
 
 
 def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, Any]:
@@ -139,7 +147,7 @@ def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "
     """
     record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
-        raise error(_with_advice(f"{path} must hold a JSON object; got {type(record).__name__}", advice))
+        raise _error(error, path, f"must hold a JSON object; got {type(record).__name__}", advice)
     return record
 
 
@@ -150,9 +158,9 @@ def read_json_value(path: Path, *, error: type[SafError] = InputError, advice: s
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file of objects; a last line that a crash cut short, which has no end, is left out.
+    """Read a JSON-lines file of objects, none where there is no file; a last line that a crash cut short is left out.
 
-    Raises InputError naming the file and the line for any other that is no object, and for a file that cannot be read.
+    Raises InputError naming the file and the line for any other that is no object.
     """
     if not os.path.lexists(path):
         return []
@@ -189,25 +197,29 @@ def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str
         return file.metadata() or {}
 
 
-class StoredTensors(Mapping[str, Tensor]):
-    """Several safetensors files as one mapping, each tensor read when it is looked up."""
+# --- checksums
 
-    def __init__(self, paths: Iterable[Path]):
-        self._files: dict[str, Path] = {}
-        for path in paths:
-            with _reading(path, InputError, ""), safe_open(path, framework="pt") as file:
-                self._files |= dict.fromkeys(file.keys(), path)
 
-    def __getitem__(self, name: str) -> Tensor:
-        path = self._files[name]
-        with _reading(path, InputError, ""), safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
+def file_hash(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
 
-    def __len__(self) -> int:
-        return len(self._files)
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors: their names in order, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        plain = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}\0{plain.dtype}\0{list(plain.shape)}\0".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def entries_hash(entries: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record's entries, its own "hash" left out."""
+    hashed = {key: value for key, value in entries.items() if key != "hash"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_file(
@@ -218,65 +230,17 @@ def check_file(
     error: type[SafError] = InputError,
     advice: str = "",
 ) -> None:
-    """Compare a file with what was recorded of it; a size in bytes is compared first, as it costs no reading.
+    """Compare a file with its recorded size in bytes, which costs no reading, and then with its SHA-256.
 
     Raises SafError of kind `error`, naming the file with what was expected and what is there.
     """
     if not path.is_file():
-        expected = "" if size is None else f"; expected {size:,} bytes"
-        raise error(_with_advice(f"{path} is missing{expected}", advice))
+        raise _error(error, path, "is missing" + ("" if size is None else f"; expected {size:,} bytes"), advice)
     if size is not None and (actual := path.stat().st_size) != size:
-        raise error(_with_advice(f"{path} is damaged: expected {size:,} bytes, got {actual:,}", advice))
-    if sha256 is not None:
-        with _reading(path, error, advice):
-            actual = file_hash(path)
-        if actual != sha256:
-            raise error(_with_advice(f"{path} is damaged: expected SHA-256 {sha256}, got {actual}", advice))
-
-
-class LineLog:
-    """Append one JSON object a line and hand every line to the system at once."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line."""
-        self._file.write(_line(record))
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Wait until every line is on the disk."""
-        flush(self.path)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent.
-
-    A last line that a crash or a full disk cut short, which reading leaves out, gives way to it.
-    """
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
-        write_lines(path, read_lines(path))
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(_line(record))
-    flush(path)
-    flush(path.parent)
-
-
-def lines_hash(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return the SHA-256 of the file that `write_lines` makes of these lines."""
-    return hashlib.sha256("".join(map(_line, records)).encode()).hexdigest()
-
-
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a JSON-lines file, whole or not at all, in place of what was there."""
-    return write_atomically(path, "".join(map(_line, records)).encode())
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
+        raise _error(error, path, f"is damaged: expected {size:,} bytes, got {actual:,}", advice)
+    if sha256 is None:
+        return
+    with _reading(path, error, advice):
+        digest = file_hash(path)
+    if digest != sha256:
+        raise _error(error, path, f"is damaged: expected SHA-256 {sha256}, got {digest}", advice)

@@ -1,39 +1,36 @@
-"""Folders that are either whole on disk or not there at all, held by one process, and checked by a manifest."""
+"""Folders that are on the disk whole or not at all, that one process holds, and whose files a manifest lists."""
 
 import errno
-import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from saf.errors import CheckpointError, InputError, SafError
-from saf.records.files import check_file, entries_hash, file_hash, flush, flush_folder, read_json, write_json
+from saf.records.files import check_file, entries_hash, file_hash, flush, read_json, write_json
 
-# Before the name of a folder: hidden, beside it, and passed over by whoever lists folders.
-TEMPORARY = ".writing-"
-DELETED = ".deleted-"
-REPLACED = ".replaced-"
-PENDING = ".pending"
-"""Files on their way into the folder that it lies in."""
+# Prefixes of hidden folders beside a folder of the same name; PENDING lies inside the folder its files are for.
+TEMPORARY, DELETED, REPLACED, PENDING = ".writing-", ".deleted-", ".replaced-", ".pending"
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the disk",
     errno.EDQUOT: "the quota on the disk is used up",
     errno.EFBIG: "a file would exceed the limit on file sizes (`ulimit -f`)",
 }
 
+# --- whole or not at all
+
 
 @contextmanager
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
 
-    With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden folders
-    beside `path`, which the next `new_folder` of the same name or `remove_leftovers_` clears.
-
-    Raises:
-        OSError: There was no room on the disk; it names the folder, also where a library's own error does not.
+    With `replace`, the folder that is there gives way at the rename. A process killed inside leaves only hidden folders
+    beside `path`, which the next `new_folder` of the same name or `remove_leftovers_` clears. Where the disk is full,
+    the error is an OSError that names the folder, whichever library met it.
     """
     temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (TEMPORARY, REPLACED))
     if temporary.exists():
@@ -41,7 +38,8 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        flush_folder(temporary)
+        for each in [*sorted(temporary.iterdir()), temporary]:
+            flush(each)
         if replace and path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
@@ -59,7 +57,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def new_files(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder whose files are all put into `folder` on success, beside what is there, or none of them.
+    """Yield a temporary folder whose files all go into `folder` on success, beside what is there, or none of them.
 
     A process killed in between leaves them whole in a hidden folder; `finish_files_` puts them in place.
     """
@@ -84,7 +82,7 @@ def finish_files_(folder: Path) -> None:
 
 
 def restore_replaced_(path: Path) -> None:
-    """Put a folder back that a replacement had moved aside when its process was killed between the two renames."""
+    """Put a folder back that a process killed between the two renames of a replacement had moved aside."""
     replaced = path.with_name(f"{REPLACED}{path.name}")
     if replaced.is_dir() and not path.exists():
         replaced.rename(path)
@@ -100,7 +98,7 @@ def remove_folder_(path: Path) -> None:
 
 
 def remove_leftovers_(parent: Path) -> None:
-    """Clear what killed writes and removals left in `parent`; for the run that owns the folder."""
+    """Clear what killed writes and removals left in `parent`; only for the process that owns the folder."""
     for path in parent.glob(f"{REPLACED}*"):
         restore_replaced_(parent / path.name.removeprefix(REPLACED))
     for path in [path for prefix in (TEMPORARY, DELETED, REPLACED) for path in parent.glob(f"{prefix}*")]:
@@ -108,68 +106,51 @@ def remove_leftovers_(parent: Path) -> None:
 
 
 def no_room(error: BaseException) -> str | None:
-    """Return why a file could not grow, when an error, safetensors' own included, says that; None for any other."""
+    """Return why a file could not grow, for an error of a full disk or quota; None for any other."""
     return _NO_ROOM.get(_no_room_code(error) or 0)
 
 
 def _no_room_code(error: BaseException) -> int | None:
-    """Return the system's number of an error that says that there was no room; None for any other."""
-    match = re.search(r"os error (\d+)", str(error))
+    match = re.search(r"os error (\d+)", str(error))  # of safetensors, whose errors have no errno
     code = getattr(error, "errno", None) or (match and int(match[1]))
     return code if code in _NO_ROOM else None
 
 
-def lock_folder(folder: Path, busy: SafError | None = None) -> IO[str]:
-    """Return an open file that holds a folder until it is closed or the process ends, however it ends.
+# --- one process at a time
 
-    A process that inherits the file holds the folder too.
 
-    Raises:
-        SafError: `busy`, while another process holds it; by default that it trains there.
-    """
-    trains = InputError(f"another process trains in {folder}; wait for it or stop it, then resume")
-    return _lock(folder / ".lock", busy or trains)
+def lock_folder(folder: Path) -> AbstractContextManager[object]:
+    """Return a lock on a folder, held from now until its context ends; InputError while another process holds it."""
+    return _lock(folder / ".lock", InputError(f"another process trains in {folder}; wait for it, then resume"))
 
 
 @contextmanager
 def locked_beside(path: Path, busy: SafError) -> Iterator[None]:
-    """Hold the name of a folder that may not be there yet, by a lock file beside it that goes at the end.
-
-    Raises:
-        SafError: `busy`, while another process holds it.
-    """
+    """Hold the name of a folder that may not be there yet; raise `busy` while another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.with_name(f".{path.name}.lock")
     with _lock(file, busy):
         try:
             yield
         finally:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
-def _lock(path: Path, busy: SafError) -> IO[str]:
-    """Open and lock a file, and return it; raise `busy` when another process holds it."""
-    import fcntl
-
-    file = open(path, "w")  # noqa: SIM115
+def _lock(path: Path, busy: SafError) -> AbstractContextManager[object]:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Whoever held it before may have removed the file after it was opened here: that lock holds nothing.
-        held = path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    except BlockingIOError:
-        held = False
-    if not held:
-        file.close()
+        return FileLock(path).acquire(timeout=0)
+    except Timeout:
         raise busy from None
-    return file
 
+
+# --- the manifest of a checkpoint
 
 MANIFEST = "manifest.json"
 SCHEMA = "saf.checkpoint/1"
 
 
 def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
-    """List every file of `folder` in its manifest.json and return the checkpoint's hash.
+    """List every file of `folder` with its SHA-256 in manifest.json and return the checkpoint's hash.
 
     The hash is the SHA-256 of the manifest's other entries; `parent` is the hash of the checkpoint that the run
     started from.
@@ -189,8 +170,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     entries = read_json(path, error=CheckpointError)
     if entries.get("schema") != SCHEMA:
         raise CheckpointError(f"{path} has schema {entries.get('schema')!r}; expected {SCHEMA!r}")
-    recorded, computed = entries.get("hash"), entries_hash(entries)
-    if recorded != computed:
+    if (recorded := entries.get("hash")) != (computed := entries_hash(entries)):
         raise CheckpointError(f"{path} is damaged: expected hash {recorded}, got {computed}")
     return entries
 

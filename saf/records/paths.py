@@ -1,4 +1,4 @@
-"""Which kind of folder or file a path is: a checkpoint, a run, data, a saved model, heads, an evaluation, a result."""
+"""`kind_of` tells what a path holds: a checkpoint, a run, data, a saved model, heads, an evaluation or a result."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from saf.records.folders import MANIFEST, finish_files_
 
 
 class Kind(StrEnum):
-    """Name what a path holds."""
+    """The kinds of what paths hold."""
 
     CHECKPOINT = "checkpoint"
     RUN = "run"
@@ -39,41 +39,43 @@ _WORDS = {
 def kind_of(path: Path | str) -> Kind | None:
     """Return what a path holds, by the files that only that has; None for anything else.
 
-    Raises CheckpointError for a saf.json that cannot be read.
-
     A damaged one keeps its kind: a checkpoint that lost its manifest is still a checkpoint, refused when it is opened.
+    Raises CheckpointError for a saf.json that cannot be read.
     """
     path = Path(path)
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
     finish_files_(path)
-    theirs = _of_transformers(path)
-    if theirs is not None:
-        return theirs
-    saved = Kind.MODEL if (path / "model.safetensors").is_file() else Kind.HEADS
-    # What saf.save wrote has sums in its saf.json, and stays what it is beside anything else, such as a trainer's
-    # checkpoints; a checkpoint has a saf.json without sums. Files of saf.save from before there were sums come last.
-    state = path / "saf.json"
-    if state.is_file() and "sha256" in read_json(state, error=CheckpointError):
+    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
+    if _is_transformers(path):
+        # Heads that config.json does not name are none of the model's: of a model saved there before, or of `saf.save`.
+        named = "saf" in json.loads((path / "config.json").read_bytes())
+        return Kind.TRANSFORMERS if named or not has("saf.json") else Kind.HEADS
+    saved = Kind.MODEL if has("model.safetensors") else Kind.HEADS
+    # `saf.save` writes sums into saf.json; a checkpoint's has none.
+    if has("saf.json") and "sha256" in read_json(path / "saf.json", error=CheckpointError):
         return saved
-    if any((path / name).is_file() for name in (MANIFEST, "state.json")):
+    if has(MANIFEST, "state.json"):
         return Kind.CHECKPOINT
-    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
+    if (path / "checkpoints").is_dir() or has("metrics.jsonl"):
         return Kind.RUN
-    if (path / "index.json").is_file():
+    if has("index.json"):
         return Kind.DATA
-    if state.is_file():
+    if has("saf.json"):
         return saved
     # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
-    if (path / "config.json").is_file() and saved is Kind.HEADS:
+    if has("config.json") and saved is Kind.HEADS:
         return Kind.RUN
-    evaluated = any((path / name).is_file() for name in ("evaluation.json", "zero_shot.json"))
-    return Kind.EVALUATION if evaluated else None
+    return Kind.EVALUATION if has("evaluation.json", "zero_shot.json") else None
 
 
-def absolute_path(path: str) -> str:
-    """Return a path that names the same file from every working directory; what is not there stays as it is."""
-    return os.path.abspath(path) if path and os.path.exists(path) else path
+def _is_transformers(folder: Path) -> bool:
+    """Return whether a folder's config.json is one of transformers."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # RecursionError: too many brackets
+        return False
+    return isinstance(config, dict) and "model_type" in config
 
 
 def means_transformers(path: Path | str) -> bool:
@@ -82,40 +84,22 @@ def means_transformers(path: Path | str) -> bool:
     return named or kind_of(path) is Kind.TRANSFORMERS
 
 
-def _of_transformers(folder: Path) -> Kind | None:
-    """Return what a folder is whose config.json is one of transformers: the model, or heads beside it; None for others.
-
-    Heads that config.json does not tell of are none of the model's: of a model saved there before, or of `saf.save`.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):  # also of too many brackets
-        return None
-    if not isinstance(config, dict) or "model_type" not in config:
-        return None
-    return Kind.TRANSFORMERS if "saf" in config or not (folder / "saf.json").is_file() else Kind.HEADS
+def absolute_path(path: str) -> str:
+    """Return an existing path so that it names the same file from every working directory; another one as it is."""
+    return os.path.abspath(path) if path and os.path.exists(path) else path
 
 
 def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
-    """Return what a path holds.
-
-    Raises:
-        error: It is none of `kinds`; the message says what was expected and what is there.
-    """
+    """Return what a path holds; raise `error`, with what was expected and what is there, for none of `kinds`."""
     kind = kind_of(path)
     if kind in kinds and kind is not None:
         return kind
     *others, last = [_WORDS[kind] for kind in kinds]
     expected = f"{', '.join(others)} or {last}" if others else last
-    raise error(f"{path} {_description(Path(path), kind)}; expected {expected}")
-
-
-def _description(path: Path, kind: Kind | None) -> str:
-    """Return what a path is, in words that follow its name."""
-    if kind is Kind.RESULT:
-        return "is a .json file"
     if kind is not None:
-        return f"is {_WORDS[kind]}"
-    if not path.exists():
-        return "does not exist"
-    return "holds nothing that saf writes" if path.is_dir() else "is a file"
+        found = "is a .json file" if kind is Kind.RESULT else f"is {_WORDS[kind]}"
+    elif Path(path).exists():
+        found = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
+    else:
+        found = "does not exist"
+    raise error(f"{path} {found}; expected {expected}")

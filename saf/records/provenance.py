@@ -1,4 +1,4 @@
-"""Where a result comes from: command, source, commit, versions, machine, date."""
+"""The origin of a result: command, source, commit and versions. It imports torch only where it reads its version."""
 
 import hashlib
 import os
@@ -18,9 +18,6 @@ invocation: ContextVar[tuple[str, ...] | None] = ContextVar("invocation", defaul
 """Arguments of the `saf` command that runs in this context; None when the library is called from elsewhere."""
 
 
-PACKAGES = ("saf", "torch", "triton", "numpy", "safetensors", "transformers")
-
-
 @cache
 def source_hash() -> str:
     """Return the SHA-256 of the package's Python sources, names included, as a process first found them."""
@@ -29,10 +26,6 @@ def source_hash() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
-
-
-_DECIDING = ("saf", "experiments")
-"""Folders of a checkout whose files decide what is computed: the package, and what its tables are of."""
 
 
 @cache
@@ -44,62 +37,55 @@ def commit() -> str | None:
     root = Path(saf.__file__).parents[1]
     if not (root / ".git").exists():
         return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
     try:
-        head = _git(root, "rev-parse", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--", *_DECIDING) else "")
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "saf", "experiments"))
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-_GIT_SECONDS = 10
-"""How long git may take before a result goes without its commit; a round number, for checkouts on slow disks."""
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS
-    )
-    return done.stdout.strip()
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the packages, CUDA and cuDNN; None for what is absent."""
     installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
+    for name in ("saf", "torch", "triton", "numpy", "safetensors", "transformers"):
         try:
             installed[name] = version(name)
         except PackageNotFoundError:
             installed[name] = None
     installed["saf"] = saf.__version__
-    import torch  # here: what the command says by itself needs no torch
+    import torch
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {**installed, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
 
 
 def command() -> str:
-    """Return the command line, with the last names alone of absolute paths, which are one machine's own.
+    """Return the command line, of absolute paths, which are one machine's own, the last names alone.
 
     A `saf` command that `torchrun` started begins with that, as far as the environment tells.
     """
     if (arguments := invocation.get()) is not None:
-        return shlex.join([*_starter(), "saf", *_named(arguments)])
+        return shlex.join([*_torchrun(), "saf", *_without_folders(arguments)])
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     script = path.suffix == ".py" and path.name != "__main__.py"
     program = path.name if path.is_absolute() or not script else path.as_posix()
     words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
-    return shlex.join([*words, *_named(sys.argv[1:])])
+    return shlex.join([*words, *_without_folders(sys.argv[1:])])
 
 
-def _named(words: Sequence[str]) -> list[str]:
+def _without_folders(words: Sequence[str]) -> list[str]:
     parts = (word.rpartition("=") for word in words)
     return [
         f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts
     ]
 
 
-def _starter() -> list[str]:
-    """Return the words before `saf` of a process that `torchrun` started, which names itself; none of any other."""
+def _torchrun() -> list[str]:
+    """Return the words before `saf` of a process that `torchrun` started; none of any other."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return []
     own, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
@@ -108,13 +94,12 @@ def _starter() -> list[str]:
 
 
 def clock_words(provenance: Mapping[str, Any]) -> str:
-    """Return the clocks of the device that measured, before and after, and its power limit; "" where none are told."""
+    """Return the device's clocks, before and after a measurement, and its power limit; "" where unknown."""
     clocks = provenance.get("clocks") or {}
     before, after = clocks.get("before") or {}, clocks.get("after") or {}
 
     def span(name: str) -> str:
-        values = dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each)
-        return " to ".join(values)
+        return " to ".join(dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each))
 
     named = (("SM {} MHz", "sm_mhz"), ("memory {} MHz", "memory_mhz"), ("power limit {} W", "power_limit_watts"))
     return ", ".join(words.format(span(name)) for words, name in named if span(name))

@@ -1,10 +1,10 @@
 """The header of every result: one JSON object of a benchmark, an analysis, a run, an evaluation or a comparison.
 
-schema       "saf.result/2", for every kind
-kind         what the rest holds: "update", "one-head", "run", "evaluation", "comparison" and so on
+schema       "saf.result/2"
+kind         the kind of the other entries: "update", "one-head", "run", "evaluation", "comparison" and so on
 settings     the settings by their names
-provenance   commit, source_hash, command, versions, device, date, checkpoints {role: hash}, data {role:
-             fingerprint}, and files {role: SHA-256} where files were the only input
+provenance   commit, source_hash, command, versions, device, date, checkpoints {role: hash}, data {use: fingerprint},
+             and files {role: SHA-256} where files were the only input
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from saf.records.files import file_hash, read_json, to_json
 from saf.records.provenance import command, commit, source_hash, versions
 
 SCHEMA = "saf.result/2"
-_WRITTEN = "a file that `saf bench`, `saf evaluate`, `saf compare` or a run wrote"
 
 
 def result_header(
@@ -29,38 +28,32 @@ def result_header(
     data: Mapping[str, str | None] | None = None,
     files: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """Return the header of a result that this process computes now; the result's own entries follow it.
+    """Return the header of a result that this process computes; the result's own entries follow it.
 
     It calls git and hashes all sources: call it once a result, not once a measurement. `checkpoints` are hashes by role
     ("model", "parent", "final"), `data` fingerprints by use ("train", "report", "calibration"); None is left out.
     """
-    return {
-        "schema": SCHEMA,
-        "kind": kind,
-        "settings": to_json(settings),
-        "provenance": {
-            "commit": commit(),
-            "source_hash": source_hash(),
-            "command": command(),
-            "versions": versions(),
-            "device": device,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "checkpoints": _known(checkpoints),
-            "data": _known(data),
-            **({"files": {role: file_hash(path) for role, path in files.items()}} if files else {}),
-        },
+    provenance = {
+        "commit": commit(),
+        "source_hash": source_hash(),
+        "command": command(),
+        "versions": versions(),
+        "device": device,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "checkpoints": {role: value for role, value in (checkpoints or {}).items() if value is not None},
+        "data": {use: value for use, value in (data or {}).items() if value is not None},
     }
+    if files:
+        provenance["files"] = {role: file_hash(path) for role, path in files.items()}
+    return {"schema": SCHEMA, "kind": kind, "settings": to_json(settings), "provenance": provenance}
 
 
-def read_result(path: Path, *, advice: str = f"give {_WRITTEN}") -> dict[str, Any]:
+def read_result(
+    path: Path, *, advice: str = "give a file that `saf bench`, `saf evaluate`, `saf compare` or a run wrote"
+) -> dict[str, Any]:
     """Read a result; raise InputError, ending with `advice`, for a file that is missing or is none."""
     record = read_json(path, advice=advice)
     if record.get("schema") != SCHEMA:
-        raise InputError(
-            f"{path} is not a result: its schema is {record.get('schema')!r}, expected {SCHEMA!r}; {advice}"
-        )
+        found = record.get("schema")
+        raise InputError(f"{path} is not a result: its schema is {found!r}, expected {SCHEMA!r}; {advice}")
     return record
-
-
-def _known(hashes: Mapping[str, str | None] | None) -> dict[str, str]:
-    return {role: value for role, value in (hashes or {}).items() if value is not None}

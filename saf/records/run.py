@@ -1,4 +1,4 @@
-"""A run as its folder records it: settings, metrics, the freezing event, evaluation and final numbers."""
+"""`RecordedRun` reads the folder of a run: settings, metrics, events, evaluation and final numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.records.events import (
     EVENTS,
-    MADE,
+    STATE_AFTER,
     EventRecord,
     arm,
     chosen,
@@ -24,19 +24,13 @@ from saf.records.files import check_file, read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
 
-_PATTERN = ("alpha", "rho", "log_z")
-"""Of an event's tensors, those of its own heads."""
-_MEASURED = frozenset({"eta_abs", "eta_rel", "variance", "forward_kl", "row_entropy"})
-"""Those of all heads that were live."""
-
-
 RECORDS = ("config.json", "metrics.jsonl", "evaluations.jsonl", EVENTS, "clock.jsonl")
 """Files of a run whose SHA-256 its result holds, by their names."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run folder holds; parts that the run did not write are None or empty."""
+    """The records of one run; parts that the run did not write are None or empty."""
 
     folder: Path
     config: dict[str, Any]
@@ -50,8 +44,8 @@ class RecordedRun:
     def open(cls, folder: Path | str) -> "RecordedRun":
         """Read a run folder.
 
-        Raises InputError when it is none, when a file in it cannot be read, and when one is not what the run's result
-        lists by its SHA-256. A file that is gone is among what the run `lacks`.
+        Raises InputError for another folder, and for a file that differs from its sum in the run's result. A missing
+        file is named in `lacks`.
         """
         folder = Path(folder)
         expect(folder, Kind.RUN)
@@ -59,7 +53,7 @@ class RecordedRun:
             read_result(folder / name) if (folder / name).exists() else None
             for name in ("result.json", "evaluation.json")
         )
-        for name, expected in _recorded(result).items():
+        for name, expected in _sums(result).items():
             if (folder / name).is_file():
                 advice = "restore it, or move result.json away and resume the run"
                 check_file(folder / name, sha256=expected, advice=advice)
@@ -75,28 +69,40 @@ class RecordedRun:
             evaluations=read_lines(folder / "evaluations.jsonl"),
         )
 
-    @property
-    def kept_freezes(self) -> list[EventRecord]:
-        """The events that froze or pruned heads and were not undone, in order."""
-        return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
+    def finished_result(self) -> dict[str, Any]:
+        """Return result.json; raise InputError when the run has not ended."""
+        if self.result is None:
+            raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
+        return self.result
+
+    def seconds(self, clock: str) -> float | None:
+        """Return the run's seconds on a clock, "everything" or "warm" (without loading and compilation).
+
+        A branch counts its parent's part too. None before the end.
+        """
+        return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
 
     @property
-    def newest_freeze(self) -> EventRecord | None:
-        """The newest of `kept_freezes`."""
-        return next(reversed(self.kept_freezes), None)
+    def lacks(self) -> list[str]:
+        """What the folder of a finished run does not hold, in words."""
+        if self.result is None:
+            return []
+        gone = [name for name in _sums(self.result) if not (self.folder / name).is_file()]
+        lines = [*self.result.get("lacks", []), *(f"{name}: the file is missing" for name in gone if name != EVENTS)]
+        inherited = "weights_of_update" in (self.config.get("parent") or {})
+        if self.edited_heads and not self.events and not inherited:
+            lines.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
+        return lines
 
-    @property
-    def freeze(self) -> dict[str, Any] | None:
-        """Heads, scores and fits of `kept_freezes`, as `chosen` joins them; None without any."""
-        return chosen(self.kept_freezes)
+    # --- heads
 
     @property
     def arm(self) -> str:
-        """frozen, pruned, "frozen and pruned" or ordinary: what the run did to heads, or is to."""
+        """frozen, pruned, "frozen and pruned" or ordinary: the state of the heads at the end, or the intended one."""
         if self.result is not None:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
-            return MADE[freeze.get("operation", "freeze")]
+            return STATE_AFTER[freeze.get("operation", "freeze")]
         return arm(frozen=self.frozen_heads, pruned=self.pruned_heads, events=self.events)
 
     @property
@@ -108,12 +114,16 @@ class RecordedRun:
     @property
     def frozen_heads(self) -> list[list[int]]:
         """Every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
-        return self._heads_of("heads", "frozen")
+        return self._heads("heads", "freeze")
 
     @property
     def pruned_heads(self) -> list[list[int]]:
         """Every head pruned in the final model in the same way."""
-        return self._heads_of("pruned", "pruned")
+        return self._heads("pruned", "prune")
+
+    def _heads(self, name: str, kind: str) -> list[list[int]]:
+        provenance = (self.result or {}).get("provenance") or {}
+        return [list(head) for head in provenance.get(name) or heads_in_force(self.events, kind)]
 
     @property
     def edited_heads(self) -> list[list[int]]:
@@ -121,18 +131,16 @@ class RecordedRun:
         return sorted(self.frozen_heads + self.pruned_heads)
 
     @property
-    def heads_in_words(self) -> str:
-        """How many heads of the final model are what: "36 frozen", "24 frozen and 12 pruned"."""
-        return heads_in_words(self.head_counts)
-
-    @property
     def head_counts(self) -> dict[str, int]:
         """How many heads of the final model are frozen, and how many pruned."""
         return {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
 
-    def _heads_of(self, name: str, made: str) -> list[list[int]]:
-        provenance = (self.result or {}).get("provenance") or {}
-        return [list(head) for head in provenance.get(name) or heads_in_force(self.events, made)]
+    @property
+    def heads_in_words(self) -> str:
+        """The counts of the final model's edited heads: "36 frozen", "24 frozen and 12 pruned"."""
+        return heads_in_words(self.head_counts)
+
+    # --- events
 
     @property
     def freeze_update(self) -> int | None:
@@ -146,56 +154,47 @@ class RecordedRun:
         """The update after which heads were last frozen, pruned or made live again, or None."""
         return max((event.update for event in self.events if event.update is not None), default=self.freeze_update)
 
+    @property
+    def _freezes(self) -> list[EventRecord]:
+        """The events that froze or pruned heads and were not undone, in order."""
+        return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
+
+    @property
+    def newest_freeze(self) -> EventRecord | None:
+        """The newest event that froze or pruned heads and was not undone."""
+        return next(reversed(self._freezes), None)
+
+    @property
+    def freeze(self) -> dict[str, Any] | None:
+        """Heads, scores and fits of the freezes that were not undone, as `chosen` joins them; None without any."""
+        return chosen(self._freezes)
+
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """Patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of the freezes that were kept, if any.
+        """Patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of the freezes that were not undone.
 
-        Patterns are in the order of the events and their heads; what was measured of a head is from the event that
-        froze it, and of a live one from the newest.
+        Patterns are in the order of the events and their heads. A frozen head's marginals and statistics are from the
+        event that froze it, a live one's from the newest.
         """
-        events = self.kept_freezes
+        events = self._freezes
         if not events:
             return {}
         parts = [event.tensors() for event in events]
         joined = parts[-1]
+        statistics = ("eta_abs", "eta_rel", "variance", "forward_kl", "row_entropy")
         for event, part in zip(events[:-1], parts[:-1], strict=True):
-            for name in _MEASURED & joined.keys() & part.keys():
+            for name in {*statistics} & joined.keys() & part.keys():
                 for layer, head in event.heads:
                     joined[name][layer, head] = part[name][layer, head]
-        for name in _PATTERN:
+        for name in ("alpha", "rho", "log_z"):
             if all(name in part for part in parts):
                 joined[name] = torch.cat([part[name] for part in parts])
             else:
                 joined.pop(name, None)
         return joined
 
-    def seconds(self, clock: str) -> float | None:
-        """Return the whole run's seconds on a clock, "everything" or "warm" (without loading and compilation).
 
-        A run that continues another one counts that one's part too. None before the end, and where `lacks` says why.
-        """
-        return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
-
-    @property
-    def lacks(self) -> list[str]:
-        """What the folder of a finished run does not hold, in words; empty for one that is whole."""
-        if self.result is None:
-            return []
-        gone = [name for name in _recorded(self.result) if not (self.folder / name).is_file()]
-        lines = [*self.result.get("lacks", []), *(f"{name}: the file is missing" for name in gone if name != EVENTS)]
-        inherited = "weights_of_update" in (self.config.get("parent") or {})
-        if self.edited_heads and not self.events and not inherited:
-            lines.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
-        return lines
-
-    def finished_result(self) -> dict[str, Any]:
-        """Return result.json; raise InputError when the run has not ended."""
-        if self.result is None:
-            raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
-        return self.result
-
-
-def _recorded(result: Mapping[str, Any] | None) -> dict[str, str]:
+def _sums(result: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the SHA-256 of a run's files that its result holds, by name."""
     sums = ((result or {}).get("provenance") or {}).get("files") or {}
     return {name: value for name, value in sums.items() if name in RECORDS}

@@ -18,7 +18,7 @@ from saf.freezing import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend
-from saf.records.events import EventRecord
+from saf.records.events import STATE_AFTER, EventRecord
 from saf.schedules import Event, Freeze, OneTime, Proposer, Prune, Schedule, Undo, setting_of_moment
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
@@ -157,7 +157,7 @@ def _undo(trainer: TrainerLike, event: Undo) -> Change:
     heads, watch = HeadSet.from_list(record.heads), Stopwatch(trainer.execution.device)
     with watch("uninstall"):
         uninstall_(trainer.model, heads, optimizer=trainer.updater.optimizer)
-    summary = f"{len(heads)} heads {record.made} by event {event.event} are live again"
+    summary = f"{len(heads)} heads {STATE_AFTER[record.kind]} by event {event.event} are live again"
     return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
 
 

@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -35,7 +35,7 @@ class Run:
 
     config: TrainConfig
     folder: Path
-    lock: IO[str] | None
+    lock: AbstractContextManager[object] | None
     """Held while the run goes on; None on a rank that writes nothing."""
     execution: Execution
     task: Task

@@ -3,8 +3,9 @@
 import math
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.optim import AdamW
@@ -304,7 +305,7 @@ _OWN_FILES = ("config.json", "result.json", "*.jsonl", "event-*.safetensors")
 """Files, or patterns of their names, that nothing but the run itself writes into its folder."""
 
 
-def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | None:
+def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> AbstractContextManager[object] | None:
     """Lock a folder that holds a run, which must be the one to resume; None when it holds none."""
     if (folder / INDEX_FILE).exists():
         raise InputError(f"out must be another folder than the data's, got {folder}")
@@ -318,11 +319,11 @@ def _lock_run(folder: Path, config: TrainConfig, *, resume: bool) -> IO[str] | N
     return lock_folder(folder) if is_rank0() else None
 
 
-def _lock_new(folder: Path) -> IO[str]:
+def _lock_new(folder: Path) -> AbstractContextManager[object]:
     """Lock a folder that held no run when this process began; raise InputError when it holds one by now."""
     lock = lock_folder(folder)
     if (folder / "config.json").exists():
-        lock.close()
+        lock.__exit__(None, None, None)
         raise InputError(f"{folder} holds a run by now, which another process began; resume it, or choose another")
     return lock
 

@@ -80,7 +80,8 @@ def test_what_kills_left_is_cleared_and_a_folder_moved_aside_comes_back(tmp_path
 def test_one_process_holds_a_folder(tmp_path):
     with lock_folder(tmp_path), pytest.raises(InputError, match="another process trains in"):
         lock_folder(tmp_path)
-    lock_folder(tmp_path).close()
+    with lock_folder(tmp_path):
+        pass
 
 
 def test_one_process_holds_the_name_of_a_folder_to_come(tmp_path):
@@ -93,7 +94,6 @@ def test_one_process_holds_the_name_of_a_folder_to_come(tmp_path):
         pytest.fail("the second got in")
     with locked_beside(tmp_path / "a", busy):
         pass
-    assert names(tmp_path) == []
 
 
 def test_a_manifest_names_the_file_that_was_changed(tmp_path):

@@ -177,7 +177,8 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings, outcome, monkeypa
 
     monkeypatch.setattr(loop, "finish", another)
     pretrain(config, resume=True)
-    lock_folder(Path(config.out)).close()
+    with lock_folder(Path(config.out)):
+        pass
 
 
 def test_other_settings_or_data_are_refused(settings, data, tmp_path):
