@@ -269,7 +269,7 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finish
         (4, "undo", 9, 1, None),
     ]
     first, undo, *_ = read_events(config.out)
-    assert "nats beside 0 are more than 0.00995" in undo.values["reason"]
+    assert "nats after 0 exceed 0.00995" in undo.values["reason"]
     assert undo.values["loss_after"] == first.values["loss_before"]
     assert result["provenance"]["heads"] == result["provenance"]["pruned"] == []
     assert all(outcome(config.out)[part] == ordinary[part] for part in ("model.safetensors", "optimizer.safetensors"))
