@@ -196,6 +196,28 @@ def _raw_clock(k: str, context: int) -> Iterator[Arm]:
         yield Arm(name=f"{k}-pruned-{name}-raw", settings=PRUNE, scaled=HELD_OUT, heads=f"{k}-mean-{name}-raw", **timed)
 
 
+EXPONENTIAL: dict[str, Settings] = {
+    # The band, and whether each key keeps a logit of its own or alpha has its short form wherever cancellation allows.
+    "exponential-64": {"band": 64, "max_short_kl": None},
+    "exponential-128": {"band": 128, "max_short_kl": None},
+    "exponential-short": {"band": 128, "max_short_kl": 1.0},
+}
+
+
+def _exponential() -> Iterator[Arm]:
+    """Yield heads frozen as sums of damped cosines, beside `4k-mean-25` and `4k-mean-50` of the same checkpoint."""
+    for kind, options in EXPONENTIAL.items():
+        for name in ("25", "50"):
+            freeze = {"rate": RATES[name], "storage": "exponential", "fitter_options": options}
+            smoke = {**options, "band": options["band"] // 16}
+            yield Arm(
+                name=f"4k-{kind}-{name}",
+                parent="4k-ordinary",
+                settings={"freeze": freeze},
+                scaled={"smoke": {"freeze": {"fitter_options": smoke}}},
+            )
+
+
 def _moments() -> Iterator[Arm]:
     """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
@@ -516,7 +538,7 @@ def _stages() -> Iterator[Arm]:
 
 
 def _all() -> dict[str, Arm]:
-    families = (_contexts, _moments, _patterns, _schedules, _scores, _ideas, _later, _one_billion)
+    families = (_contexts, _exponential, _moments, _patterns, _schedules, _scores, _ideas, _later, _one_billion)
     families += (_recall, _downstream, _pruning_downstream, _stages)
     arms: dict[str, Arm] = {}
     for arm in (arm for family in families for arm in family()):

@@ -60,7 +60,7 @@ def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) ->
     data = TokenData.open(inputs.text())
     if abs(data.vocab_size / scale.vocabulary - 1) > 0.01:
         raise InputError(
-            f"{inputs.data} has a vocabulary of {data.vocab_size:,} tokens, and the scale {scale.base!r} means "
+            f"{inputs.data} has a vocabulary of {data.vocab_size:,} tokens, and the scale {scale.name!r} has "
             f"{scale.vocabulary:,}: its models would be of another size. Prepare the text with --vocab-size"
         )
     if any(data.fingerprint != record["provenance"]["data"].get("train") for record in records):

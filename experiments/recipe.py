@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Literal
 
 from experiments import recipes
 from experiments.arms import ARMS
@@ -70,6 +71,8 @@ class Recipe:
     notes: tuple[str, ...] = ()
     seeds: int | None = None
     """How many of the scale's seeds are run where the paper has as many; None is all."""
+    intervals: Literal["error", "t"] = "error"
+    """What stands beside a mean over seeds: its standard error, or its 95% interval by Student's t."""
     smoke: tuple[str, ...] | None = None
     """Arms of the smoke scale; None is all."""
 

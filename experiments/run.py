@@ -285,6 +285,8 @@ def complete_record(run: Run) -> None:
     """Add to a run's result.json its arm, and its losses of held-out windows or its answers, for paired comparisons."""
     recorded = RecordedRun.open(run.folder)
     extra: dict[str, Any] = {"num_heads": recorded.num_heads}
+    if fits := _fits(recorded):
+        extra["fits"] = fits
     if has_answers(recorded):
         answers = read_answers(recorded)
         questions = json.dumps([(each["id"], each["answer"]) for each in answers])
@@ -297,6 +299,20 @@ def complete_record(run: Run) -> None:
         extra["window_losses"] = losses.windows.tolist()
     place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
     write_json(run.folder / "result.json", {**(recorded.result or {}), **extra, "experiment": place})
+
+
+def _fits(recorded: RecordedRun) -> dict[str, float]:
+    """Return how well the patterns of a run's frozen heads fit; empty where nothing was fitted."""
+    events = [event.values for event in recorded.kept_freezes]
+    kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
+    if not kls:
+        return {}
+    fits: dict[str, float] = {"largest_kl": max(kls), "skipped": sum(len(event["rejected"]) for event in events)}
+    if any("exponential" in event for event in events):
+        heads = [each for event in events for each in event.get("exponential", ()) if each["kind"] == "exponential"]
+        fits["exponential"] = len(heads)
+        fits["largest_extra_kl"] = max((each["extra_kl"] for each in heads), default=0.0)
+    return fits
 
 
 # --- all runs

@@ -1,7 +1,7 @@
-"""How large the runs of a recipe are: the paper's own settings, small ones for an afternoon, and as small as can be.
+"""A scale sets the size of every run of a recipe: model, context, batch, number of updates.
 
-A scale's name may go on with the tokens of its runs and with the name of a series, another set of runs by the same
-settings: small, small-75M, small-75M-again.
+Its name may end with the tokens of a run and with the name of a series, another set of runs by the same settings:
+small, small-75M, small-75M-again, 124m-84M.
 """
 
 import re
@@ -27,16 +27,21 @@ class Scale:
     """Further ones by the paper's tokens of context."""
     seeds: tuple[int, ...]
     vocabulary: int
-    """Tokens of the tokenizer that is meant."""
+    """Size of the tokenizer's vocabulary."""
     resizable: bool = False
+    """Whether its name may set the tokens of a run."""
+    like: str = ""
+    """The scale whose settings of single arms it takes, where it has none of its own."""
 
     @property
     def base(self) -> str:
-        """The scale whose settings these are: paper, small or smoke."""
-        return self.name.partition("-")[0]
+        """The scale by whose name arms and measurements have settings: paper, small or smoke."""
+        return self.like or self.name.partition("-")[0]
 
     def of(self, context: int) -> Settings:
         """Return the settings of a run from initialisation; raise InputError where it would be too short."""
+        if context not in self.contexts:
+            raise InputError(f"scale {self.name!r} has contexts of {[*self.contexts]} tokens; got {context}")
         settings = {**self.settings, **self.contexts[context]}
         if self.resizable and settings["updates"] < FEWEST_UPDATES:
             raise InputError(
@@ -86,6 +91,42 @@ SCALES = {
             resizable=True,
         ),
         Scale(
+            name="converged",
+            # The small model trained for 560M tokens, some sixteen a parameter: four passes over 141M tokens of text.
+            settings={
+                "model": "124m",
+                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
+                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 250},
+                **{"save_every": 1_000, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
+            },
+            contexts={
+                4_096: {"length": 4_096, "batch_size": 16, "updates": 8_544},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 8_544, "calibration_sequences": 16},
+            },
+            seeds=(1337, 1338, 1339),
+            vocabulary=16_384,
+            resizable=True,
+            like="small",
+        ),
+        Scale(
+            name="124m",
+            # The paper's model, with a higher rate for short runs: 640 updates are 84M tokens.
+            settings={
+                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2},
+                **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 80, "save_every": 160},
+                **{"log_every": 80, "calibration_sequences": 32, "token_losses": False},
+            },
+            contexts={
+                4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
+                8_192: {"length": 8_192, "batch_size": 8, "updates": 640, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 640, "calibration_sequences": 16},
+            },
+            seeds=(1337, 1338, 1339),
+            vocabulary=50_304,
+            resizable=True,
+            like="small",
+        ),
+        Scale(
             name="smoke",
             # As small as a run can be that calibrates, freezes and is compared.
             settings={
@@ -104,9 +145,9 @@ SCALES = {
 
 
 def scale_named(name: str) -> Scale:
-    """Return a scale, its runs resized where its name has tokens: small-75M are 75M at the shortest context.
+    """Return a scale, its runs resized where its name has tokens: small-75M are 75M at most at the shortest context.
 
-    Other contexts have as large a share of their updates. Raises InputError for a scale that there is not.
+    Other contexts have as large a share of their updates. Raises InputError for an unknown scale.
     """
     base, *rest = name.split("-")
     if base not in SCALES:
@@ -118,9 +159,10 @@ def scale_named(name: str) -> Scale:
         raise InputError(f"runs of the scale {base!r} have one length; leave {rest[0]} out")
     tokens = int(found[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[found[2]]
     shortest = scale.contexts[min(scale.contexts)]
-    share = tokens / (shortest["length"] * shortest["batch_size"] * shortest["updates"])
+    of_update = shortest["length"] * shortest["batch_size"] * scale.settings["accumulation"]
+    share = tokens / (of_update * shortest["updates"])
     contexts = {
-        context: {**settings, "updates": round(share * settings["updates"])}
+        context: {**settings, "updates": int(share * settings["updates"])}
         for context, settings in scale.contexts.items()
     }
     return replace(scale, name=name, contexts=contexts)

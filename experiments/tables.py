@@ -5,7 +5,7 @@ a change is the paired bootstrap over held-out windows.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from scipy.special import stdtrit
 
 from experiments.arms import ARMS
 from experiments.recipe import Figure, Recipe, Row, names, recipe
@@ -91,6 +92,10 @@ READ: dict[str, Callable[[Record], float | None]] = {
     "updates": lambda run: run["updates"],
     "remaining": _remaining,
     "peak": lambda run: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None,
+    "fit_kl": lambda run: (run.get("fits") or {}).get("largest_kl"),
+    "skipped": lambda run: (run.get("fits") or {}).get("skipped"),
+    "exponential": lambda run: (run.get("fits") or {}).get("exponential"),
+    "extra_kl": lambda run: (run.get("fits") or {}).get("largest_extra_kl"),
 }
 TIMES: dict[str, Callable[[Record], float | None]] = {
     "minutes": _minutes,
@@ -256,6 +261,10 @@ METRICS = {
     "rise": Metric("rise at the event, nats", 4, True),
     "context": Metric("what context tells, nats", 3),
     "heads": Metric("heads", 0),
+    "fit_kl": Metric("largest fit KL, nats", 3),
+    "skipped": Metric("heads skipped by fit KL", 0),
+    "exponential": Metric("exponential heads", 0),
+    "extra_kl": Metric("largest extra KL, nats", 4),
     "updates": Metric("updates", 0),
     "remaining": Metric("updates after freezing", 0),
     "minutes": Metric("minutes", 2),
@@ -275,7 +284,7 @@ class Value:
 
     by_seed: Mapping[int, float]
     interval: tuple[float, float] | None = None
-    """95% over held-out windows or questions, of one seed."""
+    """95%: over held-out windows or questions of one seed, or by Student's t over several."""
 
     @property
     def mean(self) -> float:
@@ -289,18 +298,27 @@ class Value:
 
     @property
     def reach(self) -> tuple[float, float] | None:
-        """What it may be off by: a standard error either way, or the interval of one seed."""
-        return self.interval if self.error is None else (self.mean - self.error, self.mean + self.error)
+        """Its interval, or a standard error either way."""
+        if self.interval is not None or self.error is None:
+            return self.interval
+        return self.mean - self.error, self.mean + self.error
 
     def text(self, metric: Metric) -> str:
         """Return the number with its standard error or interval."""
         if metric is METRICS["seeds"]:
             return ", ".join(metric.text(self.by_seed[seed]) for seed in sorted(self.by_seed))
-        if self.error is not None:
-            return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
         if self.interval is not None:
             return f"{metric.text(self.mean)} ({' to '.join(map(metric.text, self.interval))})"
+        if self.error is not None:
+            return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
         return metric.text(self.mean)
+
+
+def _t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of a mean over seeds by Student's t."""
+    found = mean_and_standard_error([*values])
+    reach = float(stdtrit(len(values) - 1, 0.975)) * found["standard_error"]
+    return found["mean"] - reach, found["mean"] + reach
 
 
 @cache
@@ -372,7 +390,11 @@ class RecipeTable:
         by_seed = {int(seed): float(value) for seed, value in series.dropna().items()}
         if not by_seed:
             return None
-        interval = self._interval(row, of, next(iter(by_seed))) if len(by_seed) == 1 and METRICS[metric].of else None
+        interval = None
+        if METRICS[metric].of and len(by_seed) == 1:
+            interval = self._interval(row, of, next(iter(by_seed)))
+        elif METRICS[metric].of and self.recipe.intervals == "t":
+            interval = _t_interval([*by_seed.values()])
         return Value(by_seed=by_seed, interval=interval)
 
     @cached_property
@@ -472,9 +494,12 @@ class RecipeTable:
             for label in self.overtrained()
         ]
         notes += [*self.recipe.notes, f"Paper, {source.label}: {source.conditions}."]
-        if any(value.error is not None for value in self.values.values()):
+        several = [value for value in self.values.values() if value.error is not None]
+        if any(value.interval is None for value in several):
             notes.append("± is the standard error over seeds.")
-        if any(value.interval is not None for value in self.values.values()):
+        if any(value.interval is not None for value in several):
+            notes.append("(low to high) over several seeds is 95% by Student's t.")
+        if any(value.interval is not None for value in self.values.values() if value.error is None):
             notes.append("(low to high) is 95% of a paired bootstrap over held-out windows or questions, of one seed.")
         missing = [row.label for row in self.recipe.rows if row not in self.ran()]
         if missing and self.recipe.metrics:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from saf.errors import InputError, check_name
-from saf.fit import check_constant_after, check_fitter_options
+from saf.fit import check_constant_after, split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.records.events import STATE_AFTER
 from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
@@ -94,7 +94,8 @@ class FreezeConfig:
     trainable: bool = False
     """Train key and distance logits with the model, from their fit on, instead of keeping them fixed."""
     fitter_options: dict[str, Any] = field(default_factory=dict)
-    """Pass these further arguments to the fitter, by name; on the command line such as: steps 200."""
+    """Pass these further arguments to the fitter, by name; on the command line such as: steps 200. Exponential storage
+    takes those of `fit_exponential_heads`, too, such as: band 64."""
     pattern_options: dict[str, Any] = field(default_factory=dict)
     """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 
@@ -107,7 +108,7 @@ class FreezeConfig:
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)
         budget(self.rate, 1)
-        check_fitter_options(self.fitter, self.fitter_options)
+        split_options(self.fitter, self.fitter_options, self.storage)
         for name in _HEAD_LISTS:
             if (heads := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(head_pairs(heads)))

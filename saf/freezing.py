@@ -29,7 +29,7 @@ from saf.calibration import (
 from saf.calibration.capture import check_heads as check_measurable
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError
-from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, warn_of_missed
+from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options, warn_of_missed
 from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
@@ -427,13 +427,14 @@ def _fit(
         return [*map(FittedHead, exact.canonical().singles())]
     # The floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
     goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
-    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **config.fitter_options)
+    of_compact, of_exponential = split_options(config.fitter, config.fitter_options, config.storage)
+    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **of_compact)
     warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(compact, *goal).tolist(), certificate.to_dicts()
     if config.storage == "compact":
         return [*map(FittedHead, compact.to(device="cpu").singles(), kls, certificates)]
     fits = []
-    for number, fit in enumerate(fit_exponential_heads(compact, *goal[:2])):
+    for number, fit in enumerate(fit_exponential_heads(compact, *goal[:2], **of_exponential)):
         # A head whose exponential pattern is outside the tolerance is judged by its compact one.
         kl = kls[number] if fit.pattern.kind == "compact" else kls[number] + fit.extra_kl
         pattern, kl = (fit.pattern, kl) if kl <= config.max_fit_kl else (compact[number], kls[number])

@@ -33,6 +33,7 @@ __all__ = [
     "fit_loss",
     "fit_with_certificate",
     "marginals",
+    "split_options",
     "warn_of_missed",
 ]
 
@@ -103,6 +104,18 @@ def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
     """Raise InputError for an unknown fitter, and for options that it does not take."""
     check_name("fitter", fitter, FITTERS)
     check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])
+
+
+def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the compact fit and, for exponential storage, those of `fit_exponential_heads`.
+
+    Raises InputError for an unknown fitter, and for options that neither takes.
+    """
+    names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
+    exponential = {name: value for name, value in options.items() if name in names}
+    compact = {name: value for name, value in options.items() if name not in names}
+    check_fitter_options(fitter, compact)
+    return compact, exponential
 
 
 def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:

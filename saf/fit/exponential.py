@@ -97,19 +97,24 @@ def fit_exponential_heads(
     band: int = 128,
     max_extra_kl: float = MAX_EXTRA_KL,
     max_cancellation: float = MAX_CANCELLATION,
+    max_short_kl: float | None = MAX_SHORT_KL,
 ) -> list[ExponentialFit]:
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
-    Tried in turn: 16 poles, 32 poles, the compact fit itself. Where an exponential pattern is accepted, the short form
-    of alpha takes its place if it costs at most 0.005 nats more.
+    Tried in turn: 16 poles, 32 poles, the compact fit itself. The short form of alpha is taken if it costs at most
+    `max_short_kl` nats more; with None it is not tried, and every key keeps a logit of its own.
     """
+    if band < 1:
+        raise InputError(f"band must be at least 1, got {band}")
     targets = check_targets(eta_abs, eta_rel)
     compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
     fits: list[ExponentialFit | None] = [None] * len(compact)
     pending = list(range(len(compact)))
     for pairs in POLES:
         chosen = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
-        tried = _in_groups(compact[chosen], *(x[chosen] for x in targets), band=band, pairs=pairs, short=True)
+        tried = _in_groups(
+            compact[chosen], *(x[chosen] for x in targets), band=band, pairs=pairs, max_short_kl=max_short_kl
+        )
         for head, fit in zip(pending, tried, strict=True):
             before = fits[head]
             fits[head] = fit if before is None or fit.extra_kl < before.extra_kl else before
@@ -126,21 +131,23 @@ def fit_exponential_heads(
 
 
 def _in_groups(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool = False
-) -> list[ExponentialFit]:
-    """Fit heads in groups that fit into memory; with `short` the short form of alpha is tried, too."""
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
+    max_short_kl: float | None = None,
+) -> list[ExponentialFit]:  # fmt: skip
+    """Fit heads in groups that fit into memory; with `max_short_kl` the short form of alpha is tried, too."""
     length = compact.length
     size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
     fits = []
     for first in range(0, len(compact), size):
         some = slice(first, first + size)
-        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, short=short)
+        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, max_short_kl=max_short_kl)
     return fits
 
 
 def _fit(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
-) -> list[ExponentialFit]:
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
+    max_short_kl: float | None,
+) -> list[ExponentialFit]:  # fmt: skip
     """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
     length = compact.length
     if length <= band:
@@ -153,12 +160,12 @@ def _fit(
     model = _Model(compact, eta_abs, eta_rel, band, poles)
     free = model.optimise(model.start(), _STEPS)
     fits = model.measure(free, compact)
-    if not short or length <= 4 * SINKS:
+    if max_short_kl is None or length <= 4 * SINKS:
         return fits
     fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
     shortened = fewer.measure(fewer.optimise(fewer.start_from(model, free), _STEPS), compact)
     return [
-        small if small.extra_kl <= fit.extra_kl + MAX_SHORT_KL and small.cancellation <= MAX_CANCELLATION else fit
+        small if small.extra_kl <= fit.extra_kl + max_short_kl and small.cancellation <= MAX_CANCELLATION else fit
         for fit, small in zip(fits, shortened, strict=True)
     ]
 

@@ -2,11 +2,13 @@
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 from experiments.paper import Source
 from experiments.recipe import Recipe, Row, names, recipe
@@ -106,6 +108,12 @@ def test_one_seed_has_the_paired_bootstrap_over_windows(records):
     assert value.error is None
     assert value.interval == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
     assert table(one).values["cold", "extra"].interval is None
+
+
+def test_a_recipe_may_show_intervals_over_seeds_by_t(records):
+    value = table(records, replace(RECIPE, intervals="t")).values["cold", "delta"]
+    low, high = stats.t.interval(0.95, 1, loc=value.mean, scale=value.error)
+    assert value.interval == pytest.approx((low, high), rel=1e-12)
 
 
 def test_a_one_seed_table_has_the_one_seed_that_most_rows_have(records):

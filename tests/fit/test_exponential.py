@@ -44,6 +44,8 @@ def test_a_planted_pattern_is_found(sinks):
         assert [fit.free_keys for fit in fits] == [16, 16]
         assert isinstance(fits[0].pattern, ExponentialPattern)
         assert fits[0].pattern.to_compact(2000).length == 2000
+        free = fit_exponential_heads(compact, *targets, band=32, max_short_kl=None)
+        assert [fit.free_keys for fit in free] == [500, 500]
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 129])

@@ -297,6 +297,8 @@ def test_attention_that_no_input_changes_chooses_no_heads(score, dtype):
         ({"match_heads": ((0, 1),), "match": "forward_kl"}, "match_heads sets .* leave match out"),
         ({"storage": "exponential", "pattern": "structured_random"}, "not fitted"),
         ({"storage": "exponential", "trainable": True}, "storage='compact'"),
+        ({"storage": "exponential", "fitter_options": {"bands": 64}}, "got bands"),
+        ({"fitter_options": {"band": 64}}, "got band"),
         ({"storage": "exponential", "operation": "prune"}, "pruned heads have no patterns: leave storage out"),
     ],
 )
