@@ -30,8 +30,8 @@ from experiments.analyses.common import (
 from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
-from saf.evaluate.evaluated import precision_in_use
-from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counted, paired_tasks
+from saf.evaluate.model_facts import precision_in_use
+from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counts_text, paired_tasks
 from saf.freeze_config import FreezeConfig
 from saf.freezing import FittedHead, accept_fits, fit_heads, head_order
 from saf.heads import Head, HeadSet
@@ -303,9 +303,9 @@ def tables(record: Record) -> list[Part]:
     if any(arm["score"] is not None for arm in arms):
         parts.append(_heads_table(record))
     if labelled := [name for name, task in tasks.items() if task["labels"]]:
-        rows = [["right answers", *(counted(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)]]
+        rows = [["right answers", *(counts_text(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)]]
         for title, of in (("ordinary", tasks), *((arm["name"], arm["tasks"]) for arm in arms)):
-            rows.append([title, *(counted(of[name]["taken"], of[name]["labels"]) for name in labelled)])
+            rows.append([title, *(counts_text(of[name]["taken"], of[name]["labels"]) for name in labelled)])
         parts.append(table("Answers by label", ["", *labelled], rows))
     return parts
 

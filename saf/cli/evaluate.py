@@ -11,7 +11,7 @@ from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.evaluated import facts_of, precision_in_use
+from saf.evaluate.model_facts import model_facts, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
 from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
@@ -116,7 +116,7 @@ class Command:
             return
         if not self.out.is_dir():
             raise InputError(f"{self.out} is a file; --out takes a folder")
-        others = sorted({path.name for path in self.out.iterdir()} - {*perplexity.WRITTEN, *zero_shot.WRITTEN})
+        others = sorted({path.name for path in self.out.iterdir()} - {*perplexity.FILES, *zero_shot.FILES})
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
 
@@ -165,7 +165,7 @@ class Command:
                 {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},
                 longest=self.length or opened.longest,
                 precision=precision_in_use(opened.model, self.precision),
-                of=facts_of(opened.model),
+                of=model_facts(opened.model),
                 out=self.out,
                 device=device_name(pick_device(self.device)),
                 checkpoints=opened.checkpoints,

@@ -12,7 +12,7 @@ from saf.checkpoint import Checkpoint, find_checkpoint
 from saf.cli.output import show
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.evaluate.recall import not_learnt, recall_tables
+from saf.evaluate.recall import gate_problem, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.events import beside_earlier, head_counts, heads_in_words
 from saf.records.quantities import seconds, signed
@@ -150,7 +150,7 @@ def result_table(result: dict[str, Any]) -> Table:
         "perplexity, report": perplexity and f"{perplexity:.4f}",
         "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
         "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
-        "not to be compared": recall and not_learnt(recall),
+        "not to be compared": recall and gate_problem(recall),
         "unigram entropy": entropy and f"{entropy:.4f} nats",
         "loss, training": train_loss and f"{train_loss:.4f} nats per token",
         "update, median": timing

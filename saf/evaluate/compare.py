@@ -1,30 +1,46 @@
-"""Comparing two finished runs, an ordinary and a frozen arm: what freezing cost and what it saved."""
+"""Compare an ordinary and a frozen model: two finished runs, or two evaluations of the same text and questions.
+
+Runs are measured by perplexity, by answers to questions, or by associative recall; `compare_runs` takes all three.
+"""
 
 import math
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saf.errors import CompareError, InputError
-from saf.evaluate.evaluated import check_pair
-from saf.evaluate.paired import RESAMPLES, delta_of_windows
-from saf.evaluate.perplexity import read_evaluation
-from saf.evaluate.tokens import TokenLosses
+from saf.errors import CompareError, InputError, SafWarning
+from saf.evaluate import perplexity, zero_shot
+from saf.evaluate.answers import has_answers, read_answers
+from saf.evaluate.model_facts import PARENT
+from saf.evaluate.paired import RESAMPLES, delta_of_windows, paired_answers, paired_hits
+from saf.evaluate.perplexity import TokenLosses, read_evaluation
+from saf.evaluate.recall import RECALL, gate_problem, read_recall
+from saf.evaluate.zero_shot import paired_tasks, read_zero_shot
+from saf.heads import EDITED
 from saf.machine import untimed_updates
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
+Record = dict[str, Any]
 _SAME_LOSS = 1e-6
 """Relative difference of two losses beyond which they are of another model, text or precision."""
 _MINIMUM_TIMED_UPDATES = 5
 """The median of fewer says nothing about updates whose times spread by some percent."""
-# The same data may lie elsewhere: their fingerprint, which covers the tokenizer, is compared.
-_IRRELEVANT = frozenset({"data.folder", "data.tokenizer"})
+# Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared. A gate decides no
+# number.
+_IRRELEVANT = frozenset({"data.folder", "data.tokenizer", "data.test", "data.mqar.gate", "data.mqar.ordinary"})
 _BUDGETS = ("update_budget", "time_budget_seconds")
 """By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
+_QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
+"""Settings of recall that decide the queries of a test, beside its tokens and pairs."""
+_SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
+
+
+# --- runs
 
 
 def compare_runs(
@@ -35,37 +51,56 @@ def compare_runs(
     allow_differences: bool = False,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> dict[str, Any]:
-    """Return delta-PPL with its interval, update times, memory and intervention cost of two finished runs.
+) -> Record:
+    """Compare two finished runs by what both are measured by; the record is written to `out`/compare.json if given.
 
-    `update_time_ratio` is ordinary / frozen, of separate processes: above 1 the frozen arm is faster.
-    `update_time_bound` is its limit if heads cost nothing, `update_time_caveat` why it says little, "" where it is
-    clear. Written to `out`/compare.json if given.
+    Runs of text give delta-PPL with its interval, update times, memory and the cost of freezing. `update_time_ratio` is
+    ordinary / frozen, of separate processes: above 1 the frozen arm is faster. `update_time_bound` is its limit if
+    frozen heads cost nothing; `update_time_caveat` says why the ratio is unclear, "" where it is clear. Runs finetuned
+    on questions give what `paired_answers` returns, runs of recall a list of tests, each as `paired_hits` returns it.
 
     Raises:
-        CompareError: The arms differ in more than the freezing (`allow_differences` passes all but other held-out
-            windows), or two ordinary arms.
-        InputError: A run that has not ended or was not evaluated, or whose evaluation is not that of its end.
+        CompareError: The runs differ in more than the freezing (`allow_differences` allows all but other held-out
+            windows or questions), or the second run froze nothing.
+        InputError: A run has not ended, or its files are not those of its result.
     """
     arms = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
-    results = [run.finished_result() for run in arms]
-    if arms[1].arm == "ordinary":
-        raise CompareError(f"{arms[1].folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    lines = differences(*arms)
-    if lines and not allow_differences:
-        listed = "\n  ".join(lines)
-        raise CompareError(
-            f"these runs differ in more than the freezing:\n  {listed}\n"
-            "Run both arms with the same settings, or allow the differences explicitly (--allow-differences)"
+    measures = [measure_of(run) for run in arms]
+    if measures[0] != measures[1]:
+        raise InputError(
+            f"both runs must be measured alike, got {arms[0].folder} by {measures[0]} and {arms[1].folder} by "
+            f"{measures[1]}"
         )
-    (record, losses), (other, frozen_losses) = map(_final_evaluation, arms)
+    options = {"allow_differences": allow_differences}
+    if measures[0] == "perplexity":
+        record = _compare_perplexity(arms[0], arms[1], **options, resamples=resamples, seed=seed)
+    else:
+        compare = {"answers": _compare_answers, "recall": _compare_recall}[measures[0]]
+        record = compare(arms[0], arms[1], **options)
+    if out is not None:
+        write_json(Path(out) / "compare.json", record)
+    return record
+
+
+def measure_of(run: RecordedRun) -> str:
+    """Name what a finished run is measured by: "perplexity", "answers" or "recall"."""
+    result = run.finished_result()
+    return "answers" if has_answers(run) else "recall" if "recall" in result else "perplexity"
+
+
+def _compare_perplexity(
+    ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool, resamples: int, seed: int
+) -> Record:
+    results = [run.finished_result() for run in (ordinary, frozen)]
+    if frozen.arm == "ordinary":
+        raise CompareError(f"{frozen.folder} froze or pruned no heads; name the ordinary arm first, the other second")
+    lines = differences(ordinary, frozen)
+    _check_alike(lines, allow_differences=allow_differences)
+    (record, losses), (other, frozen_losses) = map(_final_evaluation, (ordinary, frozen))
     if record["windows_hash"] != other["windows_hash"]:
-        raise CompareError(
-            f"the two arms were evaluated on different windows ({record['windows_hash'][:12]} and "
-            f"{other['windows_hash'][:12]}); evaluate both with the same data, partition, length and limit"
-        )
+        raise CompareError("both arms must be evaluated on the same windows, got different windows")
     finals = (result["provenance"]["checkpoints"].get("final") for result in results)
-    heads, num_heads = len(arms[1].edited_heads), arms[1].num_heads
+    heads, num_heads = len(frozen.edited_heads), frozen.num_heads
     comparison = {
         **result_header(
             "comparison",
@@ -73,85 +108,193 @@ def compare_runs(
             checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),
             data={record["partition"]: record["data_fingerprint"]},
         ),
-        "ordinary": str(arms[0].folder),
-        "frozen": str(arms[1].folder),
+        "ordinary": str(ordinary.folder),
+        "frozen": str(frozen.folder),
         **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
-        **compare_update_times(*arms),
+        **compare_update_times(ordinary, frozen),
         "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
         "peak_memory_frozen": results[1].get("peak_memory_bytes"),
         "heads": heads,
         "num_heads": num_heads,
         "intervention_seconds": (results[1].get("intervention") or {}).get("seconds"),
-        "run_seconds_ordinary": {clock: arms[0].seconds(clock) for clock in ("everything", "warm")},
-        "run_seconds_frozen": {clock: arms[1].seconds(clock) for clock in ("everything", "warm")},
-        "lacks": {name: run.lacks for name, run in zip(("ordinary", "frozen"), arms, strict=True) if run.lacks},
+        "run_seconds_ordinary": {clock: ordinary.seconds(clock) for clock in ("everything", "warm")},
+        "run_seconds_frozen": {clock: frozen.seconds(clock) for clock in ("everything", "warm")},
+        "missing": {name: run.lacks for name, run in (("ordinary", ordinary), ("frozen", frozen)) if run.lacks},
         "differences": lines,
         "update_time_bound": free_heads_bound(heads, num_heads),
     }
-    comparison["update_time_caveat"] = speed_caveat(comparison)
-    if out is not None:
-        write_json(Path(out) / "compare.json", comparison)
-    return comparison
+    return {**comparison, "update_time_caveat": speed_caveat(comparison)}
 
 
-def compare_evaluations(
-    ordinary: Path | str,
-    frozen: Path | str,
-    *,
-    allow_differences: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Return delta-PPL with its interval of two folders that `saf evaluate --out` wrote.
-
-    Raises:
-        CompareError: They are of other windows, or computed in another precision; the models differ in more than the
-            freezing (`allow_differences` passes that alone), or the second one has no frozen or pruned heads.
-        InputError: A file is missing or damaged.
-    """
-    (record, losses), (other, frozen_losses) = read_evaluation(ordinary), read_evaluation(frozen)
-    for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
-        if record.get(name) != other.get(name):
-            raise CompareError(
-                f"the evaluations differ in {name}: {record.get(name)} in {ordinary}, {other.get(name)} in {frozen}; "
-                "evaluate both on the same data, partition, length and limit, in one precision, with or without bos"
-            )
-    pair = check_pair((record, other), (ordinary, frozen), allow_differences=allow_differences)
-    models = (each["provenance"]["checkpoints"].get("model") for each in (record, other))
-    return {
-        **result_header(
-            "comparison",
-            {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
-            checkpoints=dict(zip(("ordinary", "frozen"), models, strict=True)),
-            data={record["partition"]: record["data_fingerprint"]},
-        ),
-        "ordinary": str(ordinary),
-        "frozen": str(frozen),
-        "length": record["length"],
-        "precision": record["precision"],
-        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
-        **pair,
-    }
-
-
-def _final_evaluation(run: RecordedRun) -> tuple[dict[str, Any], TokenLosses]:
-    """Return a run's evaluation; raise InputError unless its loss is that of result.json."""
+def _final_evaluation(run: RecordedRun) -> tuple[Record, TokenLosses]:
+    """Read a run's evaluation; raise InputError unless its loss is that of result.json."""
     expected = run.finished_result()["report_loss"]
     record, losses = read_evaluation(run.folder)
     if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
         raise InputError(
             f"{run.folder}/evaluation.json is of another model or text than the run's end: its loss is "
-            f"{record['loss']:.6f}, that of result.json {expected:.6f}. `saf evaluate` the run's last checkpoint "
-            "into another folder, and copy both files here"
+            f"{record['loss']:.6f}, that of result.json {expected:.6f}; evaluate the last checkpoint again"
         )
     return record, losses
 
 
-# --- speed
+def _compare_answers(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
+    answers = [read_answers(run) for run in (ordinary, frozen)]
+    changes = paired_answers(*answers)
+    lines = list(_setting_differences(ordinary, frozen))
+    _check_alike(lines, allow_differences=allow_differences)
+    results = [run.finished_result() for run in (ordinary, frozen)]
+    return {
+        **_task_header("answers_comparison", ordinary, frozen, allow_differences=allow_differences),
+        "questions": len(answers[0]),
+        "accuracy": [result["accuracy"] for result in results],
+        "taken": [result["taken"] for result in results],
+        "answers": results[0]["answers"],
+        **changes,
+        "differences": lines,
+    }
 
 
-def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any]:
-    """Return median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
+def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
+    """Compare the tests at the end, and the `reports` that both runs have in between, by update."""
+    lines = list(_setting_differences(ordinary, frozen))
+    _check_alike(lines, allow_differences=allow_differences)
+    left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
+    if others := [name for name in _QUERIES if left.get(name) != right.get(name)]:
+        words = "; ".join(f"mqar.{name} is {left.get(name)!r} and {right.get(name)!r}" for name in others)
+        raise CompareError(f"the runs were tested on different queries ({words}); test both on the same")
+    first, second = read_recall(ordinary), read_recall(frozen)
+    tests = {update: paired_tests(first[update], second[update]) for update in first.keys() & second}
+    runs = {"ordinary": ordinary, "frozen": frozen}
+    problems = {name: gate_problem(run.finished_result()["recall"]) for name, run in runs.items()}
+    return {
+        **_task_header("recall_comparison", ordinary, frozen, allow_differences=allow_differences),
+        "tests": tests.pop(None),
+        "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
+        "not_learnt": {name: words for name, words in problems.items() if words},
+        "without_hits": [str(run.folder) for run in runs.values() if not (run.folder / RECALL).is_file()],
+        "differences": lines,
+    }
+
+
+def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> list[Record]:
+    """Compare two models on each test of recall that both have, by its tokens and pairs.
+
+    `difference` is the second model's share of queries answered minus the first's. Error, interval and the rest of
+    `paired_hits` need the hits of every example, and are None without. Raises CompareError where no test is shared.
+    """
+    first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
+    shared = [key for key in first if key in second]
+    if not shared:
+        names = [
+            "; ".join(f"{length} tokens with {n} pairs" for length, n in tests) or "none" for tests in (first, second)
+        ]
+        raise CompareError(f"the runs share no test of recall: one has {names[0]}, the other {names[1]}")
+    results = []
+    for key in shared:
+        one, other = first[key], second[key]
+        hits = [test.get("hits") for test in (one, other)]
+        change = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
+        if hits[0] is not None and hits[1] is not None:
+            change = paired_hits(hits[0], hits[1], one["pairs"])  # an example has a query for each of its pairs
+        accuracy = [one["accuracy"], other["accuracy"]]
+        same = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
+        results.append({**same, "accuracy": accuracy, **change, "difference": accuracy[1] - accuracy[0]})
+    return results
+
+
+def _task_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
+    """Begin the record of two runs of a task: header, folders, heads, update times."""
+    pair = {"ordinary": ordinary, "frozen": frozen}
+    results = {name: run.finished_result() for name, run in pair.items()}
+    finals = {name: result["provenance"]["checkpoints"].get("final") for name, result in results.items()}
+    return {
+        **result_header(kind, {"allow_differences": allow_differences}, checkpoints=finals),
+        **{name: str(run.folder) for name, run in pair.items()},
+        "arms": [run.arm for run in pair.values()],
+        "heads": [len(run.edited_heads) for run in pair.values()],
+        "heads_by_kind": [run.head_counts for run in pair.values()],
+        "update_seconds": [(result["update_seconds"] or {}).get("median") for result in results.values()],
+    }
+
+
+# --- differences of runs
+
+
+def _check_alike(lines: Sequence[str], *, allow_differences: bool) -> None:
+    if lines and not allow_differences:
+        listed = "\n  ".join(lines)
+        raise CompareError(
+            f"these runs differ in more than the freezing:\n  {listed}\n"
+            "Run both with the same settings, or allow the differences (--allow-differences)"
+        )
+
+
+def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
+    """List every difference of two runs of text that is not the freezing; empty when they are comparable."""
+    parents = {(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)}
+    budgets = [any(run.config["train"].get(name) for name in _BUDGETS) for run in (ordinary, frozen)]
+    matched = len(parents) == 1 and None not in parents and all(budgets)
+    lines = list(
+        _setting_differences(ordinary, frozen, without=[f"train.{name}" for name in _BUDGETS] if matched else ())
+    )
+    pairs = {"device": (ordinary.config.get("device"), frozen.config.get("device"))}
+    for key in () if matched else ("updates", "tokens"):
+        pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))
+    for key in ("partition", "length", "precision", "data_fingerprint"):
+        pairs[f"evaluation {key}"] = ((ordinary.evaluation or {}).get(key), (frozen.evaluation or {}).get(key))
+    return [*lines, *_difference_lines(pairs), *_parent_difference(ordinary, frozen)]
+
+
+def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a line for each setting of model, training and data that is not the same."""
+    left, right = (
+        {key: value for section in ("model", "train", "data") for key, value in _flat(section, run.config.get(section))}
+        for run in (ordinary, frozen)
+    )
+    keys = sorted((left.keys() | right.keys()) - _IRRELEVANT - {*without})
+    yield from _difference_lines({key: (left.get(key), right.get(key)) for key in keys})
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested objects with its dotted name."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _flat(f"{name}.{key}", item)
+
+
+def _difference_lines(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
+    for key, (one, other) in pairs.items():
+        if one != other:
+            yield f"{key}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
+
+
+def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
+    """Require that both arms start from the same weights, or the frozen one from a checkpoint of the other."""
+    parents = [run.config.get("parent") or {} for run in (ordinary, frozen)]
+    hashes = [parent.get("hash") for parent in parents]
+    origins = {hashes[1], parents[1].get("frozen_from")} - {None}
+    if hashes[0] == hashes[1] or origins & (_checkpoint_hashes(ordinary) | {hashes[0]}):
+        return []
+    starts = [f"checkpoint {value[:12]}" if value else "no checkpoint" for value in hashes]
+    return [f"parent: the ordinary arm starts from {starts[0]}, the frozen arm from {starts[1]}"]
+
+
+def _checkpoint_hashes(run: RecordedRun) -> set[str]:
+    """Return the hashes of a run's checkpoints; those of removed ones come from its log."""
+    manifests = (run.folder / "checkpoints").glob("*/manifest.json")
+    logged = {str(line.get("hash")) for line in read_lines(run.folder / "clock.jsonl")}
+    branch = run.result["provenance"]["checkpoints"].get("branch") if run.result else None
+    return {str(read_json(manifest).get("hash")) for manifest in manifests} | logged | ({branch} if branch else set())
+
+
+# --- speed of runs
+
+
+def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
+    """Compute median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
 
     A spread is the 20th and 80th percentile. The first updates after the event or a resumption (compilation, allocator
     growth) are left out; with fewer than five common ones the ratio is None.
@@ -181,14 +324,14 @@ def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str
 
 
 def quantiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Return the 20th percentile, median and 80th percentile."""
+    """Compute the 20th percentile, median and 80th percentile."""
     shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
     return low, middle, high
 
 
 def speed_caveat(record: Mapping[str, Any]) -> str:
-    """Return why a record's ratio of update times says little; "" where it is clear."""
+    """Say why a record's ratio of update times is unclear; "" where it is clear."""
     if not record["update_time_ratio"]:
         return "too few updates to tell which arm is faster"
     if was_busy(record):
@@ -198,13 +341,13 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
 
 
 def was_busy(record: Mapping[str, Any]) -> bool:
-    """Return whether the machine had other work during one of the runs: their ratio is beyond the free bound."""
+    """Whether the machine had other work during one of the runs: their ratio is beyond the free bound."""
     bound = free_heads_bound(record["heads"], record["num_heads"])
     return bool(record["update_time_ratio"]) and bound is not None and record["update_time_ratio"] > bound
 
 
 def free_heads_bound(heads: int, num_heads: int) -> float | None:
-    """Return the speedup that no update reaches by freezing or pruning `heads` heads; None where all of them are.
+    """Compute the speedup that no update reaches by freezing or pruning `heads` heads; None where all of them are.
 
     An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone. A
     closer bound depends on the attention kernel: at one shape 1.37x is left with one and 1.64x with another.
@@ -212,55 +355,152 @@ def free_heads_bound(heads: int, num_heads: int) -> float | None:
     return None if heads >= num_heads else num_heads / (num_heads - heads)
 
 
-# --- what else differs
+# --- evaluations
 
 
-def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
-    """Return every difference of two runs that is not the freezing, a line each; empty when they are comparable."""
-    parents = {(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)}
-    budgets = [any(run.config["train"].get(name) for name in _BUDGETS) for run in (ordinary, frozen)]
-    matched = len(parents) == 1 and None not in parents and all(budgets)
-    without = [f"train.{name}" for name in _BUDGETS] if matched else ()
-    left, right = (_settings(run.config, without=without) for run in (ordinary, frozen))
-    pairs = {key: (left.get(key), right.get(key)) for key in sorted(left.keys() | right.keys())}
-    for key in () if matched else ("updates", "tokens"):
-        pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))
-    for key in ("partition", "length", "precision", "data_fingerprint"):
-        pairs[f"evaluation {key}"] = ((ordinary.evaluation or {}).get(key), (frozen.evaluation or {}).get(key))
-    lines = [
-        f"{key}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
-        for key, (one, other) in pairs.items()
-        if one != other
-    ]
-    return [*lines, *_parent_difference(ordinary, frozen)]
+def compare_folders(
+    ordinary: Path, frozen: Path, *, allow_differences: bool = False, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[Record | None, Record | None]:
+    """Compare the perplexities and the zero-shot tasks of two folders that `saf evaluate --out` wrote.
+
+    Each part is None where not both folders have it; raises InputError where neither part is shared.
+    """
+    options = {"allow_differences": allow_differences}
+    changes = tasks = None
+    if _both_have(ordinary, frozen, perplexity.EVALUATION):
+        changes = compare_evaluations(ordinary, frozen, **options, resamples=resamples, seed=seed)
+    if _both_have(ordinary, frozen, zero_shot.FILES[0]):
+        tasks = compare_zero_shot(ordinary, frozen, **options)
+    if changes is None and tasks is None:
+        raise InputError(f"{ordinary} and {frozen} are evaluations of different things; evaluate both on the same")
+    return changes, tasks
 
 
-def _settings(config: Mapping[str, Any], *, without: Collection[str]) -> dict[str, Any]:
-    """Return the settings that both arms must share, by dotted name."""
-    flat = {
-        f"{section}.{key}": value
-        for section in ("model", "train", "data")
-        for key, value in (config.get(section) or {}).items()
+def _both_have(ordinary: Path, frozen: Path, name: str) -> bool:
+    holders = [folder for folder in (ordinary, frozen) if (folder / name).is_file()]
+    if len(holders) == 1:
+        warnings.warn(f"{name} is in {holders[0]} alone: it is not compared", SafWarning, stacklevel=4)
+    return len(holders) == 2
+
+
+def compare_evaluations(
+    ordinary: Path | str,
+    frozen: Path | str,
+    *,
+    allow_differences: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Record:
+    """Compute delta-PPL with its interval from two folders that `saf evaluate --out` wrote.
+
+    Raises:
+        CompareError: They are of other windows, or computed in another precision; the models differ in more than the
+            freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
+        InputError: A file is missing or damaged.
+    """
+    (record, losses), (other, frozen_losses) = read_evaluation(ordinary), read_evaluation(frozen)
+    for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
+        if record.get(name) != other.get(name):
+            raise CompareError(
+                f"the evaluations differ in {name}: {record.get(name)} in {ordinary}, {other.get(name)} in {frozen}; "
+                "evaluate both alike"
+            )
+    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
+    return {
+        **_evaluation_header("comparison", settings, (ordinary, frozen), (record, other)),
+        "length": record["length"],
+        "precision": record["precision"],
+        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
+        **_check_models((record, other), (ordinary, frozen), allow_differences=allow_differences),
     }
-    return {key: value for key, value in flat.items() if key not in _IRRELEVANT and key not in without} | {
-        "device": config.get("device")
+
+
+def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
+    """Compare two evaluations of the same zero-shot questions, task by task, as `paired_tasks` does.
+
+    Raises:
+        CompareError: Other tasks or questions, another precision, questions that were shortened to other lengths, or
+            models that differ in more than the freezing (`allow_differences` allows that alone).
+        InputError: A file is missing or damaged.
+    """
+    (one, answers), (other, frozen_answers) = read_zero_shot(ordinary), read_zero_shot(frozen)
+    same = {"tasks": lambda record: sorted(record["tasks"]), "precision": lambda record: record["precision"]}
+    same["versions"] = lambda record: {name: task["version"] for name, task in record["tasks"].items()}
+    if any(answer["shortened"] for each in (answers, frozen_answers) for task in each.values() for answer in task):
+        same["longest"] = lambda record: record["longest"]
+    for name, value in same.items():
+        left, right = value(one), value(other)
+        if left != right:
+            remedy = f" (saf evaluate --length {min(left, right)})" if name == "longest" else ""
+            raise CompareError(
+                f"the evaluations differ in {name}: {left} in {ordinary}, {right} in {frozen}; evaluate both "
+                f"alike{remedy}"
+            )
+    facts = _check_models((one, other), (ordinary, frozen), allow_differences=allow_differences)
+    settings = {"allow_differences": allow_differences}
+    changes = paired_tasks(
+        {name: (one["tasks"][name], answers[name]) for name in one["tasks"]},
+        {name: (other["tasks"][name], frozen_answers[name]) for name in one["tasks"]},
+    )
+    return {
+        **_evaluation_header("zero_shot_comparison", settings, (ordinary, frozen), (one, other)),
+        **changes,
+        **facts,
     }
 
 
-def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
-    """Return a line unless both arms start from the same weights, or the frozen one from a checkpoint of the other."""
-    parents = [run.config.get("parent") or {} for run in (ordinary, frozen)]
-    hashes = [parent.get("hash") for parent in parents]
-    origins = {hashes[1], parents[1].get("frozen_from")} - {None}
-    if hashes[0] == hashes[1] or origins & (_checkpoint_hashes(ordinary) | {hashes[0]}):
-        return []
-    shown = [f"checkpoint {value[:12]}" if value else "no checkpoint" for value in hashes]
-    return [f"parent: the ordinary arm starts from {shown[0]}, the frozen arm from {shown[1]}"]
+def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
+    models = (record["provenance"]["checkpoints"].get("model") for record in records)
+    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
+    checkpoints = dict(zip(("ordinary", "frozen"), models, strict=True))
+    head = result_header(kind, settings, checkpoints=checkpoints, data=data)
+    return {**head, "ordinary": str(folders[0]), "frozen": str(folders[1])}
 
 
-def _checkpoint_hashes(run: RecordedRun) -> set[str]:
-    """Return the hashes of a run's checkpoints, removed ones too as far as they were recorded."""
-    manifests = (run.folder / "checkpoints").glob("*/manifest.json")
-    logged = {str(line.get("hash")) for line in read_lines(run.folder / "clock.jsonl")}
-    branch = run.result["provenance"]["checkpoints"].get("branch") if run.result else None
-    return {str(read_json(manifest).get("hash")) for manifest in manifests} | logged | ({branch} if branch else set())
+def _check_models(records: Sequence[Record], folders: Sequence[Path | str], *, allow_differences: bool) -> Record:
+    """Compare the models of two evaluations.
+
+    Returns:
+        `differences`, a line for each that is not the freezing; `made_from`, whether the frozen model was made from the
+        ordinary one, or both from a third, None where no file says; `heads_by_kind`, how many heads of each are frozen
+        and pruned, where their attention is known.
+
+    Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
+    """
+    ordinary, frozen = (record.get("of") or {} for record in records)
+    counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
+    edited = [sum(count.values()) for count in counts]
+    if "heads_by_layer" in frozen and not edited[1]:
+        swapped = f", and that of {folders[0]} has {edited[0]}" if edited[0] else ""
+        raise CompareError(
+            f"the model of {folders[1]} has no frozen or pruned heads{swapped}; give the ordinary model first"
+        )
+    lines = []
+    if ordinary and frozen:
+        lines = [
+            f"{name}: {ordinary.get(name)} in the ordinary model, {frozen.get(name)} in the frozen one"
+            for name in _SHAPE
+            if ordinary.get(name) != frozen.get(name)
+        ]
+    own, origins = (_hashes(record) for record in records)
+    origins = {role: value for role, value in origins.items() if role != "model"}
+    made_from = bool(set(origins.values()) & set(own.values())) if origins and own else None
+    if made_from is False:
+        model = own.get("model", "not recorded")[:12]
+        lines.append(
+            f"parent: the frozen model was made from {origins[PARENT][:12]}, neither the ordinary model ({model}) nor "
+            "its origin"
+        )
+    if lines and not allow_differences:
+        listed = "\n  ".join(lines)
+        raise CompareError(
+            f"the models of {folders[0]} and {folders[1]} differ in more than the freezing:\n  {listed}\n"
+            "Evaluate the model that heads were frozen in, or allow the differences (--allow-differences)"
+        )
+    return {"differences": lines, "made_from": made_from, "heads_by_kind": counts}
+
+
+def _hashes(record: Record) -> dict[str, str]:
+    """Return the hashes of a record's model and of its origins, by role."""
+    checkpoints = record["provenance"]["checkpoints"]
+    return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}

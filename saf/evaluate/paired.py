@@ -1,7 +1,8 @@
-"""Paired perplexity differences: two models, the same held-out windows."""
+"""Statistics of two models measured on the same windows, questions or examples: bootstrap, McNemar's test, Holm."""
 
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,64 +11,53 @@ from torch import Tensor
 from saf.errors import CompareError, DivergenceError, InputError
 
 RESAMPLES = 10_000
-"""Draws of windows behind an interval: 250 lie beyond each end of 95%, so that the ends are known to a hundredth of
-the interval's width. A round number; the paper does not say its own."""
+"""Bootstrap draws behind an interval: 250 lie beyond each end of 95%. A round number, not from the paper."""
 _QUIET = 5
 """Lags in a row whose correlations are noise behind the last one that is not (Politis and White)."""
 _FEWEST_BLOCKS = 3
-"""Of a resample: fewer of them hardly differ from the whole."""
-_RESAMPLES_AT_ONCE = 4_194_304  # window draws held in memory together
+"""Blocks of a resample; fewer of them hardly differ from the whole."""
+_DRAWS_AT_ONCE = 4_194_304  # held in memory together
 _LARGEST_LOSS = math.log(sys.float_info.max)  # 709.8 nats
 
 
-def paired_delta_ppl(
-    log_probs_ordinary: Tensor,
-    log_probs_frozen: Tensor,
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Return delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
+# --- perplexity, over windows of text
 
-    Each resample draws windows with replacement, the same draw for both models, so what a window costs both of them
-    cancels; where windows go together with their neighbours, whole blocks of neighbours (`block_length`). The interval
-    speaks of held-out text, not of training seeds.
+
+def paired_delta_ppl(
+    log_probs_ordinary: Tensor, log_probs_frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, Any]:
+    """Compute delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
+
+    Each resample draws windows with replacement, the same for both models, so that the hardness of a window cancels.
+    Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training seeds.
 
     Args:
         log_probs_ordinary: Log-probability of each target token, `[windows, T]`, nats, windows in the text's order.
         log_probs_frozen: The same windows under the other model, `[windows, T]`, nats.
-        resamples: How many bootstrap draws.
+        resamples: Number of bootstrap draws.
         seed: Seed of the draws' own generator.
 
     Raises:
         CompareError: Different windows.
-        InputError: Empty or non-finite log-probabilities, fewer than one resample.
+        InputError: Empty or non-finite log-probabilities, or fewer than one resample.
         DivergenceError: A loss whose perplexity is past the largest float.
     """
     if log_probs_ordinary.shape != log_probs_frozen.shape or log_probs_ordinary.ndim != 2:
-        raise CompareError(
-            "log-probabilities must both be [windows, T] of the same windows; "
-            f"got {list(log_probs_ordinary.shape)} and {list(log_probs_frozen.shape)}"
-        )
+        shapes = f"{list(log_probs_ordinary.shape)} and {list(log_probs_frozen.shape)}"
+        raise CompareError(f"log-probabilities must both be [windows, T] of the same windows, got {shapes}")
     ordinary, frozen = window_losses(log_probs_ordinary), window_losses(log_probs_frozen)
     return delta_of_windows(ordinary, frozen, resamples=resamples, seed=seed)
 
 
 def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
-    """Return what `paired_delta_ppl` does, from the mean losses of the same windows, `[windows]` float64 nats.
-
-    Raises:
-        CompareError: Not as many windows.
-        DivergenceError: A loss whose perplexity is past the largest float.
-    """
+    """Compute the same as `paired_delta_ppl` from mean losses of the same windows, `[windows]` float64 nats."""
     if ordinary.shape != frozen.shape:
         raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
     for arm, loss in (("ordinary", loss_ordinary), ("frozen", loss_frozen)):
         if loss > _LARGEST_LOSS:
             raise DivergenceError(
-                f"the {arm} model's loss is {loss:.1f} nats per token; its perplexity is past the largest float "
-                f"(losses up to {_LARGEST_LOSS:.1f}), so there is nothing to compare"
+                f"the {arm} model's loss must be below {_LARGEST_LOSS:.1f} nats for a perplexity, got {loss:.1f}"
             )
     block = block_length(frozen - ordinary)
     draws = bootstrap_means(frozen - ordinary, block=block, resamples=resamples, seed=seed)
@@ -84,55 +74,53 @@ def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAM
 
 
 def window_losses(log_probs: Tensor) -> Tensor:
-    """Return the mean loss of each window, `[windows]` float64 nats, from log-probabilities `[windows, T]`.
+    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats.
 
-    Raises:
-        InputError: Nothing to average, or a value that is not finite.
+    Raises InputError when there is nothing to average, or a value is not finite.
     """
     if log_probs.numel() == 0:
-        raise InputError(f"no log-probabilities to average; got shape {list(log_probs.shape)}")
+        raise InputError(f"log-probabilities must not be empty, got shape {list(log_probs.shape)}")
     losses = -log_probs.mean(dim=1, dtype=torch.float64)
-    bad = int((~torch.isfinite(losses)).sum())
-    if bad:
-        raise InputError(f"{bad} of {losses.numel()} windows hold log-probabilities that are not finite")
+    if bad := int((~torch.isfinite(losses)).sum()):
+        raise InputError(f"log-probabilities must be finite, got others in {bad} of {losses.numel()} windows")
     return losses
 
 
 def block_length(values: Tensor) -> int:
-    """Return how many neighbours of a series `[n]` a bootstrap of its mean must draw together; 1 where they are apart.
+    """Choose how many neighbours of a series `[n]` a bootstrap of its mean draws together; 1 if independent.
 
-    Neighbouring windows are of one document, or of like ones, and questions of one text: where their values go
-    together, single draws make an interval too narrow. It is the automatic length of the circular block bootstrap
+    Neighbouring windows come from one document, and neighbouring questions from one text. Where their values go
+    together, single draws make an interval too narrow. This is the automatic length of the circular block bootstrap
     (Politis and White 2004, corrected by Patton, Politis and White 2009; Eq. S.30 of docs/method.md).
     """
     count = values.numel()
-    apart = values.detach().double().cpu() - values.double().cpu().mean()
+    deviations = values.detach().double().cpu() - values.double().cpu().mean()
     farthest = min(math.isqrt(count) + _QUIET, count - 1)
-    together = torch.stack([apart[lag:] @ apart[: count - lag] / count for lag in range(farthest + 1)])
-    loud = (together.abs() > 2.0 * math.sqrt(math.log10(count) / count) * together[0]).tolist()
+    covariances = torch.stack([deviations[lag:] @ deviations[: count - lag] / count for lag in range(farthest + 1)])
+    loud = (covariances.abs() > 2.0 * math.sqrt(math.log10(count) / count) * covariances[0]).tolist()
     last = next(lag for lag in range(farthest + 1) if not any(loud[lag + 1 : lag + 1 + _QUIET]))
     lags = torch.arange(1, min(2 * last, farthest) + 1, dtype=torch.float64)
-    weighted = 2.0 * (2.0 - 2.0 * lags / (2 * last or 1)).clamp(max=1.0) * together[1 : len(lags) + 1]
-    variance, own = float(together[0] + weighted.sum()), float(together[0])
-    if variance <= own:  # neighbours that are apart, or differ: single draws have the wider interval
+    weighted = 2.0 * (2.0 - 2.0 * lags / (2 * last or 1)).clamp(max=1.0) * covariances[1 : len(lags) + 1]
+    variance, own = float(covariances[0] + weighted.sum()), float(covariances[0])
+    if variance <= own:  # independent or opposite neighbours: single draws have the wider interval
         return 1
     length = (1.5 * (float(lags @ weighted) / variance) ** 2 * count) ** (1 / 3)
     return max(1, min(math.ceil(length), count // _FEWEST_BLOCKS))
 
 
 def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
-    """Return the means `[resamples]` of `values` `[windows]` drawn with replacement, float64.
+    """Draw `values` `[windows]` with replacement and return the mean of each draw, `[resamples]` float64.
 
-    With a `block` of several a draw takes so many neighbours; behind the last ones come the first.
+    With a larger `block` a draw takes that many neighbours; the first follow the last.
     """
     if resamples < 1:
-        raise InputError(f"resamples must be at least 1; got {resamples}")
+        raise InputError(f"resamples must be at least 1, got {resamples}")
     values = values.detach().double().cpu()
     count = values.numel()
     generator = torch.Generator().manual_seed(seed)
     means = []
     while resamples > 0:
-        rows = min(resamples, max(1, _RESAMPLES_AT_ONCE // count))
+        rows = min(resamples, max(1, _DRAWS_AT_ONCE // count))
         drawn = torch.randint(count, (rows, -(-count // block)), generator=generator)
         if block > 1:
             drawn = (drawn[..., None] + torch.arange(block)).flatten(1)[:, :count] % count
@@ -142,11 +130,82 @@ def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLE
 
 
 def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
-    """Return the mean over seeds of paired differences and its standard error, sd / sqrt(n); None for one seed."""
+    """Average paired differences over seeds, with the standard error sd / sqrt(n); None for one seed."""
     if not values:
-        raise InputError("a mean over seeds needs at least one value; got none")
+        raise InputError("a mean over seeds must have at least one value, got none")
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return {"mean": mean, "standard_error": None, "seeds": 1}
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return {"mean": mean, "standard_error": math.sqrt(variance / len(values)), "seeds": len(values)}
+
+
+# --- accuracy, over questions or examples
+
+
+def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compare two models' answers (`saf.evaluate.answers`) to the same questions.
+
+    `difference` is the second model's accuracy minus the first's, with its standard error and 95% interval over
+    questions, paired. `gained` and `lost` count the questions that the second or the first alone answers rightly;
+    `p_value` is McNemar's, exact. Raises CompareError for other questions.
+    """
+    questions = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
+    if questions[0] != questions[1]:
+        counts = " and ".join(str(len(each)) for each in questions)
+        raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
+    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
+    gained, lost = changes.count(1), changes.count(-1)
+    return {**_change(changes), "gained": gained, "lost": lost, "p_value": mcnemar(gained, lost)}
+
+
+def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int) -> dict[str, Any]:
+    """Compare the queries that two models answer in the same examples of recall, each of so many `queries`.
+
+    Queries of one example may go together, so the error and interval are over examples. `better` and `worse` count the
+    examples in which the second model answers more, or fewer.
+    """
+    changes = [(b - a) / queries for a, b in zip(ordinary, frozen, strict=True)]
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    return {**_change(changes), "better": better, "worse": worse}
+
+
+def _change(changes: Sequence[float]) -> dict[str, Any]:
+    """Average changes of shares, each in [-1, 1], with standard error and 95% interval."""
+    count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
+    # Half a unit more that is gained, half that is lost, one unchanged (Agresti and Min, 2005): where few or none
+    # change, the plain interval is too narrow, or has no width at all.
+    middle, reach = gain / (count + 2), 1.96 * _standard_error(squares + 1, gain, count + 2)
+    return {
+        "difference": gain / count,
+        "standard_error": _standard_error(squares, gain, count),
+        "ci95": [middle - reach, middle + reach],
+    }
+
+
+def _standard_error(squares: float, gain: float, count: float) -> float:
+    return math.sqrt(max(squares / count - (gain / count) ** 2, 0.0) / count)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Compute the exact two-sided p-value of McNemar's test, from the questions that one model alone answers rightly.
+
+    >>> round(mcnemar(1, 6), 4), mcnemar(0, 0)
+    (0.125, 1.0)
+    """
+    from scipy.stats import binomtest  # half a second to load, which no training needs
+
+    return 1.0 if gained + lost == 0 else float(binomtest(gained, gained + lost).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct p-values for the number of tests by Holm's step-down method, in the order given.
+
+    >>> [round(value, 3) for value in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
+    """
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, number in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
+        corrected[number] = largest
+    return corrected

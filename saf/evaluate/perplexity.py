@@ -1,8 +1,9 @@
-"""Held-out perplexity over non-overlapping sequential windows, with every token's log-probability kept."""
+"""Held-out perplexity over non-overlapping sequential windows, and the file of every token's log-probability."""
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ from saf.calibration.capture import evaluation_mode
 from saf.data import TokenData, begun_with, sequential_windows
 from saf.distributed import map_over_ranks, on_rank0, rank_and_size
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.evaluated import facts_of, precision_in_use
-from saf.evaluate.tokens import FILE, TokenLosses
+from saf.evaluate.model_facts import model_facts, precision_in_use
+from saf.evaluate.paired import window_losses
 from saf.machine import autocast, device_name
 from saf.models.adapter import language_model
-from saf.records.files import check_file, write_json
+from saf.records.files import check_file, file_hash, read_tensors, write_json, write_tensors
 from saf.records.result import read_result, result_header
 
-WRITTEN = ("evaluation.json", FILE)
+EVALUATION, LOG_PROBS = "evaluation.json", "log_probs.safetensors"
+FILES = (EVALUATION, LOG_PROBS)
 """Files that an evaluation writes."""
+_STEPS = 65_534
+"""One fewer than 16 bits hold: the rounding error of the token before may add one."""
 
 
 def evaluate_perplexity(
@@ -41,11 +45,11 @@ def evaluate_perplexity(
 ) -> dict[str, Any]:
     """Measure the loss (nats per token) and perplexity of `model` on one partition.
 
-    In a `torch.distributed` group every process calls this with the same model. Batches are shared out among them, and
-    all return the same record, the one that a single process would; the first one writes.
+    In a `torch.distributed` group every process calls this with the same model. They share the batches out, and all
+    return the record that a single process would; the first one writes.
 
     Args:
-        model: The project's GPT, or a causal LM whose call returns an object with `.logits`; left in the mode it had.
+        model: The project's GPT, or a causal LM whose call returns an object with `.logits`; it keeps its mode.
         data: A prepared data folder.
         partition: Which held-out text; final numbers come from "report".
         length: Tokens of context in a window; the model's maximum when None.
@@ -53,10 +57,10 @@ def evaluate_perplexity(
         limit: Stop after this many windows; None reads the partition.
         precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere. Weights that are not float32
             run in their own dtype, which the record names.
-        bos: The token that every window begins with, before its `length` targets; None for none, as the text is.
-        out: Folder for the files `WRITTEN`; nothing is written when None.
-        tokens: Whether every token's log-probability is written, or the losses of windows alone.
-        checkpoints: Hashes by role for the result's header: of the model, and of what it was made from ("parent",
+        bos: The token that every window begins with, before its `length` targets; None for none.
+        out: Folder for the files `FILES`; nothing is written when None.
+        tokens: Whether to write every token's log-probability, or the losses of windows alone.
+        checkpoints: Hashes by role for the record's header: of the model, and of its origin ("parent",
             "parent of parent").
         progress: Called with (windows done, windows) after each batch.
 
@@ -69,10 +73,9 @@ def evaluate_perplexity(
     length = _check_settings(language, data, length=length, batch_size=batch_size, bos=bos)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    used, done = precision_in_use(model, precision), 0
+    ran_in, done = precision_in_use(model, precision), 0
 
     def log_probs_of(batch: Tensor) -> Tensor:
-        """The log-probability of every target of some windows."""
         nonlocal done
         batch = batch.to(device)
         log_probs = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
@@ -93,7 +96,7 @@ def evaluate_perplexity(
         "tokens": log_probs.numel(),
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # the largest float is exp(709.78...)
-        "precision": used,
+        "precision": ran_in,
         "bos": bos,
         "by_position": losses_by_position(log_probs),
         "data_fingerprint": data.fingerprint,
@@ -103,32 +106,47 @@ def evaluate_perplexity(
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
     settings |= {"precision": precision, "bos": bos}
-    where = {"device": device_name(device), "checkpoints": checkpoints, "data": {partition: data.fingerprint}}
+    header = {"device": device_name(device), "checkpoints": checkpoints, "data": {partition: data.fingerprint}}
 
     def write() -> dict[str, Any]:
-        """Write both files and return the record with its header."""
         losses = TokenLosses.of(log_probs, tokens=tokens)
-        head = result_header("evaluation", settings, **where)
-        written = {**head, **record, "of": facts_of(model), "log_probs_sha256": losses.write(Path(out))}
-        written |= {"log_probs_step": losses.step} if tokens else {}
-        write_json(Path(out) / WRITTEN[0], written)
+        written = {**result_header("evaluation", settings, **header), **record, "of": model_facts(model)}
+        written |= {"log_probs_sha256": losses.write(Path(out))} | ({"log_probs_step": losses.step} if tokens else {})
+        write_json(Path(out) / EVALUATION, written)
         return written
 
     return on_rank0(write)
 
 
-def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
+def _check_settings(language: Any, data: TokenData, *, length: int | None, batch_size: int, bos: int | None) -> int:
+    """Return the window length; raise before any work when a setting cannot be used."""
+    longest, vocabulary = language.max_length, language.vocab_size
+    length = longest if length is None else length
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1, got {batch_size}")
+    if length is None:
+        raise InputError("length must be given: the model has no maximum of its own")
+    if longest is not None and length > longest:
+        raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
+    if bos is not None and not 0 <= bos < (vocabulary or math.inf):
+        raise InputError(f"bos must be a token of the model, which has {vocabulary:,}, got {bos}")
+    if vocabulary is not None and data.vocab_size > vocabulary:
+        raise DataError(
+            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}; prepare data with the "
+            "model's tokenizer"
+        )
+    return length
+
+
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], "TokenLosses"]:
     """Read evaluation.json and the losses of its windows and tokens.
 
     Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
     """
-    table, values = (Path(folder) / name for name in WRITTEN)
+    table, values = Path(folder) / EVALUATION, Path(folder) / LOG_PROBS
     record = read_result(table)
     if "log_probs_sha256" not in record:
-        raise InputError(
-            f"{table} has no SHA-256 of {values.name}; `saf evaluate` the run's last checkpoint into another folder, "
-            "and copy both files here"
-        )
+        raise InputError(f"{table} has no SHA-256 of {values.name}; run `saf evaluate` again and take both files")
     check_file(values, sha256=record["log_probs_sha256"])
     losses = TokenLosses.read(values)
     losses.check(values, windows=record["windows"], length=record["length"], loss=record["loss"])
@@ -136,9 +154,9 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], TokenLosses]:
 
 
 def losses_by_position(log_probs: Tensor) -> list[list[float]]:
-    """Mean loss, nats, of targets 1 to 16 of all windows, 17 to 64, and so on, each with the last of its range.
+    """Average the loss of targets 1 to 16 of all windows `[windows, T]`, 17 to 64, and so on, fourfold up to T.
 
-    The ranges grow fourfold up to all `T` of `[windows, T]`. Later ones lose less by what the context tells.
+    Returns [last target of the range, mean loss in nats] for each. Later targets lose less by what the context says.
     """
     length = log_probs.shape[1]
     ends = [*(end for end in (16 * 4**power for power in range(16)) if end < length), length]
@@ -147,27 +165,86 @@ def losses_by_position(log_probs: Tensor) -> list[list[float]]:
 
 
 def hash_windows(windows: Tensor) -> str:
-    """SHA-256 of windows of token ids `[windows, length + 1]`, shape included."""
+    """Hash windows of token ids `[windows, length + 1]` by SHA-256, shape included."""
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
 
 
-def _check_settings(language: Any, data: TokenData, *, length: int | None, batch_size: int, bos: int | None) -> int:
-    """Return the window length; raise before any work when a setting cannot be used."""
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, got {batch_size}")
-    longest, known = language.max_length, language.vocab_size
-    length = longest if length is None else length
-    if length is None:
-        raise InputError("length must be given: the model does not tell its maximum")
-    if longest is not None and length > longest:
-        raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
-    if bos is not None and not 0 <= bos < (known or math.inf):
-        raise InputError(f"bos must be a token of the model, which has {known:,}, got {bos}")
-    if known is not None and data.vocab_size > known:
-        raise DataError(
-            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {known:,}; evaluate with data prepared "
-            "by the tokenizer the model was trained with"
-        )
-    return length
+@dataclass(frozen=True)
+class TokenLosses:
+    """The losses of one evaluation, in nats, stored in two bytes a token.
+
+    A token's loss is a 16-bit number of steps above the smallest loss, each 1/65534 of the range of all losses. The
+    rounding error goes to the next token of the window. So a token is off by less than one step (4e-4 nats, for losses
+    up to 25), and the mean of a window of `T` tokens by half a step over `T` (5e-8 nats at 4,096). float16 would be
+    off by up to 4e-3 nats a token. The means of windows before rounding are stored too: what is computed from them
+    equals what float32 log-probabilities give, bit for bit.
+    """
+
+    windows: Tensor
+    """Mean loss of each window before rounding, `[windows]` float64."""
+    steps: Tensor | None = None
+    """Loss of each token in steps above `smallest`, `[windows, T]` uint16; None where windows alone are stored."""
+    smallest: float = 0.0
+    step: float = 0.0
+    """Nats of one step."""
+
+    @classmethod
+    def of(cls, log_probs: Tensor, *, tokens: bool = True) -> "TokenLosses":
+        """Round log-probabilities `[windows, T]`, or without `tokens` average the windows alone.
+
+        Raises InputError for values that are not finite, or none.
+        """
+        windows = window_losses(log_probs)
+        if not tokens:
+            return cls(windows)
+        losses = -log_probs.detach().double()
+        smallest = float(losses.min())
+        step = (float(losses.max()) - smallest) / _STEPS or 1.0  # equal losses have no range; any step will do
+        sums = ((losses - smallest).cumsum(dim=1) / step).round()
+        steps = sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
+        return cls(windows, steps.to(torch.uint16), smallest, step)
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Every token's log-probability to within one step, `[windows, T]` float64, nats."""
+        if self.steps is None:
+            raise InputError(
+                "this evaluation has the losses of windows alone; run `saf evaluate`, or train with --token-losses"
+            )
+        return -(self.smallest + self.step * self.steps.double())
+
+    def write(self, folder: Path) -> str:
+        """Write the file into a folder and return its SHA-256."""
+        tensors = {"windows": self.windows}
+        if self.steps is not None:
+            scale = torch.tensor([self.smallest, self.step], dtype=torch.float64)
+            tensors |= {"steps": self.steps, "scale": scale}
+        return file_hash(write_tensors(folder / LOG_PROBS, tensors))
+
+    @classmethod
+    def read(cls, path: Path) -> "TokenLosses":
+        """Read what `write` wrote; raise InputError when it holds anything else."""
+        tensors = read_tensors(path)
+        shapes = {name: tensor.ndim for name, tensor in tensors.items()}
+        if shapes == {"windows": 1}:
+            return cls(tensors["windows"])
+        if shapes != {"windows": 1, "steps": 2, "scale": 1} or len(tensors["scale"]) != 2:
+            raise InputError(f"{path} must hold windows [W], steps [W, T] and scale [2], got {shapes or 'nothing'}")
+        smallest, step = tensors["scale"].tolist()
+        return cls(tensors["windows"], tensors["steps"], smallest, step)
+
+    def check(self, path: Path, *, windows: int, length: int, loss: float) -> None:
+        """Raise InputError unless windows and tokens are as many as were recorded and give the recorded mean loss."""
+        shape = [len(self.windows), length] if self.steps is None else [*self.steps.shape]
+        if shape != [windows, length] or len(self.windows) != windows:
+            raise InputError(f"{path} must hold log-probabilities {[windows, length]} as recorded, got {shape}")
+        exactly = 1e-12 * max(1.0, abs(loss))  # float64 sums in another order
+        mean, error = float(self.windows.mean()), 0.0
+        if self.steps is not None:
+            error = float((self.windows + self.log_probs.mean(dim=1)).abs().max())
+        if abs(mean - loss) > exactly or error > self.step / (2 * length) + exactly:
+            raise InputError(
+                f"{path} gives a mean loss of {mean:.9f}, {EVALUATION} records {loss:.9f}: not one evaluation"
+            )

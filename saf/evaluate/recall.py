@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from saf.errors import DivergenceError, InputError
 from saf.evaluate.answers import NO_TARGET
 from saf.machine import autocast
 from saf.models import GPT
+from saf.records.files import read_json
+from saf.records.run import RecordedRun
 from saf.records.table import Table
 
 RECALL = "recall.json"
@@ -23,7 +26,7 @@ RECALL = "recall.json"
 def answer_queries(
     model: GPT, inputs: Tensor, targets: Tensor, *, batch_size: int = 4, precision: str = "auto"
 ) -> dict[str, Any]:
-    """How a model answers the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
+    """Answer the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
 
     All output classes compete for an answer, whichever of them a task uses (paper, appendix on associative recall).
     Processes of a group share the batches out, and all return the same.
@@ -45,7 +48,6 @@ def answer_queries(
     device = model.embed.weight.device
 
     def answer(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Hits of each example and loss at each query of a batch."""
         ids, answers = (part.to(device) for part in batch)
         where = answers != NO_TARGET
         logits = F.linear(model.hidden(ids)[where], model.embed.weight).float()
@@ -56,34 +58,55 @@ def answer_queries(
     batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
     with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
         hits, losses = map(torch.cat, zip(*map_over_ranks(answer, batches), strict=True))
-    loss, asked = float(losses.mean()), int(queries.sum())
+    loss, count = float(losses.mean()), int(queries.sum())
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")
-    record = {"accuracy": int(hits.sum()) / asked, "loss": loss, "examples": len(hits), "queries": asked}
+    record = {"accuracy": int(hits.sum()) / count, "loss": loss, "examples": len(hits), "queries": count}
     return {**record, "hits": hits.tolist()}
 
 
 def without_hits(test: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a test as result.json has it, without what was answered of every example."""
+    """The record of a test as result.json holds it, without the answers to every example."""
     return {name: value for name, value in test.items() if name != "hits"}
 
 
-def not_learnt(recall: Mapping[str, Any]) -> str | None:
-    """A sentence where the ordinary arm did not pass its gate, so that arms are not to be compared; None where it did.
+def read_recall(run: RecordedRun) -> dict[int | None, list[dict[str, Any]]]:
+    """Read a run's tests by update, None for its end, with the hits of every example where its files hold them.
 
-    `recall` is that of a run's result.
+    Raises InputError for a file of other answers than the result's.
+    """
+    result = run.finished_result()
+    reports: dict[int | None, tuple[Path, Mapping[str, Any]]] = {None: (run.folder, result)}
+    for update, report in result["reports"].items():
+        if int(update) != result["updates"]:
+            reports[int(update)] = (run.folder / "reports" / f"update-{update}", report)
+    answers: dict[int | None, list[dict[str, Any]]] = {}
+    for update, (folder, report) in reports.items():
+        recorded, path = report["recall"]["tests"], folder / RECALL
+        answers[update] = read_json(path)["tests"] if path.is_file() else recorded
+        if list(map(without_hits, answers[update])) != recorded:
+            raise InputError(
+                f"{path} holds other answers than result.json; restore it, or move it away to compare without intervals"
+            )
+    return answers
+
+
+def gate_problem(recall: Mapping[str, Any]) -> str | None:
+    """Say that the ordinary arm did not learn the task, so that arms cannot be compared; None where it did.
+
+    `recall` is the entry of a run's result.
     """
     if recall["gate_passed"]:
         return None
     model = f"by {recall['gate_of']}" if recall["gate_of"] else "here"
     return (
         f"the task is not learnt: {100 * recall['gate_accuracy']:.1f}% of the development queries are answered "
-        f"{model}, {100 * recall['gate']:g}% are asked of the ordinary arm before others are compared with it"
+        f"{model}; the ordinary arm must answer {100 * recall['gate']:g}% before others are compared with it"
     )
 
 
 def recall_tables(result: Mapping[str, Any]) -> list[Table]:
-    """The tables of a run of recall: by tests at its end, and by updates where it was measured in between."""
+    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
     if "recall" not in result:
         return []
     rows = [

@@ -16,7 +16,7 @@ from transformers.utils.hub import cached_file
 from saf.calibration import plan_calibration
 from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
 from saf.errors import CheckpointError, DataError, InputError, SafError
-from saf.evaluate.evaluated import PARENT, precision_in_use
+from saf.evaluate.model_facts import PARENT, precision_in_use
 from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new

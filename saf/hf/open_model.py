@@ -10,7 +10,7 @@ from torch import nn
 
 from saf.data import TokenData
 from saf.errors import InputError
-from saf.evaluate.evaluated import PARENT
+from saf.evaluate.model_facts import PARENT
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.opening import find_model, open_data

@@ -10,13 +10,18 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from saf.errors import InputError, SafError
-from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.compare import compare_evaluations, free_heads_bound, speed_caveat, was_busy
-from saf.evaluate.evaluated import both_have, nothing_to_compare, pair_words
+from saf.errors import InputError
+from saf.evaluate.compare import compare_folders, free_heads_bound, speed_caveat, was_busy
+from saf.evaluate.compare_tables import (
+    Comparison,
+    arm_colours,
+    arm_names,
+    arms_table,
+    compare_all,
+    model_notes,
+    pair_tables,
+)
 from saf.evaluate.recall import recall_tables
-from saf.evaluate.side_by_side import JUDGED, Comparison, arm_colours, arm_names, arms_table, compare_all
-from saf.evaluate.zero_shot import compare_zero_shot, zero_shot_comparison_tables
 from saf.inspection import inspect
 from saf.models.description import STATE
 from saf.records.events import read_events
@@ -90,7 +95,7 @@ def _render(
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
     """Return the verdict in one sentence: what was done to heads, its cost in perplexity, and its speed if clear."""
-    done = [(each.frozen, each.record) for each in comparisons if each.record]
+    done = [(each.frozen, each.perplexity) for each in comparisons if each.perplexity]
     if not done:
         run = next((run for run in runs if run.edited_heads), runs[0])
         result = run.result or {}
@@ -130,7 +135,7 @@ class _Tile:
 
 def _tiles(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison], colours: Mapping[str, str]) -> list[_Tile]:
     """Return the key figures: those of comparisons, or of the one run; what was not measured is left out."""
-    arms = [(each.record, colours.get(each.name, "frozen")) for each in comparisons if each.record]
+    arms = [(each.perplexity, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
     if not arms:
         return list(_own_tiles(next((run for run in runs if run.edited_heads), runs[0])))
     tiles = [_perplexity_tile(arms)]
@@ -267,15 +272,11 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
         columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
         yield Table.of("Accuracy", columns, [[name, *_answers(result)] for result, name in answered if result])
     for run, name in named:
-        if JUDGED["recall"].has(run):
+        if "recall" in (run.result or {}):
             yield from (replace(each, title=f"{name}: {each.title}") for each in recall_tables(run.finished_result()))
-    for judged in JUDGED.values():
-        for pair in comparisons:
-            if judged.has(pair.ordinary) and judged.has(pair.frozen):
-                try:
-                    yield from judged.tables(judged.compare(pair.ordinary, pair.frozen, allow_differences=True))
-                except SafError as error:
-                    yield Table.facts(pair.name, {"not compared": str(error)})
+    for each in comparisons:
+        if each.record and each.perplexity is None:
+            yield from pair_tables(each.record)
 
 
 def _event_row(event: Any) -> list[Any]:
@@ -332,10 +333,7 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         expect(path, Kind.EVALUATION)
     if len(evaluations) not in (0, 2):
         raise InputError(f"expected no evaluations, or two: of the model before and after; got {len(evaluations)}")
-    change = compare_evaluations(*evaluations) if both_have(evaluations, perplexity.WRITTEN[0]) else None
-    answered = compare_zero_shot(*evaluations) if both_have(evaluations, zero_shot.WRITTEN[0]) else None
-    if evaluations and not (change or answered):
-        raise nothing_to_compare(evaluations)
+    change, answered = compare_folders(*evaluations) if evaluations else (None, None)
     for record in filter(None, (change, answered)):
         if record["provenance"]["checkpoints"]["frozen"] != inspected["hash"]:
             raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
@@ -354,14 +352,13 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         cost = f"{signed(change['delta_ppl_percent'], 3)} ({signed(low, 3, '')} to {signed(high, 3, '')})"
         facts = {"perplexity before": f"{change['ppl_ordinary']:.4f}", "after": f"{change['ppl_frozen']:.4f}"}
         facts |= {"change, 95% interval": cost, "paired windows": f"{change['windows']:,}"}
-        tables.append(Table.facts("Held-out text", facts, pair_words(change)))
+        tables.append(Table.facts("Held-out text", facts, model_notes(change)))
         timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
         comparisons.append(Comparison(folder.name, run, run, {**timeless, **change}))
     else:
         advice = "not known: `saf evaluate` the model before and after with --out, then name both folders"
         tables.append(Table.facts("Held-out text", {"change of perplexity": advice}))
-    for part in zero_shot_comparison_tables(answered) if answered else ():
-        tables.append(part if isinstance(part, Table) else Table.of("", (), [], [part]))
+    tables += pair_tables(answered) if answered else []
     return [run], comparisons, tables
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from saf.distributed import on_rank0
 from saf.errors import InputError, SafWarning
 from saf.evaluate.answers import NO_TARGET
-from saf.evaluate.recall import RECALL, answer_queries, not_learnt, without_hits
+from saf.evaluate.recall import RECALL, answer_queries, gate_problem, without_hits
 from saf.machine import Execution, device_name
 from saf.models import GPT
 from saf.records.files import read_json, write_json
@@ -272,7 +272,7 @@ class MQARTask(Task):
         device = device_name(execution.device)
         head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
         on_rank0(lambda: write_json(folder / RECALL, {**head, **recall}))
-        if words := not_learnt(recall):
+        if words := gate_problem(recall):
             warnings.warn(words, SafWarning, stacklevel=2)
         short = {"development": without_hits(recall["development"]), "tests": list(map(without_hits, tests))}
         return {"report_loss": development["loss"], "recall": {**recall, **short}}

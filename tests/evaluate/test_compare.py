@@ -1,4 +1,4 @@
-"""Comparing finished runs: what may differ, what is refused, which updates are timed."""
+"""Comparing finished runs: what may differ, what is refused, which updates are timed, and the tables."""
 
 import json
 import math
@@ -6,7 +6,8 @@ import math
 import pytest
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.compare import compare_runs, compare_update_times, differences, quantiles
+from saf.evaluate.compare import compare_runs, compare_update_times, differences, speed_caveat
+from saf.evaluate.compare_tables import arm_names, arms_table, compare_all, pair_tables, verdict
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
@@ -23,7 +24,7 @@ def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
     assert set(result["intervention_seconds"]) == {"capture", "statistics", "score", "fit", "install"}
     assert result["run_seconds_ordinary"] == {"everything": 40.0, "warm": 34.0}
     assert result["run_seconds_frozen"] == {"everything": 42.0, "warm": 32.0}
-    assert result["lacks"] == {}
+    assert result["missing"] == {}
     assert read_json(tmp_path / "out" / "compare.json") == result
 
 
@@ -46,18 +47,6 @@ def test_a_difference_that_is_not_the_freezing_is_refused_unless_allowed(tmp_pat
     with pytest.raises(CompareError, match=message):
         compare_runs(ordinary, frozen)
     assert len(compare_runs(ordinary, frozen, allow_differences=True, resamples=10)["differences"]) == 1
-
-
-def test_every_difference_is_listed_at_once(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    edit(frozen / "config.json", train__lr=1e-3, train__seed=2, model__hidden_size=32)
-    assert len(differences(RecordedRun.open(ordinary), RecordedRun.open(frozen))) == 3
-
-
-def test_the_folder_of_the_data_may_differ(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    edit(frozen / "config.json", data__folder="elsewhere")
-    assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
 def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
@@ -104,19 +93,6 @@ def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
         compare_runs(ordinary, frozen, allow_differences=True)
 
 
-def test_compilation_after_the_event_is_not_timed(tmp_path):
-    ordinary, frozen = write_pair(tmp_path, speedup=1.25)
-    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
-    assert times["update_seconds_frozen"] == pytest.approx(0.4, rel=0.02)
-
-
-def test_too_few_updates_give_no_ratio(tmp_path):
-    ordinary, frozen = write_pair(tmp_path, Shape(updates=34))
-    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
-    assert times["timed_updates"] == [32, 34]
-    assert times["update_time_ratio"] is None
-
-
 def test_arms_without_common_updates_have_no_times(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     path = ordinary / "metrics.jsonl"
@@ -125,5 +101,44 @@ def test_arms_without_common_updates_have_no_times(tmp_path):
     assert set(times.values()) == {None}
 
 
-def test_spreads_are_the_20th_and_80th_percentile():
-    assert quantiles([float(n) for n in range(101)]) == pytest.approx((20.0, 50.0, 80.0))
+def test_updates_after_the_event_are_timed_without_compilation_and_few_give_no_ratio(tmp_path):
+    times = compare_update_times(*map(RecordedRun.open, write_pair(tmp_path, speedup=1.25)))
+    assert times["update_seconds_frozen"] == pytest.approx(0.4, rel=0.02)
+    times = compare_update_times(*map(RecordedRun.open, write_pair(tmp_path / "few", Shape(updates=34))))
+    assert (times["timed_updates"], times["update_time_ratio"]) == ([32, 34], None)
+    assert speed_caveat(times).startswith("too few updates")
+
+
+@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap")])
+def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
+    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0], "heads": 6, "num_heads": 12}
+    assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
+    assert bool(speed_caveat({**record, "update_seconds_spread_frozen": spread})) == bool(caveat)
+
+
+@pytest.mark.parametrize(("heads", "busy"), [(3, True), (4, False)])
+def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy):
+    """Of 12 heads 3 make an update at most 4/3 times as fast, 4 make it 3/2."""
+    runs = [RecordedRun.open(folder) for folder in write_pair(tmp_path, Shape(rate=heads / 12), speedup=1.4)]
+    names = arm_names(runs)
+    comparisons = compare_all(runs, names)
+    record = comparisons[0].record
+    assert record["update_time_bound"] == pytest.approx(12 / (12 - heads))
+    assert ("machine was busy" in verdict(record)) == ("busy" in record["update_time_caveat"]) == busy
+    table = arms_table(runs, names, comparisons)
+    for column in ("median update", "whole run", "whole run, warm"):
+        assert table.rows[1][table.columns.index(column)].endswith("(unclear)") == busy, column
+
+
+def test_a_pair_and_all_arms_show_the_same_numbers(tmp_path):
+    runs = [RecordedRun.open(folder) for folder in write_pair(tmp_path)]
+    comparisons = compare_all(runs, arm_names(runs))
+    (pair,), arms = pair_tables(comparisons[0].record, *runs), arms_table(runs, arm_names(runs), comparisons)
+    assert pair.columns == ("", "ORDINARY", "FROZEN", "change")
+    cells = {row[0]: row[1:] for row in pair.rows}
+    assert cells["heads frozen"] == ("0 of 12", "3 of 12", "–")
+    assert cells["whole run"] == ("40 s", "42 s", "+5.00%")
+    ordinary, frozen = (dict(zip(arms.columns, row, strict=True)) for row in arms.rows)
+    assert cells["perplexity"] == (ordinary["perplexity"], frozen["perplexity"], frozen["change, 95% interval"])
+    assert frozen["median update"] == f"{cells['median update'][1]} ({cells['median update'][2]})"
+    assert frozen["whole run, warm"] == "32 s (−5.88%)"

@@ -1,17 +1,22 @@
-"""The paired bootstrap, against cases whose interval is known."""
+"""Statistics of pairs, against cases whose interval or p-value is known."""
 
 import math
 
 import pytest
 import torch
+from scipy.stats import binom
 
 from saf.errors import CompareError, DivergenceError, InputError
 from saf.evaluate.paired import (
     block_length,
     bootstrap_means,
     delta_of_windows,
+    holm,
+    mcnemar,
     mean_and_standard_error,
+    paired_answers,
     paired_delta_ppl,
+    paired_hits,
     window_losses,
 )
 
@@ -101,46 +106,9 @@ def test_a_seed_gives_the_same_interval_and_the_global_generator_is_left_alone()
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_memory_stays_small_by_drawing_in_parts():
-    values = torch.arange(3_000_000, dtype=torch.float64)
-    assert bootstrap_means(values, resamples=3).shape == (3,)
-
-
 def test_float16_sums_are_taken_in_float64():
     log_probs = torch.full((4, 4096), -3.1, dtype=torch.float16)
     assert window_losses(log_probs).tolist() == pytest.approx([float(-log_probs[0, 0])] * 4, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("ordinary", "frozen", "message"),
-    [
-        (torch.zeros(4, 8), torch.zeros(5, 8), r"\[4, 8\] and \[5, 8\]"),
-        (torch.zeros(8), torch.zeros(8), r"\[windows, T\]"),
-    ],
-    ids=["shapes", "one-dimensional"],
-)
-def test_other_windows_are_refused(ordinary, frozen, message):
-    with pytest.raises(CompareError, match=message):
-        paired_delta_ppl(ordinary, frozen)
-
-
-def test_a_perplexity_past_the_largest_float_is_refused():
-    fine, huge = torch.full((3, 4), -2.0), torch.full((3, 4), -800.0)
-    with pytest.raises(DivergenceError, match=r"the frozen model's loss is 800.0 nats per token"):
-        paired_delta_ppl(fine, huge)
-    with pytest.raises(DivergenceError, match="the ordinary model"):
-        paired_delta_ppl(huge, fine)
-
-
-def test_values_that_cannot_be_averaged_are_refused():
-    bad = torch.zeros(3, 4)
-    bad[1, 2] = torch.nan
-    with pytest.raises(InputError, match="1 of 3 windows"):
-        paired_delta_ppl(bad, torch.zeros(3, 4))
-    with pytest.raises(InputError, match="no log-probabilities"):
-        paired_delta_ppl(torch.zeros(0, 4), torch.zeros(0, 4))
-    with pytest.raises(InputError, match="resamples"):
-        paired_delta_ppl(torch.zeros(3, 4), torch.zeros(3, 4), resamples=0)
 
 
 def test_mean_and_standard_error_over_seeds():
@@ -149,3 +117,64 @@ def test_mean_and_standard_error_over_seeds():
     assert mean_and_standard_error([2.0])["standard_error"] is None
     with pytest.raises(InputError, match="at least one"):
         mean_and_standard_error([])
+
+
+BAD = torch.tensor([[0.0, torch.nan]])
+REFUSALS = [
+    (torch.zeros(4, 8), torch.zeros(5, 8), 1, CompareError, r"\[4, 8\] and \[5, 8\]"),
+    (torch.zeros(8), torch.zeros(8), 1, CompareError, r"\[windows, T\]"),
+    (torch.full((3, 4), -2.0), torch.full((3, 4), -800.0), 1, DivergenceError, "frozen model's loss .* got 800.0"),
+    (BAD, BAD, 1, InputError, "finite"),
+    (torch.zeros(0, 4), torch.zeros(0, 4), 1, InputError, "empty"),
+    (torch.zeros(3, 4), torch.zeros(3, 4), 0, InputError, "resamples"),
+]
+
+
+@pytest.mark.parametrize(("ordinary", "frozen", "resamples", "error", "words"), REFUSALS)
+def test_what_cannot_be_compared_is_refused(ordinary, frozen, resamples, error, words):
+    with pytest.raises(error, match=words):
+        paired_delta_ppl(ordinary, frozen, resamples=resamples)
+
+
+def answered(rights: list[int]) -> list[dict]:
+    return [{"id": str(number), "answer": 0, "right": bool(right)} for number, right in enumerate(rights)]
+
+
+def test_equal_answers_still_have_an_interval():
+    ordinary = answered([1] * 70 + [0] * 30)
+    change = paired_answers(ordinary, ordinary)
+    low, high = change["ci95"]
+    assert (change["difference"], change["standard_error"], change["p_value"]) == (0.0, 0.0, 1.0)
+    assert low == -high
+    assert high == pytest.approx(1.96 / 102), "half a question changed either way, of two more"
+
+
+def test_the_interval_of_many_changes_is_that_of_their_standard_error():
+    ordinary, frozen = answered([0, 1] * 4_000 + [1] * 2_000), answered([1, 0] * 3_000 + [0, 1] * 1_000 + [1] * 2_000)
+    change = paired_answers(ordinary, frozen)
+    assert (change["gained"], change["lost"]) == (3_000, 3_000)
+    ends = [change["difference"] + sign * 1.96 * change["standard_error"] for sign in (-1, 1)]
+    assert change["ci95"] == pytest.approx(ends, rel=1e-3)
+    with pytest.raises(CompareError, match="same questions"):
+        paired_answers(ordinary, frozen[:-1])
+
+
+def test_hits_are_over_examples_whose_queries_may_go_together():
+    """With one query an example they equal questions; four queries that change together say no more than one."""
+    hits = [[1, 1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 1, 1, 0, 0, 1]]
+    change, expected = paired_hits(*hits, 1), paired_answers(*map(answered, hits))
+    assert {name: change[name] for name in ("difference", "standard_error", "ci95")} == {
+        name: expected[name] for name in ("difference", "standard_error", "ci95")
+    }
+    assert (change["better"], change["worse"]) == (expected["gained"], expected["lost"])
+    fourfold = [[4 * hit for hit in each] for each in hits]
+    assert paired_hits(*fourfold, 4)["ci95"] == pytest.approx(change["ci95"])
+
+
+def test_p_values_are_those_computed_by_hand():
+    # Two-sided binomial test of 2 against 8 at one half: twice the lower tail.
+    assert mcnemar(2, 8) == pytest.approx(2 * binom.cdf(2, 10, 0.5)) == pytest.approx(112 / 1024)
+    assert mcnemar(0, 6) == pytest.approx(2 / 64)
+    # Holm: 5 × 0.01; 4 × 0.02 = 0.08; 3 × 0.03 = 0.09; 2 × 0.04 = 0.08, no less than before; 1 × 0.9.
+    assert holm([0.9, 0.02, 0.01, 0.04, 0.03]) == pytest.approx([0.9, 0.08, 0.05, 0.09, 0.09])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]

@@ -8,9 +8,8 @@ from torch import nn
 import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.evaluated import precision_in_use
+from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, losses_by_position, read_evaluation
-from saf.machine import resolve_precision
 from saf.models import GPT, GPTConfig
 from saf.records.files import read_json
 
@@ -108,14 +107,6 @@ def test_a_model_that_answers_with_logits_gives_the_same(data):
     model = small()
     expected = evaluate_perplexity(model, data, limit=3)
     assert evaluate_perplexity(LogitsModel(model), data, limit=3)["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
-def test_bfloat16_is_near_and_recorded(data):
-    exact = evaluate_perplexity(small(), data, limit=3)
-    rounded = evaluate_perplexity(small(), data, limit=3, precision="bf16")
-    assert (exact["precision"], rounded["precision"]) == ("fp32", "bf16")
-    assert rounded["loss"] == pytest.approx(exact["loss"], rel=1e-2)
-    assert resolve_precision(torch.device("cuda"), "auto") == "bf16"
 
 
 def test_weights_in_16_bits_are_recorded_as_what_the_model_ran_in(data):

@@ -5,8 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from saf.errors import DivergenceError, InputError
-from saf.evaluate.answers import paired_answers
-from saf.evaluate.compare_recall import paired_tests
 from saf.evaluate.recall import answer_queries
 from saf.models import GPT, preset
 
@@ -45,33 +43,3 @@ def test_what_cannot_be_asked_is_refused(model):
     model.embed.weight.data.fill_(torch.nan)
     with pytest.raises(DivergenceError, match="the loss at queries is nan"):
         answer_queries(model, inputs, inputs)
-
-
-def test_a_change_is_over_examples_whose_queries_may_go_together():
-    """With one query an example it is what questions have, and an interval has a width where nothing changed."""
-    hits = [[1, 1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 1, 1, 0, 0, 1]]
-    told = {"length": 16, "examples": 10, "queries": 10}
-    runs = [[{**told, "pairs": 1, "accuracy": sum(each) / 10, "hits": each}] for each in hits]
-    (test,) = paired_tests(*runs)
-    asked = [[{"id": n, "answer": 0, "right": bool(hit)} for n, hit in enumerate(each)] for each in hits]
-    expected = paired_answers(*asked)
-    for name in ("difference", "standard_error"):
-        assert test[name] == pytest.approx(expected[name])
-    assert test["ci95"] == pytest.approx(expected["ci95"])
-    assert (test["better"], test["worse"]) == (expected["gained"], expected["lost"])
-    low, high = paired_tests(runs[0], runs[0])[0]["ci95"]
-    assert low < 0 < high
-    # Queries of an example that change together say no more than one of them.
-    wide = [
-        [
-            {
-                **told,
-                "pairs": 4,
-                "queries": 40,
-                "accuracy": one[0]["accuracy"],
-                "hits": [4 * hit for hit in one[0]["hits"]],
-            }
-        ]
-        for one in runs
-    ]
-    assert paired_tests(*wide)[0]["ci95"] == pytest.approx(test["ci95"])

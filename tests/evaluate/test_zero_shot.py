@@ -1,15 +1,13 @@
-"""Records of zero-shot evaluations, and two of them compared by question, against numbers made by hand."""
+"""Records of zero-shot evaluations, and two of them compared by question, against numbers computed by hand."""
 
 import pytest
-from scipy.stats import binom
 
 from saf.errors import CompareError, InputError
-from saf.evaluate.answers import holm, mcnemar
+from saf.evaluate.compare import compare_zero_shot
+from saf.evaluate.compare_tables import pair_tables, verdict
 from saf.evaluate.zero_shot import (
     TaskAnswers,
-    compare_zero_shot,
     read_zero_shot,
-    zero_shot_comparison_tables,
     zero_shot_record,
     zero_shot_tables,
 )
@@ -45,16 +43,6 @@ def evaluation(folder, *, longest: int = 8, precision: str = "fp32", of: dict = 
     return zero_shot_record(made, {}, longest=longest, precision=precision, of=of, **head)
 
 
-def test_p_values_are_those_made_by_hand():
-    # Two-sided binomial test of 2 against 8 at one half: twice the lower tail.
-    assert mcnemar(2, 8) == pytest.approx(2 * binom.cdf(2, 10, 0.5)) == pytest.approx(112 / 1024)
-    assert mcnemar(0, 6) == pytest.approx(2 / 64)
-    # Holm: 5 × 0.01; 4 × 0.02 = 0.08; 3 × 0.03 = 0.09; 2 × 0.04 = 0.08, no less than before; 1 × 0.9.
-    assert holm([0.9, 0.02, 0.01, 0.04, 0.03]) == pytest.approx([0.9, 0.08, 0.05, 0.09, 0.09])
-    assert holm([0.5, 0.6]) == [1.0, 1.0]
-    assert holm([]) == []
-
-
 def test_two_evaluations_are_paired_by_question(tmp_path):
     right = {"sst2": "1111100000", "piqa": "0101010101"}
     record = evaluation(
@@ -79,9 +67,10 @@ def test_two_evaluations_are_paired_by_question(tmp_path):
     assert one["taken"] == [{"0": 3, "1": 7}, {"0": 5, "1": 5}]
     # sd of the paired changes (eight 0, two 1) is 0.4: over the square root of ten questions.
     assert one["standard_error"] == pytest.approx(0.4 / 10**0.5)
-    shown = " ".join(map(markdown_of, zero_shot_comparison_tables(found)))
+    shown = " ".join(map(markdown_of, pair_tables(found)))
     assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
     assert "Mean change −25.00 points" in shown
+    assert verdict(found) == "Cost: zero-shot accuracy −25.00 points on average over 2 tasks."
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):
@@ -89,7 +78,7 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
     evaluation(tmp_path / "a", sst2=same)
     others = {
         "differ in tasks": {"piqa": same},
-        "different questions were answered": {"sst2": answers("01", "11")},
+        "different questions": {"sst2": answers("01", "11")},
         "differ in precision": {"sst2": same, "precision": "bf16"},
         "differ in longest": {"sst2": [{**one, "shortened": True} for one in same], "longest": 9},
     }
@@ -111,13 +100,13 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
         with pytest.raises(CompareError, match=words):
             compare_zero_shot(tmp_path / "a", tmp_path / "b")
     found = compare_zero_shot(tmp_path / "a", tmp_path / "b", allow_differences=True)
-    assert "parent: the frozen model was made from ffff" in " ".join(zero_shot_comparison_tables(found)[0].notes)
+    assert "parent: the frozen model was made from ffff" in " ".join(pair_tables(found)[0].notes)
     # Frozen in the other one, in what that was frozen in, or in nothing that a file tells.
     for origin, made_from in (("a", True), ("0", True), (None, None)):
         evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})
         found = compare_zero_shot(tmp_path / "a", tmp_path / "b")
         assert (found["made_from"], found["differences"]) == (made_from, [])
-    assert "No file says" in " ".join(zero_shot_comparison_tables(found)[0].notes)
+    assert "No file says" in " ".join(pair_tables(found)[0].notes)
     with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"zero_shot\.jsonl"):

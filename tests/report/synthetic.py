@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saf.evaluate.tokens import TokenLosses
+from saf.evaluate.perplexity import TokenLosses
 from saf.records.events import append_event
 from saf.records.files import read_json, read_lines, write_lines
 from saf.records.result import SCHEMA

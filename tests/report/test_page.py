@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.evaluate.side_by_side import arm_colours, arm_names
+from saf.evaluate.compare_tables import arm_colours, arm_names
 from saf.patterns import CompactPattern
 from saf.records.run import RecordedRun
 from saf.report import figures
@@ -72,7 +72,7 @@ def test_differences_and_failures_are_read_with_care(tmp_path):
     edit(frozen / "config.json", train__seed=5)
     assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in page_of((ordinary, frozen), tmp_path)
     edit(frozen / "evaluation.json", windows_hash="0" * 64)
-    assert "could not be compared: the two arms were evaluated on different windows" in page_of(
+    assert "could not be compared: both arms must be evaluated on the same windows" in page_of(
         (ordinary, frozen), tmp_path
     )
 

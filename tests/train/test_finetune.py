@@ -18,9 +18,9 @@ from saf.checkpoint import load_model, open_checkpoint
 from saf.cli import main
 from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, CompareError, InputError, SafWarning
-from saf.evaluate.answers import compare_answers
-from saf.evaluate.compare_recall import compare_recall, paired_tests, recall_comparison_tables
-from saf.evaluate.recall import not_learnt
+from saf.evaluate.compare import compare_runs, paired_tests
+from saf.evaluate.compare_tables import pair_tables
+from saf.evaluate.recall import gate_problem
 from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
@@ -133,8 +133,8 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
         assert told in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
     assert outcome(ordinary.folder) == outcome(again.folder)
-    with pytest.raises(CompareError, match="trained differently"):
-        compare_answers(ordinary, command("epochs-1", "--epochs", "1"))
+    with pytest.raises(CompareError, match="differ in more than the freezing"):
+        compare_runs(ordinary, command("epochs-1", "--epochs", "1"))
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), [(Run, "run_update", 6), (finetune, "_remove", 5)])
@@ -362,7 +362,7 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     assert len({one["provenance"]["data"]["train"] for one in results}) == 1
     # The gate is the ordinary arm's, in its own result and in that of the other.
     assert [one["recall"]["gate_of"] for one in results] == [None, str(ordinary.folder)]
-    assert str(ordinary.folder) in not_learnt(results[1]["recall"])
+    assert str(ordinary.folder) in gate_problem(results[1]["recall"])
     capsys.readouterr()
     assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
     assert "Queries of recall that two runs answer" in capsys.readouterr().out
@@ -388,17 +388,17 @@ def refused_pairs(ordinary: RecordedRun, frozen: RecordedRun, text: str) -> None
     tests = ordinary.finished_result()["recall"]["tests"]
     with pytest.raises(CompareError, match="one has 16 tokens with 4 pairs, the other none"):
         paired_tests(tests[:1], [])
-    with pytest.raises(InputError, match="was not judged by recall"):
-        compare_recall(ordinary, RecordedRun.open(text))
+    with pytest.raises(InputError, match="must be measured alike"):
+        compare_runs(ordinary, RecordedRun.open(text))
     written = read_json(frozen.folder / "recall.json")
     (frozen.folder / "recall.json").unlink()
-    record = compare_recall(ordinary, RecordedRun.open(frozen.folder))
+    record = compare_runs(ordinary, RecordedRun.open(frozen.folder))
     assert {test["ci95"] for test in record["tests"]} == {None}
-    assert any("No interval can be given" in note for note in recall_comparison_tables(record)[0].notes)
+    assert any("No interval can be given" in note for note in pair_tables(record)[0].notes)
     written["tests"][0]["accuracy"] += 0.125
     write_json(frozen.folder / "recall.json", written)
-    with pytest.raises(InputError, match="other answers than the run's"):
-        compare_recall(ordinary, RecordedRun.open(frozen.folder))
+    with pytest.raises(InputError, match=r"other answers than result\.json"):
+        compare_runs(ordinary, RecordedRun.open(frozen.folder))
 
 
 def test_words_that_recall_has_no_use_for_are_refused_and_tests_follow_the_context(parents, tmp_path):

@@ -1,15 +1,13 @@
 """Two bytes a token: how near they are, and what is refused."""
 
-import shutil
-
 import pytest
 import torch
 
 from saf.errors import InputError
 from saf.evaluate.compare import compare_runs
 from saf.evaluate.paired import window_losses
-from saf.evaluate.perplexity import read_evaluation
-from saf.evaluate.tokens import FILE, TokenLosses
+from saf.evaluate.perplexity import LOG_PROBS as FILE
+from saf.evaluate.perplexity import TokenLosses, read_evaluation
 from saf.records.files import read_json, write_json
 from tests.report.synthetic import edit, write_pair
 
@@ -83,9 +81,9 @@ def of_something_else(folder):
     ("harm", "message"),
     [
         (damaged, r"log_probs.safetensors is damaged: expected SHA-256"),
-        (without_sum, r"has no SHA-256 of log_probs.safetensors.*`saf evaluate` the run's last checkpoint"),
-        (of_another_model, r"gives a mean loss of .* they are not of one evaluation"),
-        (with_other_tokens, r"gives a mean loss of .* they are not of one evaluation"),
+        (without_sum, r"has no SHA-256 of log_probs.safetensors"),
+        (of_another_model, r"gives a mean loss of .* not one evaluation"),
+        (with_other_tokens, r"gives a mean loss of .* not one evaluation"),
         (of_something_else, r"must hold windows .* got \{'x': 1\}"),
         (lambda folder: (folder / FILE).unlink(), r"log_probs.safetensors is missing"),
     ],
@@ -96,17 +94,3 @@ def test_log_probabilities_that_are_not_those_of_the_record_are_refused(tmp_path
     harm(frozen)
     with pytest.raises(InputError, match=message):
         compare_runs(ordinary, frozen)
-
-
-def test_a_comparison_needs_only_the_files_that_are_small_enough_to_commit(tmp_path):
-    runs = write_pair(tmp_path)
-    record = compare_runs(*runs)
-    for run in runs:
-        kept = tmp_path / "kept" / run.name
-        kept.mkdir(parents=True)
-        for pattern in ("*.json", "*.jsonl", FILE):
-            for path in run.glob(pattern):
-                shutil.copy(path, kept)
-    again = compare_runs(*(tmp_path / "kept" / run.name for run in runs))
-    apart = {"ordinary", "frozen", "provenance"}
-    assert {k: v for k, v in again.items() if k not in apart} == {k: v for k, v in record.items() if k not in apart}
