@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -111,6 +111,14 @@ class Run:
         if self.arm.parent is None or self.arm.task is not None:
             return None
         return OneTime(at=float(self.arm.at)).first_update(self.needs["parent"].updates)
+
+    def missing(self, waiting: Collection[Key]) -> list["Run"]:
+        """Return the runs that it needs to end first: those in `waiting`, but a parent that saved its checkpoint."""
+        needs = [need for need in self.needs.values() if need.key in waiting]
+        if self.step is None or not (self.needs["parent"].folder / "checkpoints" / step_name(self.step)).is_dir():
+            return needs
+        others = [need.key for role, need in self.needs.items() if role != "parent"]
+        return [need for need in needs if need.key in others]
 
     @property
     def own_updates(self) -> int:
@@ -303,7 +311,7 @@ def complete_record(run: Run) -> None:
 
 def _fits(recorded: RecordedRun) -> dict[str, float]:
     """Return how well the patterns of a run's frozen heads fit; empty where nothing was fitted."""
-    events = [event.values for event in recorded.kept_freezes]
+    events = [event.values for event in recorded.events if event.kind == "freeze" and event.undone_by is None]
     kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
     if not kls:
         return {}
@@ -318,6 +326,8 @@ def _fits(recorded: RecordedRun) -> dict[str, float]:
 # --- all runs
 
 STOPPED = "stopped after a checkpoint"
+POLL_SECONDS = 5.0
+"""Between looks for checkpoints of running parents, from which other runs can start."""
 
 
 @dataclass(kw_only=True)
@@ -345,7 +355,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
                 if any(need.title in outcome.failed for need in run.needs.values()):
                     outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
             waiting = pending.keys() | {run.key for run, _, _ in active.values()}
-            ready = [run for run in pending.values() if not any(need.key in waiting for need in run.needs.values())]
+            ready = [run for run in pending.values() if not run.missing(waiting)]
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
                 del pending[run.key]
@@ -359,7 +369,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
                 active[future] = run, lane, began
             if not active:
                 break
-            for future in wait(active, return_when=FIRST_COMPLETED).done:
+            for future in wait(active, POLL_SECONDS if pending else None, FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
                 seconds, problem = time.monotonic() - began, future.result()

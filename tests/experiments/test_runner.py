@@ -98,6 +98,15 @@ def test_jobs_run_in_processes_of_their_own(inputs, tmp_path):
     assert all(run.record() for run in plan(wanted, SMOKE, tmp_path).values())
 
 
+def test_a_run_can_start_once_its_parent_saved_the_checkpoint_that_it_branches_off(tmp_path):
+    runs = plan([("4k-pruned-25", 1337)], SMOKE, tmp_path)
+    parent, frozen, pruned = (runs[arm, 1337] for arm in ("4k-ordinary", "4k-mean-25", "4k-pruned-25"))
+    assert frozen.missing(runs) == [parent]
+    (parent.folder / "checkpoints/step-4").mkdir(parents=True)
+    assert not frozen.missing(runs)
+    assert pruned.missing(runs) == [frozen]  # whose heads it removes
+
+
 def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
     runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
     run = runs["4k-mean-25-time", 1337]
