@@ -1,8 +1,8 @@
-"""The frozen heads of a model as plain data, which checkpoints and sidecars store beside the weights, and the way back.
+"""Restore the frozen heads of a model from the plain data that checkpoints and sidecars store beside the weights.
 
-`state_of` returns it. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_` freezes a
-model that has its weights, whose checksums tell the saved weights from others. Where another library fills the weights
-in, `resize_` comes before and `adopt_` afterwards.
+`state_of` returns these data. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_`
+freezes a model that has its weights, and warns where these are not the saved ones. Where another library fills in the
+weights, `resize_` comes before and `adopt_` afterwards.
 """
 
 import warnings
@@ -25,49 +25,49 @@ from saf.patterns import KINDS, Pattern, pattern_from_state
 from saf.surgery import (
     LayerEdit,
     absent_rows,
-    carry_out_,
+    apply_edits_,
     editable,
-    editing,
+    edited_,
     plan_edit,
     replace_data_,
     value_dtypes,
-    watch_wrappers_,
 )
 
-_NAMED = 3
-"""Layers that an error names where weights differ."""
+_LISTED = 3
+"""Layers that a warning lists where weights differ."""
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what `restore_` needs: values for JSON, and tensors for safetensors; see `saf.models.description`."""
+    """Return the input of `restore_`: values for JSON, and tensors for safetensors; see `saf.models.description`."""
     return described(adapter_for(model).sites())
 
 
-@editing
+@torch.inference_mode(False)
+@torch.no_grad()
 def restore_(
     model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
 ) -> None:
-    """Give a model with no frozen heads the layout and patterns of `state_of`, before its weights are loaded.
+    """Give a model without frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
-    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Without `backend` each
-    layer has the one that it was saved with, see `recorded_backends`. Raises CheckpointError when the state is of
-    another schema or of another shape of model, or lacks a pattern; the model is unchanged then.
+    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Without `backend`
+    each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the model
+    unchanged, for a state of another schema or shape of model, or without some pattern.
     """
-    edits = _planned(model, state, tensors, backend)
+    edits = _plan(model, state, tensors, backend)
     for number, edit in edits:
         _resize_(edit.site, edit.layout)
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
-    watch_wrappers_([edit.site.attention for _, edit in edits])
+    edited_([edit.site for _, edit in edits])
 
 
-@editing
+@torch.inference_mode(False)
+@torch.no_grad()
 def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayout]]:
-    """Give the weights of a model, perhaps on the meta device, the shapes that those of `state_of` have.
+    """Give the weights of a model, perhaps on the meta device, the shapes of `state_of`; `adopt_` does the rest.
 
-    The first half of what `restore_` does, for weights that are filled in between; `adopt_` is the second one. Returns
-    the layers whose heads were edited, with their layouts. Raises CheckpointError as `restore_` does.
+    Returns the layers with edited heads, with their layouts. Raises CheckpointError as `restore_` does.
     """
-    layouts = [(site, _layout(site, layer)) for _, site, layer in matching_layers(model, state)]
+    layouts = [(site, _layout(site, layer)) for _, site, layer in _layers(model, state)]
     edited = [(site, layout) for site, layout in layouts if not layout.ordinary]
     for site, layout in edited:
         site.check(layout)
@@ -76,27 +76,47 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
     return edited
 
 
-@editing
+@torch.inference_mode(False)
+@torch.no_grad()
 def adopt_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give a model whose weights have the shapes of `resize_` the layout and the patterns of `state_of`."""
-    for number, edit in _planned(model, state, tensors, None):
+    edits = _plan(model, state, tensors, None)
+    for number, edit in edits:
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
+    edited_([edit.site for _, edit in edits])
 
 
-def _resize_(site: Site, layout: HeadLayout) -> None:
-    """Cut a layer's weights to the shapes of a layout; which rows are left has no meaning."""
-    for name, (parameter, dimension) in site.projections().items():
-        rows = len(layout.rows_in(name)) * site.head_dim
-        replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
+@torch.inference_mode(False)
+@torch.no_grad()
+def apply_(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
+) -> None:
+    """Edit a model that has all its weights as the model of `state_of` was edited; backends and errors as `restore_`.
 
-
-def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
-    """Return the layout in a layer's description."""
-    return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
+    Rows for undoing are the saved ones. A warning lists the attention weights that differ from the saved ones, by
+    these rows and by the checksums of weights that stay (`sums_of`, the `weights` of each layer).
+    """
+    edits = _plan(model, state, tensors, backend)
+    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
+    differing = {number: _differing_rows(number, edit.site, saved[number]) for number, edit in edits}
+    apply_edits_([edit for _, edit in edits], None)
+    for number, edit in edits:
+        edit.site.assign(edit.layout, edit.frozen, saved[number])
+    for number, site in enumerate(adapter_for(model).sites()):
+        sums = state["layers"][number].get("weights", {})
+        differing[number] = differing.get(number, set()) | differing_roles(site, sums)
+    if listed := [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]:
+        more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
+        warnings.warn(
+            f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed[:_LISTED] + more)}):"
+            " load the state dict of the frozen model now",
+            SafWarning,
+            stacklevel=5,  # past two decorators, at the caller of load
+        )
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError for what misfits.
+    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError where they misfit.
 
     Weights of earlier files do not name the frozen heads; the state that shaped the model does.
     """
@@ -106,55 +126,56 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) ->
         raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 
 
-def _planned(
+def _plan(
     model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
 ) -> list[tuple[int, LayerEdit]]:
-    """Return what gives every edited layer of the state its layout and patterns, all checked."""
+    """Return number and edit of every layer with edited heads, all checked."""
     editable(model)
-    edits, layers = [], matching_layers(model, state)
-    backends = {} if backend else recorded_backends(layers)
+    edits, layers = [], _layers(model, state)
+    backends = {} if backend else _saved_backends(layers)
     for number, site, layer in layers:
         layout = _layout(site, layer)
         if not layout.ordinary:
             trained = layer.get("trainable", ())
             patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-            edits.append(
-                (number, plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None))
-            )
+            edit = plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None)
+            edits.append((number, edit))
     return edits
 
 
-@editing
-def apply_(
-    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
-) -> None:
-    """Edit a model that has all its weights as the model of `state_of` was edited.
-
-    Without `backend` each layer has the one that it was saved with, see `recorded_backends`.
-
-    Rows kept for undoing are those that were saved. A warning names the attention weights that differ from the saved
-    ones, by these rows and by the checksums of weights that stay (`sums_of`, as `weights` of each layer). Raises
-    CheckpointError for another schema or shape of model; it is unchanged then.
-    """
-    edits = _planned(model, state, tensors, backend)
-    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
-    differing = {number: _other_rows(number, edit.site, saved[number]) for number, edit in edits}
-    carry_out_([edit for _, edit in edits], None)
-    for number, edit in edits:  # rows that were saved, not this model's: undoing gives back what was there
-        edit.site.assign(edit.layout, edit.frozen, saved[number])
-    for number, site in enumerate(adapter_for(model).sites()):
-        sums = state["layers"][number].get("weights", {})
-        differing[number] = differing.get(number, set()) | differing_roles(site, sums)
-    if listed := _listed(differing):
-        warnings.warn(
-            f"the model's weights differ from those saved with the frozen heads ({listed}): load the state dict of the "
-            "frozen model now",
-            SafWarning,
-            stacklevel=4,  # past the wrapper of edits, at the caller of load
-        )
+def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
+    """Return number, site and state of every layer; raise CheckpointError unless model and state have one shape."""
+    sites, layers = adapter_for(model).sites(), state.get("layers")
+    if state.get("schema") != SCHEMA:
+        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
+    required = {"num_heads", "num_kv_heads", "frozen"}
+    if not isinstance(layers, list) or not all(isinstance(one, dict) and one.keys() >= required for one in layers):
+        raise CheckpointError(f"the description of the frozen heads is damaged: layers must have {sorted(required)}")
+    if len(layers) != len(sites):
+        raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
+    for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):
+        shape, layout = (layer["num_heads"], layer["num_kv_heads"]), site.layout
+        if shape != (layout.num_heads, layout.num_kv_heads) or not layout.ordinary:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads need {shape[0]} query and {shape[1]} KV heads, all live; the model "
+                f"has {layout.num_heads} and {layout.num_kv_heads}, {layout.num_live} live"
+            )
+    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, layers, strict=True))]
 
 
-def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
+def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
+    """Return the layout in a layer's description."""
+    return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
+
+
+def _resize_(site: Site, layout: HeadLayout) -> None:
+    """Cut a layer's weights to the shapes of a layout; their values have no meaning."""
+    for name, (parameter, dimension) in site.projections().items():
+        rows = len(layout.rows_in(name)) * site.head_dim
+        replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
+
+
+def _saved_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
     """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here."""
     backends, errors = {}, {}
     for number, site, layer in layers:
@@ -169,53 +190,13 @@ def recorded_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dic
             f"the frozen heads were saved with backend {name!r}, which is not used here: {error}. 'auto' takes its "
             "place, whose results differ by rounding",
             SafWarning,
-            stacklevel=6,  # past the plan and the wrapper of edits, at the caller of load
+            stacklevel=7,  # past the plan and two decorators, at the caller of load
         )
     return backends
 
 
-def _other_rows(number: int, site: Site, saved: Removed) -> set[str]:
-    """Return the projections whose rows are not those kept for undoing; CheckpointError for another shape."""
-    differing = set()
-    for role, rows in saved.items():
-        at = rows_of(site, role)
-        for head, tensors in rows.items():
-            kept = tensors["weight"]
-            own = at.of(at.parameter.detach()).narrow(at.dimension, head * site.head_dim, site.head_dim).cpu()
-            if own.shape != kept.shape:
-                raise CheckpointError(
-                    f"layer {number}: the frozen heads have {role} rows {list(kept.shape)}, this model's are "
-                    f"{list(own.shape)}"
-                )
-            narrower = min(own.dtype, kept.dtype, key=lambda dtype: dtype.itemsize)
-            if not torch.equal(own.to(narrower), kept.to(narrower)):
-                differing.add(role_of(at.name))
-    return differing
-
-
-def _listed(differing: dict[int, set[str]]) -> str:
-    """Return "layer 0: query, value; ...": the first layers, and how many more; nothing when none differs."""
-    listed = [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]
-    more = [f"and {len(listed) - _NAMED} more"] if len(listed) > _NAMED else []
-    return "; ".join(listed[:_NAMED] + more)
-
-
-def differing_roles(site: Site, sums: Sums) -> set[str]:
-    """Return the roles whose weights are not those of `sums`, compared in the dtype that these were taken in.
-
-    Weights of a narrower dtype cannot be compared, and are not named.
-    """
-    differing = set()
-    for role, recorded in sums.items():
-        weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
-        comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
-        if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
-            differing.add(role_of(role))
-    return differing
-
-
 def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the rows that were saved for undoing, those that a layout lacks; of what is final none were saved."""
+    """Return the saved rows for undoing, those that a layout lacks; after `finalize_` none were saved."""
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
     for role, heads in absent_rows(whole, layout).items():
@@ -227,28 +208,34 @@ def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) 
     return removed
 
 
-def matching_layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
-    """Return number, site and state of every layer.
+def _differing_rows(number: int, site: Site, saved: Removed) -> set[str]:
+    """Return the projections whose rows differ from the saved ones; raise CheckpointError for another shape."""
+    differing = set()
+    for role, rows in saved.items():
+        at = rows_of(site, role)
+        for head, tensors in rows.items():
+            other = tensors["weight"]
+            own = at.of(at.parameter.detach()).narrow(at.dimension, head * site.head_dim, site.head_dim).cpu()
+            if own.shape != other.shape:
+                raise CheckpointError(
+                    f"layer {number}: the frozen heads have {role} rows {list(other.shape)}, the model "
+                    f"{list(own.shape)}"
+                )
+            narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+            if not torch.equal(own.to(narrower), other.to(narrower)):
+                differing.add(role_of(at.name))
+    return differing
 
-    Raises CheckpointError unless the model is of that shape, with no heads frozen.
-    """
-    sites, layers = adapter_for(model).sites(), state.get("layers")
-    if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
-    required = {"num_heads", "num_kv_heads", "frozen"}
-    if not isinstance(layers, list) or not all(isinstance(one, dict) and one.keys() >= required for one in layers):
-        raise CheckpointError(f"the description of the frozen heads is damaged: layers must have {sorted(required)}")
-    if len(layers) != len(sites):
-        raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
-    for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):
-        shape, layout = (layer["num_heads"], layer["num_kv_heads"]), site.layout
-        if shape != (layout.num_heads, layout.num_kv_heads) or not layout.ordinary:
-            raise CheckpointError(
-                f"layer {number}: the frozen heads belong to {shape[0]} query and {shape[1]} KV heads with none "
-                f"frozen or pruned yet; the model has {layout.num_heads} and {layout.num_kv_heads}, "
-                f"{len(layout.frozen)} frozen, {len(layout.pruned)} pruned"
-            )
-    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, layers, strict=True))]
+
+def differing_roles(site: Site, sums: Sums) -> set[str]:
+    """Return the roles whose weights do not have the checksums `sums`, in the dtype of these; narrower ones pass."""
+    differing = set()
+    for role, recorded in sums.items():
+        weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
+        comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
+        if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
+            differing.add(role_of(role))
+    return differing
 
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:

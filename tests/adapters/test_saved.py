@@ -56,7 +56,7 @@ def test_what_was_final_when_it_was_saved_cannot_be_undone(tmp_path):
     freeze(model)
     saf.finalize_(model)
     saf.save(model, tmp_path)
-    with pytest.raises(InputError, match="were not kept"):
+    with pytest.raises(InputError, match="are gone"):
         saf.uninstall_(saf.load(make("qwen3"), tmp_path))
 
 
