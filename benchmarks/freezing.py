@@ -182,7 +182,7 @@ def time_rate(
             for each in (first, *warm)
         ),
         "peak_kind": "allocated" if cuda else "resident",
-        **{"planned_bytes": plan.device_bytes, "passes": len(plan.groups)},
+        **{"captured_bytes": plan.capture_bytes, "passes": len(plan.groups)},
         "bar_seconds": limit if cuda and settings.model_folder is None else None,
     }
     session.add([row])

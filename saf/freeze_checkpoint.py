@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
-from saf.calibration.plan import readable
+from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration, readable
 from saf.checkpoint import Checkpoint, save_checkpoint
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError

@@ -1,17 +1,23 @@
-"""Calibration measures a model: attention in one exact pass, and what scores read beyond it, each by its own collector.
+"""Calibration measures the attention of a model in one exact pass, and the other inputs of scores by collectors.
 
-`driver` holds `calibrate`. It reads the batches (`sequences`), plans memory (`plan`), runs the model and copies queries
-and keys (`capture`), and measures them layer by layer (`strips`; on GPUs `tiles` with its `kernels`). `collect` keeps
-more in that pass; `dense` is the float64 oracle. `gradients` and `outputs` measure what some scores read.
+`calibrate` (`driver`) reads the batches (`sequences`), runs the model and copies queries and keys (`capture`), and
+measures them layer by layer: in plain PyTorch (`streaming`) or by Triton kernels (`tiles`). `dense` is the float64
+oracle. `gradients` and `outputs` measure the further inputs of some scores.
 """
 
-from saf.calibration.collect import collection_bytes, latter_half
-from saf.calibration.dense import dense_collection, dense_statistics
-from saf.calibration.driver import calibrate, calibrate_together
+from saf.calibration.driver import (
+    CalibrationPlan,
+    calibrate,
+    calibrate_together,
+    free_bytes,
+    heads_at_a_time,
+    plan_calibration,
+    readable,
+)
 from saf.calibration.gradients import QKGradient, gate_gradients
 from saf.calibration.outputs import head_outputs
-from saf.calibration.plan import CalibrationPlan, heads_at_a_time, plan_calibration
 from saf.calibration.sequences import Batch, Sequences, read_batches, read_sequences
+from saf.calibration.streaming import collection_bytes, latter_half
 
 __all__ = [
     "Batch",
@@ -21,8 +27,7 @@ __all__ = [
     "calibrate",
     "calibrate_together",
     "collection_bytes",
-    "dense_collection",
-    "dense_statistics",
+    "free_bytes",
     "gate_gradients",
     "head_outputs",
     "heads_at_a_time",
@@ -30,4 +35,5 @@ __all__ = [
     "plan_calibration",
     "read_batches",
     "read_sequences",
+    "readable",
 ]

@@ -1,7 +1,8 @@
-"""`capture` runs a model over calibration sequences without a trace, and copies queries and keys of some layers."""
+"""`capture` runs a model over calibration sequences, unchanged, and copies queries and keys of some layers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from saf.models.description import check_unsharded
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation mode and give each its own mode back afterwards."""
+    """Switch every module to evaluation mode, and back to its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -25,9 +26,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_vocabulary(adapter: Adapter, ids: Iterable[Tensor]) -> None:
-    """Raise InputError for a token id that the model has no embedding of, and for a model without numbers.
+    """Raise InputError for a token id without an embedding, which on a device would be an assertion.
 
-    On a device such an id would be an assertion. Raises UnsupportedError for weights of which processes have shards.
+    Also for a model on the meta device; raises UnsupportedError for sharded weights.
     """
     for site in adapter.sites():
         check_unsharded("query", rows_of(site, "query").parameter)
@@ -59,7 +60,7 @@ def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
 
 
 class Slots(NamedTuple):
-    """Which live queries and keys of a layer are copied, and the copied key that each copied query reads."""
+    """The live queries and keys of a layer to copy, and the copied key that each copied query reads."""
 
     queries: list[int]
     keys: list[int]
@@ -67,7 +68,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, site: Site, heads: Sequence[int]) -> "Slots":
-        """Slots that measuring `heads` of a layer takes."""
+        """Return the slots for measuring `heads` of a layer."""
         queries = [site.layout.live.index(head) for head in heads]
         read = [site.layout.key_head[slot] for slot in queries]
         keys = sorted(set(read))
@@ -77,36 +78,35 @@ class Slots(NamedTuple):
 def capture(adapter: Adapter, slots: Mapping[int, Slots], ids: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
     """Run the model over all batches; return rotated queries `[N, heads, T, D]` and keys `[N, K, T, D]` by layer.
 
-    Each is copied into its place at once, so that no more is held than the result and one forward pass. T is the
-    first batch's, the longest; behind shorter ones there are zeros.
+    Each is copied to its place at once, so that no more is held than the result and one forward pass. T is the
+    first batch's, the longest; zeros follow shorter ones.
     """
     sites, count, length = adapter.sites(), sum(map(len, ids)), ids[0].shape[1]
-    copies: dict[tuple[int, str], Tensor] = {}
+    copies: dict[tuple[int, int], Tensor] = {}
     filled = dict.fromkeys(slots, 0)
 
-    def copy(layer: int, name: str, part: Tensor, heads: list[int]) -> None:
-        if (layer, name) not in copies:
-            # Positions lie outside heads in memory, as models store them.
-            copies[layer, name] = part.new_empty(count, length, len(heads), part.shape[3]).transpose(1, 2)
-        place = copies[layer, name][filled[layer] : filled[layer] + len(part)]
-        place[:, :, part.shape[2] :] = 0
-        place[:, :, : part.shape[2]].copy_(part if len(heads) == part.shape[1] else part[:, heads])
-
     def sink(layer: int, query: Tensor, key: Tensor) -> None:
-        if filled[layer] + len(query) <= count:
-            copy(layer, "query", query.detach(), slots[layer].queries)
-            copy(layer, "key", key.detach(), slots[layer].keys)
-        filled[layer] += len(query)
+        start, end = filled[layer], filled[layer] + len(query)
+        filled[layer] = end
+        if end > count:
+            return
+        for number, (part, heads) in enumerate(((query, slots[layer].queries), (key, slots[layer].keys))):
+            if (layer, number) not in copies:
+                # Positions lie outside heads in memory, as models store them.
+                copies[layer, number] = part.new_empty(count, length, len(heads), part.shape[3]).transpose(1, 2)
+            place = copies[layer, number][start:end]
+            place[:, :, part.shape[2] :] = 0
+            place[:, :, : part.shape[2]].copy_(part if len(heads) == part.shape[1] else part[:, heads])
 
     with ExitStack() as stack:
         for layer in slots:
-            stack.enter_context(sites[layer].capture(lambda query, key, layer=layer: sink(layer, query, key)))
+            stack.enter_context(sites[layer].capture(partial(sink, layer)))
         for tokens in ids:
             adapter.run(tokens.to(adapter.device))
     for layer, number in filled.items():
         if number != count:
             raise UnsupportedError(
-                f"layer {layer} must attend once in a pass, got {number} sequences of {count}; give it back the "
-                "forward pass and configuration of transformers"
+                f"layer {layer} must attend once in a pass, got {number} sequences of {count}; restore the forward "
+                "pass and configuration of transformers"
             )
-    return {layer: (copies[layer, "query"], copies[layer, "key"]) for layer in slots}
+    return {layer: (copies[layer, 0], copies[layer, 1]) for layer in slots}

@@ -1,22 +1,35 @@
-"""`calibrate`: run the model, copy queries and keys of some layers at a time, and measure them layer by layer."""
+"""`calibrate`: plan memory, run the model, copy queries and keys of some layers at a time, measure layer by layer."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saf.calibration.capture import Slots, capture, check_heads, check_vocabulary, evaluation_mode
-from saf.calibration.collect import Collection
-from saf.calibration.plan import CalibrationPlan, plan_for
 from saf.calibration.sequences import Batch, Sequences, read_sequences
-from saf.calibration.strips import LayerStatistics, measure_layer
+from saf.calibration.streaming import (
+    Collection,
+    LayerStatistics,
+    collection_bytes,
+    latter_half,
+    measure_layer,
+)
 from saf.distributed import all_gather, all_ranks_or_raise, rank_and_size
-from saf.errors import DivergenceError
+from saf.errors import DivergenceError, InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for
-from saf.statistics import AttentionStatistics
+from saf.statistics import COLLECTIONS, AttentionStatistics, sequences_in_words
+
+SHARE = 0.5
+"""Share of free memory for queries and keys, or a collection, by default; the rest is a margin."""
+CPU_BYTES = 4 << 30
+"""Most queries and keys by default on a CPU, whose memory others use too."""
+COLLECT_BYTES = 16 << 30
+"""Most that `heads_at_a_time` collects at once."""
 
 
 def calibrate(
@@ -33,59 +46,53 @@ def calibrate(
     """Measure the attention of live heads on calibration sequences, in evaluation mode.
 
     Args:
-        model: A supported model; weights, gradients, training mode and random states are left as they were.
+        model: A supported model; weights, gradients, training mode and random states stay as they were.
         batches: LongTensors `[B, T]` of token ids, or mappings with `input_ids`; a generator will do. Sequences may
             have unequal lengths: T differs from batch to batch, or an `attention_mask` marks padding behind them, which
-            enters nothing. Patterns are as long as the longest; a row is measured over the sequences that reach it.
-        collect: Names of `saf.statistics.COLLECTIONS` to keep beside the statistics, on the CPU.
+            never enters. Patterns are as long as the longest; a row is measured over the sequences that reach it.
+        collect: Names of `saf.statistics.COLLECTIONS` to return too, on the CPU.
         heads: The heads to measure; by default all live heads of layers that can be frozen (none of those that
             attend within a sliding window). Others are NaN.
         positions: Query positions of `mean_rows`, `rows` and `logit_rows`; by default 64, evenly over the latter half.
         capture_bytes: Most memory for queries and keys held at once; more layers at a time mean fewer passes. By
-            default half of what is free, see `plan_calibration`.
+            default half of the free memory, see `plan_calibration`.
         progress: Called with (layers done, layers), first before the model runs.
         timer: Adds the seconds of running the model (`capture`) and of measuring (`statistics`).
 
     Returns:
-        Exact statistics of all sequences together; no `T x T` array is held but those collected.
+        Exact statistics of all sequences together; no `T x T` array is held but the collected ones.
 
     Raises:
-        InputError: No sequences, padding ahead of one, or ids that are not a `[B, T]` integer tensor; heads that are
-            not live, unknown names to collect, values of every sequence (`rows`, `logit_rows`) where lengths are
-            unequal, or more to hold than fits.
-        UnsupportedError: Heads of a layer that stays ordinary, or a model all of whose layers do.
+        InputError: Batches or heads that cannot be measured, unknown names to collect, or more to hold than fits.
+        UnsupportedError: Heads of a layer that stays ordinary, or a model with no other layers.
         DivergenceError: Queries or keys that are not finite.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
-    sites = adapter.sites()
     check_vocabulary(adapter, sequences.ids)
     chosen = check_heads(adapter, heads)
-    plan = plan_for(adapter, sequences, chosen, collect, positions, capture_bytes)
-    collection = Collection(
-        collect,
-        chosen,
-        sequences=plan.sequences,
-        length=plan.length,
-        positions=positions,
-        dtype=torch.float64 if adapter.dtype == torch.float64 else torch.float32,
-    )
-    shape = len(sites), sites[0].layout.num_heads
+    plan = _plan(adapter, sequences, chosen, collect, positions, capture_bytes)
+    dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
+    count, length = plan.sequences, plan.length
+    collection = Collection(collect, chosen, sequences=count, length=length, positions=positions, dtype=dtype)
+    shape = len(adapter.sites()), adapter.sites()[0].layout.num_heads
     statistics = {
-        name: torch.full((*shape, plan.length) if name.startswith("eta") else shape, torch.nan, dtype=torch.float64)
+        name: torch.full((*shape, length) if name.startswith("eta") else shape, torch.nan, dtype=torch.float64)
         for name in LayerStatistics._fields
     }
-    report = progress or (lambda done, layers: None)
-    report(0, len(plan.layers))
-    layers = _layers(adapter, plan, sequences, collection, timer or Stopwatch())
+    layers = [layer for group in plan.groups for layer in group]
+    if progress is not None:
+        progress(0, len(layers))
     with torch.no_grad(), evaluation_mode(model):
-        for done, (layer, measured) in enumerate(layers, 1):
-            for name, values in measured._asdict().items():
-                statistics[name][layer, chosen.in_layer(layer)] = values
-            report(done, len(plan.layers))
+        measured = _measure(adapter, plan, sequences, collection, timer or Stopwatch())
+        for done, (layer, values) in enumerate(measured, 1):
+            for name, tensor in zip(LayerStatistics._fields, values, strict=True):
+                statistics[name][layer, chosen.in_layer(layer)] = tensor
+            if progress is not None:
+                progress(done, len(layers))
     return AttentionStatistics(
         **statistics,
-        length=plan.length,
-        num_sequences=plan.sequences,
+        length=length,
+        num_sequences=count,
         sequences_hash=sequences.hash,
         lengths=sequences.unequal,
         collected=collection.tensors,
@@ -94,10 +101,10 @@ def calibrate(
     )
 
 
-def _layers(
-    adapter: Adapter, plan: CalibrationPlan, sequences: Sequences, collection: Collection, timer: Stopwatch
-) -> Iterator[tuple[int, LayerStatistics]]:
-    """Yield the plan's layers with their statistics, on the CPU."""
+def _measure(
+    adapter: Adapter, plan: "CalibrationPlan", sequences: Sequences, collection: Collection, timer: Stopwatch
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield the plan's layers with the values of their `LayerStatistics`, on the CPU."""
     sites = adapter.sites()
     for group in plan.groups:
         slots = {layer: Slots.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
@@ -112,14 +119,14 @@ def _layers(
                     kv_head=slots[layer].kv_head,
                     scale=sites[layer].scale,
                     soft_cap=sites[layer].soft_cap,
-                    take=collection.of_layer(layer),
                     lengths=sequences.lengths,
+                    take=collection.of_layer(layer),
                 )
-                measured = LayerStatistics(*(values.cpu() for values in measured))
+                values = [each.cpu() for each in measured]
                 del query, key
-            if not all(bool(values.isfinite().all()) for values in measured):
+            if not all(bool(each.isfinite().all()) for each in values):
                 raise DivergenceError(f"the attention of layer {layer} is not finite; check the model's weights")
-            yield layer, measured
+            yield layer, values
 
 
 def calibrate_together(
@@ -141,3 +148,171 @@ def calibrate_together(
         measured = calibrate(model, batches, heads=own, timer=timer, **options)
     with timer("gather"):
         return AttentionStatistics.join(all_gather(measured))
+
+
+# --- memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationPlan:
+    """The passes of a calibration and what it holds, in exact bytes; `str` is a sentence for people."""
+
+    heads: HeadSet
+    sequences: int
+    length: int
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, longest first, where they differ; `length` is the longest."""
+    groups: list[list[int]]
+    """Layers whose queries and keys are held at the same time; the model runs once for each group."""
+    layer_bytes: dict[int, int]
+    """Queries and keys of each layer, on the model's device."""
+    collected_bytes: int
+    """Tensors of `collect`, on the CPU."""
+
+    @property
+    def capture_bytes(self) -> int:
+        """Queries and keys of the largest group."""
+        return max((sum(self.layer_bytes[layer] for layer in group) for group in self.groups), default=0)
+
+    def __str__(self) -> str:
+        measured = f"{self.sequences} x {self.length:,} tokens"
+        if self.lengths:
+            measured = sequences_in_words(self.sequences, self.length, self.lengths)
+        collected = f"; {readable(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
+        return (
+            f"calibration of {len(self.heads)} heads on {measured}: queries and keys of "
+            f"{max(map(len, self.groups), default=0)} layers at a time {readable(self.capture_bytes)}, model runs "
+            f"{len(self.groups)} x{collected}"
+        )
+
+
+def plan_calibration(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    collect: Sequence[str] = (),
+    heads: Iterable[Head] | None = None,
+    positions: Sequence[int] | None = None,
+    capture_bytes: int | None = None,
+) -> CalibrationPlan:
+    """Plan `calibrate` with the same arguments, without running the model.
+
+    Queries and keys of as many layers as fit are held at a time: into `capture_bytes`, by default into half of the free
+    memory (on a CPU at most 4 GiB). Raises InputError where one layer does not fit, or the collected tensors do not.
+    """
+    adapter, sequences = adapter_for(model), read_sequences(batches)
+    return _plan(adapter, sequences, check_heads(adapter, heads), collect, positions, capture_bytes)
+
+
+def _plan(
+    adapter: Adapter,
+    sequences: Sequences,
+    heads: HeadSet,
+    collect: Sequence[str],
+    positions: Sequence[int] | None,
+    capture_bytes: int | None,
+) -> CalibrationPlan:
+    """Plan for sequences and heads that are checked already."""
+    if sequences.unequal and (whole := [name for name in collect if "N" in COLLECTIONS.get(name, "")]):
+        raise InputError(
+            f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
+            f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
+        )
+    sites, device, count, length = adapter.sites(), adapter.device, len(sequences.lengths), sequences.length
+    itemsize = ((_autocast_dtype(device) if adapter.dtype == torch.float32 else None) or adapter.dtype).itemsize
+    layer_bytes = {}
+    for layer in sorted({layer for layer, _ in heads}):
+        slots = Slots.of(sites[layer], heads.in_layer(layer))
+        layer_bytes[layer] = count * length * (len(slots.queries) + len(slots.keys)) * sites[layer].head_dim * itemsize
+    limit = _limit(device) if capture_bytes is None else capture_bytes
+    if limit is not None and (largest := max(layer_bytes.values(), default=0)) > limit:
+        raise InputError(
+            f"not enough memory: queries and keys of one layer take {readable(largest)}, capture_bytes allows "
+            f"{readable(limit)}; raise it, pass fewer sequences, or measure fewer heads (heads=)"
+        )
+    shape = {"heads": len(heads), "sequences": count, "length": length}
+    rows = len(latter_half(length) if positions is None else positions)
+    collected = collection_bytes(collect, **shape, positions=rows, itemsize=_itemsize(adapter))
+    spare = free_bytes(torch.device("cpu"))
+    if spare is not None and collected > spare:
+        raise InputError(
+            f"not enough memory: {readable(collected)} to collect, {readable(spare)} free on the CPU; measure fewer "
+            "heads at a time (heads=)"
+        )
+    return CalibrationPlan(
+        heads=heads,
+        sequences=count,
+        length=length,
+        lengths=sequences.unequal,
+        groups=_groups(layer_bytes, limit),
+        layer_bytes=layer_bytes,
+        collected_bytes=collected,
+    )
+
+
+def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
+    """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
+    itemsize = _itemsize(adapter_for(model))
+    each = collection_bytes(collect, heads=1, sequences=sequences, length=length, itemsize=itemsize)
+    free = free_bytes(torch.device("cpu"))
+    limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
+    return max(1, limit // max(each, 1))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, with PyTorch's unused reserve; None where it is unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def readable(size: int) -> str:
+    """Return a number of bytes for people.
+
+    >>> readable(512), readable(4_830_000_000)
+    ('512 bytes', '4.83 GB')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} bytes"
+
+
+def _itemsize(adapter: Adapter) -> int:
+    """Return the bytes of a collected number: float64 models are measured in float64, others in float32."""
+    return 8 if adapter.dtype == torch.float64 else 4
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of float32 products in an open autocast context; None outside one."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
+def _limit(device: torch.device) -> int | None:
+    """Return the most bytes of queries and keys at once by default; None where free memory is unknown."""
+    free = free_bytes(device)
+    limit = None if free is None else int(SHARE * free)
+    if device.type == "cpu":
+        return CPU_BYTES if limit is None else min(limit, CPU_BYTES)
+    return limit
+
+
+def _groups(layer_bytes: dict[int, int], limit: int | None) -> list[list[int]]:
+    """Split layers into consecutive groups of at most `limit` bytes."""
+    groups: list[list[int]] = []
+    held = 0
+    for layer, size in layer_bytes.items():
+        if groups and (limit is None or held + size <= limit):
+            groups[-1].append(layer)
+            held += size
+        else:
+            groups.append([layer])
+            held = size
+    return groups

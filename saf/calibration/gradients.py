@@ -1,7 +1,4 @@
-"""Two collectors measure the gradients that scores read, of queries and keys and of gates on head outputs.
-
-The training loop feeds `QKGradient` once an update; `gate_gradients` runs the model over calibration sequences.
-"""
+"""Gradients for scores: `QKGradient` averages those of queries and keys, `gate_gradients` measures those of gates."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,9 +20,8 @@ Loss = Callable[[Any, Tensor], Tensor]
 class QKGradient:
     """Exponential average of each head's relative query and key gradient norm, Eq. (9).
 
-    Call `update()` after `backward` and before the optimiser's step. Norms are taken on the device and nothing waits
-    for them. Factors common to all heads (clipping, loss scaling, accumulation) cancel; an update whose gradients are
-    not all finite is left out.
+    Call `update()` after `backward` and before the optimiser's step. Nothing waits for the device. Factors common to
+    all heads (clipping, loss scaling, accumulation) cancel; an update with a gradient that is not finite is skipped.
 
     >>> gradient = QKGradient(model)                                     # doctest: +SKIP
     >>> loss.backward(); gradient.update(); optimizer.step()             # doctest: +SKIP
@@ -45,7 +41,7 @@ class QKGradient:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the gradients of this update; raise InputError when there are none."""
+        """Add the gradients of this update; raise InputError when there are none."""
         norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])
         self._average = self._average.to(norms.device)
         mean = norms.nanmean()
@@ -56,34 +52,30 @@ class QKGradient:
         self.updates += 1
 
     def scores(self) -> Tensor:
-        """Average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
+        """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
         return _live_only(self._average.cpu().clone(), adapter_for(self.model).sites())
 
     def state_dict(self) -> dict[str, Any]:
-        """Average and settings as JSON values."""
+        """Return average and settings as JSON values."""
         rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
         return {"beta": self.beta, "updates": self.updates, "average": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()`; raise CheckpointError when it is of another shape of model or beta."""
-        try:
-            rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
-            average, updates = torch.tensor(rows, dtype=torch.float64), int(state["updates"])
-            beta = float(state["beta"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"state must hold an average of gradients, its updates and beta; {error!r}") from None
-        if average.shape != self._average.shape or beta != self.beta:
+        """Continue from a `state_dict()`; raise CheckpointError for another shape of model or beta."""
+        rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
+        average = torch.tensor(rows, dtype=torch.float64)
+        if average.shape != self._average.shape or state["beta"] != self.beta:
             raise CheckpointError(
                 f"state must be of heads {list(self._average.shape)} with beta={self.beta}; "
-                f"got {list(average.shape)} with beta={beta}"
+                f"got {list(average.shape)} with beta={state['beta']}"
             )
-        self._average, self.updates = average, updates
+        self._average, self.updates = average, state["updates"]
 
 
 def head_norms(site: Site) -> Tensor:
-    """Query and key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN for frozen heads.
+    """Return query plus key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN for frozen heads.
 
-    With grouped queries a query head takes the key gradient of its group.
+    With grouped queries a query head has the key gradient of its group.
     """
     layout, parts = site.layout, [rows_of(site, role) for role in ("query", "key")]
     missing = torch.full((), torch.nan, dtype=torch.float64, device=parts[0].parameter.device)
@@ -97,7 +89,7 @@ def head_norms(site: Site) -> Tensor:
 
 
 def _block_norms(rows: Rows, head_dim: int) -> Tensor:
-    """Norm of each head's block of a projection's gradient; raise InputError when there is none."""
+    """Return the norm of each head's block of a projection's gradient; raise InputError when there is none."""
     if rows.parameter.grad is None:
         raise InputError(
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
@@ -108,24 +100,23 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
 
 
 def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
-    """Importance I of Eq. (19): the mean over sequences of absolute gate gradients, `[L, H]` float64 on the CPU.
+    """Return I of Eq. (19), the mean of absolute gate gradients over sequences: `[L, H]`, NaN for frozen heads.
 
-    A gate multiplies a head's output just before the output projection, so that its gradient is the inner product of
-    the head's block of output weights with that block's gradient: exact, and the same for every model family.
-    Frozen heads are NaN.
+    A gate multiplies a head's output just before the output projection. Its gradient is exactly the inner product of
+    the head's block of output weights with that block's gradient, in every model family.
 
     Args:
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
         batches: As for `calibrate`, with `targets [B, T]` where the loss is of other tokens than every next one (-100
-            does not count). Each sequence is run by itself, without padding.
-        loss: `loss(model, ids)`, ids `[1, T]`, to the mean loss per token; by default at the targets or next tokens.
+            does not count). Each sequence runs by itself, without padding.
+        loss: `loss(model, ids)`, ids `[1, T]`, returns the mean loss per token; by default at targets or next tokens.
 
     Raises:
-        InputError: Batches as in `calibrate`; a sequence without a target; targets beside `loss`.
+        InputError: As in `calibrate`; a sequence without a target; both targets and `loss`.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     if loss is not None and sequences.targets is not None:
-        raise InputError("targets have no effect beside loss=; leave one of them out")
+        raise InputError("targets have no effect with loss=; leave one of them out")
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
@@ -141,7 +132,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
                 value = adapter.next_token_loss(ids[:, :-1], ids[:, 1:])
             else:
                 if bool((targets == IGNORED).all()):
-                    raise InputError(f"every sequence needs a target that counts; one has none but {IGNORED}")
+                    raise InputError(f"every sequence needs a target that counts, got only {IGNORED} in one")
                 value = adapter.next_token_loss(ids, targets[None].to(adapter.device))
             gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
             total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
@@ -149,7 +140,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
 
 
 def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
-    """Derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
+    """Return the derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
     weight, dimension = site.projections()["output"]
     product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
     slots = torch.tensor(site.layout.slots, dtype=torch.long, device=product.device)
@@ -166,7 +157,7 @@ def _live_only(values: Tensor, sites: Sequence[Site]) -> Tensor:
 
 @contextmanager
 def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let parameters take part in gradients, and give each its own setting back afterwards."""
+    """Let parameters require gradients, and restore their own settings afterwards."""
     fixed = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in fixed:
         parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""`head_outputs` measures what heads add to the residual stream, and how their mean pattern would change that."""
+"""`head_outputs` measures the contributions of heads to the residual stream, with their own and their mean pattern."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -17,11 +17,11 @@ from saf.statistics import AttentionStatistics
 
 
 def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
-    """Measure the contributions of all live heads, and those of their mean pattern in their place.
+    """Measure the contributions of all live heads to the residual stream, with their own and with their mean pattern.
 
     Args:
-        model: A supported model, run in evaluation mode and left as it was.
-        batches: Held-out sequences `[B, T]` of the calibration length, best not the calibration's own.
+        model: A supported model, run in evaluation mode; it stays as it was.
+        batches: Held-out sequences `[B, T]` of the calibration length.
         statistics: Of `calibrate(..., collect=("mean_rows",))`: the rows of the mean pattern and their positions.
 
     Returns:
@@ -35,7 +35,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     sites = adapter.sites()
     check_vocabulary(adapter, batches)
     if "mean_rows" not in statistics.collected:
-        raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics lack them")
+        raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics have none")
     if batches[0].shape[1] != statistics.length:
         raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
     if any(site.norm_after for site in sites):
@@ -71,9 +71,9 @@ class _Layer:
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
         self.weight = by_slot[: len(self.live)].to(self.wide)
         mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)
-        if held := [head for head in self.live if (number, head) in statistics.collected_heads]:
-            slots = [self.live.index(head) for head in held]
-            mean[slots] = statistics.take("mean_rows", [(number, head) for head in held]).to(self.wide)
+        if known := [head for head in self.live if (number, head) in statistics.collected_heads]:
+            slots = [self.live.index(head) for head in known]
+            mean[slots] = statistics.take("mean_rows", [(number, head) for head in known]).to(self.wide)
         self.mean = mean.to(weight.device)
         self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=weight.device)
         self.parts: dict[str, list[Tensor]] = {"change": [], "residual_change": [], "residual": [], "output": []}
@@ -82,23 +82,23 @@ class _Layer:
     def hook(self, stack: ExitStack) -> None:
         """Add every forward pass until the stack is closed."""
 
-        def keep_input(name: str) -> Any:
+        def input_hook(name: str) -> Any:
             def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
 
             return hook
 
-        def keep_queries(query: Tensor, key: Tensor) -> None:
+        def see_queries(query: Tensor, key: Tensor) -> None:
             self._seen |= {"query": query.detach(), "key": key.detach()}
 
         def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
-            if "query" in self._seen:  # a layer without live heads computes none
+            if "query" in self._seen:  # a layer without live heads has none
                 self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
             self._seen = {}
 
         for module, name in ((self.layer, "residual"), (self.attention, "normed")):
-            stack.callback(module.register_forward_pre_hook(keep_input(name), with_kwargs=True).remove)
-        stack.enter_context(self.site.capture(keep_queries))
+            stack.callback(module.register_forward_pre_hook(input_hook(name), with_kwargs=True).remove)
+        stack.enter_context(self.site.capture(see_queries))
         stack.callback(self.attention.register_forward_hook(attention_output).remove)
 
     def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
@@ -132,7 +132,7 @@ class _Layer:
         self.parts["output"].append(output.double().norm(dim=-1).cpu())
 
     def samples(self, name: str, samples: int) -> Tensor:
-        """Sums of all samples, `[live, S]` or `[S]`; NaN for a layer without live heads, which was not measured."""
+        """Return the values of all samples, `[live, S]` or `[S]`; NaN for a layer without live heads."""
         if self.parts[name]:
             return torch.cat(self.parts[name], -1)
         shape = (0, samples) if "change" in name else (samples,)
@@ -147,14 +147,14 @@ class _Layer:
 
 
 def _modules(model: nn.Module, site: Site) -> tuple[nn.Module, nn.Module]:
-    """Find a site's attention module and decoder layer by the parameters of its projections."""
+    """Return a site's attention module and decoder layer, by the parameters of its projections."""
     owners = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), name)
     value, output = (rows_of(site, role).parameter for role in ("value", "output"))
     if id(value) not in owners or id(output) not in owners:
-        raise UnsupportedError("this attention layer keeps values or output projection in no parameter of their own")
+        raise UnsupportedError("this attention layer has no parameters of its own for values and output")
     path = owners[id(output)].split(".")
     if len(path) < 3:
         raise UnsupportedError(f"expected layer.attention.projection with its own values; got {'.'.join(path)}")
@@ -162,7 +162,7 @@ def _modules(model: nn.Module, site: Site) -> tuple[nn.Module, nn.Module]:
 
 
 def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:
-    """Values `[H_kv, T, D]` of the projections' input `[T, channels]`, computed in `wide`."""
+    """Return the values `[H_kv, T, D]` of the projections' input `[T, channels]`, computed in `wide`."""
     rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
     weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
     values = normed.to(wide) @ weight.to(wide).T

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from saf.errors import InputError, shown
 
 Batch = Tensor | Mapping[str, Any]
-"""Token ids `[B, T]`, or a mapping with `input_ids` and, where there are any, `attention_mask` and `targets`."""
+"""Token ids `[B, T]`, or a mapping with `input_ids` and optionally `attention_mask` and `targets`."""
 IGNORED = -100
 """A target that does not count."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -20,16 +20,16 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences in batches, longest first. They are batches themselves, so that a generator serves several readers."""
+    """Sequences in batches, longest first. Iterating yields the batches again, so that several readers share them."""
 
     ids: list[Tensor]
-    """LongTensors `[B, T]`; shorter sequences are padded behind with zeros, which never enter."""
+    """LongTensors `[B, T]`; zeros follow shorter sequences and never enter a result."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
     targets: list[Tensor] | None = None
     """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
     padded: bool = False
-    """Whether the user's batches had padding, which is cut off or replaced here."""
+    """Whether the user's batches had padding."""
 
     @property
     def length(self) -> int:
@@ -43,7 +43,7 @@ class Sequences:
 
     @property
     def num_different(self) -> int:
-        """Number of sequences that are neither equal to another one nor its beginning, which attends as that does."""
+        """Number of sequences that neither equal a longer one nor are its beginning, which has the same attention."""
         different: list[Tensor] = []
         for row, _ in self.rows():
             if not any(torch.equal(row, longer[: len(row)]) for longer in different):
@@ -59,15 +59,13 @@ class Sequences:
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the tokens of each sequence, without padding, and its targets."""
-        number = 0
-        for at, batch in enumerate(self.ids):
-            for row, tokens in enumerate(batch):
-                end = self.lengths[number]
-                yield tokens[:end], None if self.targets is None else self.targets[at][row, :end]
-                number += 1
+        rows = (row for batch in self.ids for row in batch)
+        targets = (row for batch in self.targets or [] for row in batch)
+        for end, row in zip(self.lengths, rows, strict=True):
+            yield row[:end], None if self.targets is None else next(targets)[:end]
 
     def without_padding(self) -> list[Tensor]:
-        """Batches of tokens alone: those of one length as they are, otherwise each sequence by itself."""
+        """Return batches of tokens alone: those of one length as they are, otherwise each sequence by itself."""
         return [row[None] for row, _ in self.rows()] if self.unequal else self.ids
 
     def __iter__(self) -> Iterator[Batch]:
@@ -81,10 +79,10 @@ class Sequences:
 
 
 def read_sequences(batches: Iterable[Batch]) -> Sequences:
-    """Read batches to their end; sequences of one length stay in the batches that they come in.
+    """Read batches to their end; sequences of one length stay in their batches.
 
     Raises InputError for no sequences, ids that are no integer `[B, T]`, a mask with a gap or of another shape, a
-    sequence without a token or of several documents, targets of another shape or in some batches alone.
+    sequence without a token or of several documents, targets of another shape or in only some batches.
     """
     if isinstance(batches, Sequences):
         return batches
@@ -93,37 +91,40 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
     ids, lengths, targets = [], [], []
     item: Any
     for item in batches:
-        # The loader of a TensorDataset hands a batch in a list of one.
+        # The loader of a TensorDataset yields lists of one tensor.
         batch = item[0] if isinstance(item, list | tuple) and len(item) == 1 else item
         fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         tokens = fields.get("input_ids")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(
                 f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
-                "saf.integrations.transformers.text_sequences makes them of text"
+                "saf.integrations.transformers.text_sequences reads text"
             )
         ends = _ends(fields.get("attention_mask"), tokens)
         _check_one_document(fields, ends)
         ids.append(tokens.long().cpu())
         lengths += ends
-        targets.append(_targets(fields, tokens))
+        if (goal := fields.get("targets")) is not None:
+            targets.append(_checked_targets(goal, tokens))
     if not lengths:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
     if 0 in lengths:
         raise InputError("calibration sequences need at least one token; got none")
-    given = [each for each in targets if each is not None]
-    if given and len(given) < len(ids):
+    if targets and len(targets) < len(ids):
         raise InputError("targets must be in every batch or in none")
     if len({*lengths, *(batch.shape[1] for batch in ids)}) == 1:
-        return Sequences(ids, tuple(lengths), given or None)
+        return Sequences(ids, tuple(lengths), targets or None)
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    targets = _repack(given, lengths, order, padding=IGNORED) if given else None
-    padded = sum(lengths) < sum(batch.numel() for batch in ids)
-    return Sequences(_repack(ids, lengths, order, padding=0), tuple(lengths[at] for at in order), targets, padded)
+    return Sequences(
+        _repack(ids, lengths, order, padding=0),
+        tuple(lengths[at] for at in order),
+        _repack(targets, lengths, order, padding=IGNORED) if targets else None,
+        padded=sum(lengths) < sum(batch.numel() for batch in ids),
+    )
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
-    """Read the token ids of batches whose sequences have one length and no padding; raise InputError for others."""
+    """Read the token ids of batches of one length without padding; raise InputError for others."""
     sequences = read_sequences(batches)
     if sequences.padded:
         raise InputError("batches must not be padded here; pass sequences of one full length")
@@ -133,18 +134,15 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
 
 
 def _repack(batches: list[Tensor], lengths: list[int], order: list[int], *, padding: int) -> list[Tensor]:
-    """Batches of the same sizes with their rows in another order, each cut to its length and padded behind."""
+    """Return batches of the same sizes with their rows in another order, each cut to its length, padding behind."""
     rows = [row for batch in batches for row in batch]
-    rows = [rows[number][: lengths[number]] for number in order]
-    parts, start = [], 0
-    for size in filter(None, map(len, batches)):
-        parts.append(pad_sequence(rows[start : start + size], batch_first=True, padding_value=padding))
-        start += size
-    return parts
+    rows = iter([rows[number][: lengths[number]] for number in order])
+    sizes = filter(None, map(len, batches))
+    return [pad_sequence([next(rows) for _ in range(n)], batch_first=True, padding_value=padding) for n in sizes]
 
 
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
-    """Count the tokens of each row that a mask keeps; raise InputError unless they are the row's first ones."""
+    """Count the tokens of each row in a mask; raise InputError unless they are the row's first ones."""
     if mask is None:
         return [tokens.shape[1]] * len(tokens)
     mask = torch.as_tensor(mask).cpu().bool()
@@ -156,10 +154,7 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
     return ends.tolist()
 
 
-def _targets(fields: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-    targets = fields.get("targets")
-    if targets is None:
-        return None
+def _checked_targets(targets: Any, tokens: Tensor) -> Tensor:
     if not isinstance(targets, Tensor) or targets.shape != tokens.shape or targets.dtype not in _INTEGERS:
         raise InputError(f"targets must be integers of the shape of input_ids, {shown(tokens)}; got {shown(targets)}")
     return targets.long().cpu()
@@ -180,6 +175,6 @@ def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
         )
     if several:
         raise InputError(
-            "rows must be one document each, got several documents in a row (by position_ids, cu_seq_lens_q or "
-            "seq_lengths); give each a row of its own, padded behind it"
+            "rows must be one document each, got several in a row (by position_ids, cu_seq_lens_q or seq_lengths); "
+            "give each a row of its own, padded behind it"
         )

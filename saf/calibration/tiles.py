@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.calibration.kernels import lse_kernel, tile_kernel
-from saf.calibration.strips import MAX_DIM, LayerStatistics, compared_rows, spans_of
+from saf.calibration.streaming import MAX_DIM, LayerStatistics, compared_rows, spans_of
 from saf.errors import InputError
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
 from saf.ops.live import score_scale

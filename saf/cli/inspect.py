@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.calibration.plan import readable
+from saf.calibration import readable
 from saf.cli.output import show
 from saf.errors import CheckpointError
 from saf.freeze_report import exponential_words

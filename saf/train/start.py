@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from saf.calibration.plan import free_bytes, readable
+from saf.calibration import free_bytes, readable
 from saf.checkpoint import Checkpoint, newest, open_checkpoint, restore_random_state
 from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, in_group, is_rank0, on_rank0, rank_and_size

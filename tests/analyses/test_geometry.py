@@ -7,7 +7,7 @@ import torch
 
 from experiments.analyses.common import spearman
 from experiments.analyses.geometry import distance_and_cost, distances_from_mean, pattern_distances
-from saf.calibration import plan
+from saf.calibration import driver
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
 
@@ -60,7 +60,7 @@ def test_distance_and_cost_use_what_both_know():
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 def test_distances_from_the_measured_mean(model, ids, run_dense, monkeypatch, limit):
     """A few heads at a time or all at once: the sharp mean, written out from whole patterns."""
-    monkeypatch.setattr(plan, "COLLECT_BYTES", limit)
+    monkeypatch.setattr(driver, "COLLECT_BYTES", limit)
     heads = HeadSet([(0, 3), (1, 0), (2, 2)])
     found = distances_from_mean(model, [ids], heads, ["mean", "sharp_mean", "dirichlet"])
     assert all(values.abs().max() < 1e-6 for values in found["mean"].values())

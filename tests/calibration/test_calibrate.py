@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from saf.calibration import calibrate, dense_collection, dense_statistics
-from saf.calibration.strips import diagonal_sums, measure_by_strips
+from saf.calibration import calibrate
+from saf.calibration.dense import dense_statistics
+from saf.calibration.streaming import diagonal_sums, measure_layer
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
@@ -53,9 +54,7 @@ def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
         query[place, :, end:] = key[place, :, end:] = torch.nan
     operands = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
     expected = dense_statistics(query, key, **operands)
-    check_close(measure_by_strips(query, key, strip_elements=count * 32 * length, **operands), expected, tolerance)
-    if lengths[-1] == length:
-        check_close(dense_collection(query, key, kv_head=[0, 0, 1, 1], dtype=dtype), expected, 10 * tolerance)
+    check_close(measure_layer(query, key, strip_elements=count * 32 * length, **operands), expected, tolerance)
 
 
 @given(strip=st.integers(10**3, 10**5), seed=st.integers(0, 50))
@@ -63,8 +62,8 @@ def test_results_do_not_depend_on_tile_size_or_order(strip, seed):
     generator = torch.Generator().manual_seed(seed)
     query, key = torch.randn(2, 4, 3, 67, 8, generator=generator, dtype=torch.float64) * 2
     order = torch.randperm(4, generator=generator)
-    other = measure_by_strips(query[order], key[order], kv_head=range(3), strip_elements=strip)
-    check_close(other, measure_by_strips(query, key, kv_head=range(3)), 1e-10)
+    other = measure_layer(query[order], key[order], kv_head=range(3), strip_elements=strip)
+    check_close(other, measure_layer(query, key, kv_head=range(3)), 1e-10)
 
 
 def test_scores_follow_the_papers_formulae(generator):
@@ -74,20 +73,20 @@ def test_scores_follow_the_papers_formulae(generator):
     mean = patterns.mean(0)
     variance = sum(float(torch.linalg.matrix_norm(p - mean) ** 2) for p in patterns) / (3 * 12**2)
     kl = sum(float(p[i, j] * (p[i, j] / mean[i, j]).log()) for p in patterns for i in range(12) for j in range(i + 1))
-    found = measure_by_strips(query, key, kv_head=[0])
+    found = measure_layer(query, key, kv_head=[0])
     assert found.variance.item() == pytest.approx(variance, rel=1e-12)
     assert found.forward_kl.item() == pytest.approx(kl / (4 * 12), rel=1e-12)
 
 
 def test_no_variance_is_exactly_zero_and_a_very_low_one_stays_positive(generator):
     query, key = torch.randn(2, 1, 3, 90, 8, generator=generator) * 5
-    found = measure_by_strips(query, key, kv_head=range(3))
+    found = measure_layer(query, key, kv_head=range(3))
     assert not found.variance.any()
     assert not found.forward_kl.any()
     query = 1 + 1e-5 * torch.randn(6, 1, 64, 8, generator=generator)
     key = torch.randn(1, 1, 64, 8, generator=generator).expand(6, -1, -1, -1)
     exact = dense_statistics(query, key, kv_head=[0]).variance.item()
-    assert 0 < measure_by_strips(query, key, kv_head=[0]).variance.item() == pytest.approx(exact, rel=0.05)
+    assert 0 < measure_layer(query, key, kv_head=[0]).variance.item() == pytest.approx(exact, rel=0.05)
 
 
 @given(heads=st.integers(1, 3), rows=st.integers(1, 9), before=st.integers(0, 9))
@@ -228,10 +227,10 @@ MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]
         (lambda ids: [{"input_ids": ids, "attention_mask": MASK.flip(1)}], "pad on the right"),
         (lambda ids: [{"input_ids": ids, "attention_mask": MASK[:, 1:]}], "shape of input_ids"),
         (lambda ids: [{"input_ids": ids, "attention_mask": torch.zeros(5, 40)}], "at least one token"),
-        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "several documents"),
-        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "several documents"),
-        (lambda ids: [{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "several documents"),
-        (lambda ids: [{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "several documents"),
+        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "one document each"),
+        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "one document each"),
+        (lambda ids: [{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "one document each"),
+        (lambda ids: [{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "one document each"),
         (lambda ids: [ids - 1_000], "must lie in"),
         (lambda ids: [ids + 1_000_000], "must lie in"),
     ],

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, collection_bytes, latter_half
-from saf.calibration.collect import Collection
-from saf.calibration.strips import measure_by_strips
+from saf.calibration.streaming import Collection, measure_layer
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT
@@ -79,7 +78,7 @@ def test_collections_do_not_depend_on_strips_or_order(generator):
         shape = {"sequences": 5, "length": 40, "positions": POSITIONS, "dtype": torch.float64}
         found.append(Collection(names, heads, **shape))
         operands = {"kv_head": range(4), "take": found[-1].of_layer(0)}
-        measure_by_strips(query[order], key[order], strip_elements=elements, **operands)
+        measure_layer(query[order], key[order], strip_elements=elements, **operands)
     for name, one in found[0].tensors.items():
         assert ((one - found[1].tensors[name]).abs() <= 1e-10 * one.abs().max()).all(), name
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, gate_gradients, plan_calibration, read_batches, read_sequences
-from saf.calibration.strips import spans_of
+from saf.calibration.streaming import spans_of
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freezing import freeze_

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import saf as saf_package
-from saf.calibration.plan import readable
+from saf.calibration import readable
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops.frozen_heads import FrozenHeads

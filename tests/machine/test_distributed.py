@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 import saf
-from saf.calibration.strips import LayerStatistics
+from saf.calibration.streaming import LayerStatistics
 from saf.distributed import on_rank0
 from saf.errors import SafError, SelectionError
 from saf.patterns import CompactPattern

@@ -1,0 +1,344 @@
+"""`measure_layer` computes a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
+
+A strip is some rows of the patterns of all sequences: strips outside, all sequences inside, so that deviations from the
+mean are taken directly, never as differences of large sums. A `Collection` reads further tensors off the same strips.
+The kernels (`saf.calibration.tiles`) take square tiles instead and hold no whole row, so collecting takes strips.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.heads import HeadSet
+from saf.ops.live import capped, score_scale
+from saf.ops.operator import TRITON_DTYPES, has_triton
+from saf.statistics import COLLECTIONS, FLOOR
+
+MAX_DIM = 256
+"""Most channels of a head that the kernels take: two steps of 128 fit into registers."""
+ROWS = 128
+"""Rows of a strip: products of that height run near a device's peak, and a strip stays small."""
+STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Entries of patterns in a strip: 64 MB of float32 on a CPU, 1 GB on a GPU."""
+NUM_POSITIONS = 64
+"""Default number of query positions whose rows are collected: neighbouring rows are nearly the same."""
+
+
+class LayerStatistics(NamedTuple):
+    """Fields of `AttentionStatistics` for the measured heads of one layer: `[heads]` or `[heads, T]`, float64."""
+
+    variance: Tensor
+    forward_kl: Tensor
+    eta_abs: Tensor
+    eta_rel: Tensor
+    row_entropy: Tensor
+
+
+class FlooredSums(NamedTuple):
+    """Sums over a strip of floored pattern rows F: columns and distances `[heads, W]`, and -F log F `[heads]`."""
+
+    eta_abs: Tensor
+    eta_rel: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all.
+
+    N is the number of sequences that reach these rows: of unequal lengths the longest ones.
+    """
+
+    heads: slice
+    """Place of the heads among those measured."""
+    start: int
+    end: int
+    length: int
+    causal: Tensor
+    """`[R, W]`, true on and below the diagonal."""
+    logits: Tensor
+    """`[N, heads, R, W]`, -inf above the diagonal."""
+    pattern: Tensor
+    """`[N, heads, R, W]`."""
+    mean: Tensor
+    """`[heads, R, W]`."""
+
+    @cached_property
+    def sharp(self) -> FlooredSums:
+        """Sums of the sharp mean, the softmax of the mean logits."""
+        return floored_sums(self.logits.mean(0).softmax(-1), self.causal)
+
+
+def unsupported_reason(
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    dim: int,
+    *,
+    whole_rows: bool,
+    soft_cap: float | None = None,
+) -> str:
+    """Return why the kernels cannot measure queries and keys of these dtypes with `dim` channels; empty if they can."""
+    if device.type != "cuda" or not has_triton():
+        return f"the kernels need CUDA tensors and Triton, the queries are on {device}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the kernels need a GPU of compute capability 8.0 or later"
+    if dtypes[0] not in TRITON_DTYPES or dtypes[0] != dtypes[1]:
+        return f"queries and keys must be both bfloat16, float16 or float32, got {dtypes[0]} and {dtypes[1]}"
+    if dim > MAX_DIM:
+        return f"heads must have at most {MAX_DIM} channels, got {dim}"
+    if soft_cap is not None:
+        return f"the kernels have no soft cap of logits, got {soft_cap:g}"
+    return "the kernels hold no whole rows, which are to be collected" if whole_rows else ""
+
+
+def measure_layer(
+    query: Tensor,
+    key: Tensor,
+    *,
+    kv_head: Sequence[int],
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    lengths: Sequence[int] | None = None,
+    take: Callable[[Strip], None] | None = None,
+    strip_elements: int | None = None,
+) -> LayerStatistics:
+    """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
+
+    Logits are products times `scale`, `D ** -0.5` by default, then within the `soft_cap` c as `c * tanh(logit / c)`.
+    Of sequences of unequal `lengths`, longest first and the first one T, a row's mean and variance are over the n(i)
+    sequences that reach it. Variance and divergence average the rows that two sequences or more reach
+    (`compared_rows`); marginals and entropy average all rows of the mean pattern.
+
+    `take` reads every strip once and must not change it. `strip_elements`, the most entries of a strip, changes
+    results by rounding alone; a number takes strips even where the kernels run. Strips are computed in float32
+    (float64 for float64 inputs) and summed in float64.
+    """
+    count, heads, length, dim = query.shape
+    limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
+    dtypes = query.dtype, key.dtype
+    reason = unsupported_reason(query.device, dtypes, dim, whole_rows=take is not None, soft_cap=soft_cap)
+    if not (reason or strip_elements):
+        from saf.calibration.tiles import measure_by_kernel
+
+        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale, lengths=lengths)
+    rows, together = _cut(count, length, limit)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    spans, parts = spans_of(lengths or [length] * count), []
+    with torch.autocast(query.device.type, enabled=False):
+        for first in range(0, heads, together):
+            some = slice(first, min(first + together, heads))
+            scaled = query[:, some].to(wide) * score_scale(scale, dim)
+            keys = key[:, list(kv_head[some])].to(wide)
+            parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, some, take))
+    return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _cut(count: int, length: int, limit: int) -> tuple[int, int]:
+    """Return the rows of a strip and how many heads share one, so that it has at most `limit` entries if it can."""
+    rows = max(1, min(ROWS, length, limit // (count * length)))
+    return rows, max(1, limit // (count * rows * length))
+
+
+class Span(NamedTuple):
+    """Rows `start` to `end`, which the same `count` sequences reach."""
+
+    start: int
+    end: int
+    count: int
+
+
+def spans_of(lengths: Sequence[int]) -> list[Span]:
+    """Cut the rows of sequences, longest first, where one of them ends.
+
+    >>> spans_of([5, 5, 2])
+    [Span(start=0, end=2, count=3), Span(start=2, end=5, count=2)]
+    """
+    ends = sorted(set(lengths))
+    starts = [0, *ends[:-1]]
+    return [
+        Span(start, end, sum(length > start for length in lengths)) for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def compared_rows(lengths: Sequence[int]) -> int:
+    """Return the number of rows that two sequences or more reach, longest first; all rows of a single sequence."""
+    return lengths[min(1, len(lengths) - 1)]
+
+
+def _measure_heads(
+    query: Tensor,
+    key: Tensor,
+    soft_cap: float | None,
+    spans: Sequence[Span],
+    rows: int,
+    some: slice,
+    take: Callable[[Strip], None] | None,
+) -> LayerStatistics:
+    """Measure heads that share strips, from scaled queries and keys `[N, heads, T, D]`."""
+    _, heads, length, _ = query.shape
+    compared = max((span.end for span in spans if span.count > 1), default=length)
+    zeros = query.new_zeros(heads, dtype=torch.float64)
+    variance, forward_kl, entropy = zeros, zeros, zeros
+    eta_abs, eta_rel = (query.new_zeros(heads, length, dtype=torch.float64) for _ in range(2))
+    for first, last, count in spans:
+        deviation, divergence = zeros, zeros
+        for start in range(first, last, rows):
+            end = min(start + rows, last)
+            causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+            products = query[:count, :, start:end] @ key[:count, :, :end].mT
+            logits = capped(products, soft_cap).masked_fill_(~causal, -torch.inf)
+            pattern = logits.softmax(-1)
+            mean = pattern.mean(0)
+            if take is not None:
+                take(Strip(some, start, end, length, causal, logits, pattern, mean))
+            if count > 1:
+                divergence = divergence + _divergence(pattern, mean)
+                deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
+            sums = floored_sums(mean, causal)
+            entropy = entropy + sums.entropy
+            eta_abs[:, :end] += sums.eta_abs
+            eta_rel[:, :end] += sums.eta_rel
+        variance = variance + deviation / (max(count - 1, 1) * compared**2)  # Eq. (1)
+        forward_kl = forward_kl + divergence / (count * compared)  # Eq. (2)
+    return LayerStatistics(variance, forward_kl, eta_abs, eta_rel, entropy / length)
+
+
+def _divergence(pattern: Tensor, mean: Tensor) -> Tensor:
+    """Sum KL(pattern || mean) over sequences and rows, `[heads]`; exactly 0 for one sequence."""
+    tiny = torch.finfo(pattern.dtype).tiny
+    log_mean = mean.clamp(min=tiny).log_()
+    terms = pattern.clamp(min=tiny).log_().sub_(log_mean).mul_(pattern)
+    return terms.sum((0, 2, 3), dtype=torch.float64)
+
+
+def floored_sums(mean: Tensor, causal: Tensor) -> FlooredSums:
+    """Floor causal entries of rows `[heads, R, W]` at 1e-9, normalise the rows again, and sum them, Eq. (4)."""
+    floored = mean.clamp(min=FLOOR).mul_(causal)
+    floored = floored.div_(floored.sum(-1, keepdim=True))
+    entropy = -torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
+    return FlooredSums(floored.sum(1, dtype=torch.float64), diagonal_sums(floored), entropy)
+
+
+def diagonal_sums(strip: Tensor) -> Tensor:
+    """Sum a strip of pattern rows over equal distances: `[heads, R, W]`, last row at query W-1, to `[heads, W]`.
+
+    Reversed rows lie in a buffer one column wider than a shift per row needs, so that a strided view aligns equal
+    distances.
+    """
+    heads, rows, width = strip.shape
+    padded = torch.nn.functional.pad(strip.flip(1, 2), (0, rows))
+    aligned = padded.as_strided((heads, rows, width), (rows * (width + rows), width + rows + 1, 1))
+    return aligned.sum(1, dtype=torch.float64)
+
+
+# --- collected tensors
+
+
+def collection_bytes(
+    collect: Sequence[str],
+    *,
+    heads: int,
+    sequences: int,
+    length: int,
+    positions: int = NUM_POSITIONS,
+    itemsize: int = 4,
+) -> int:
+    """Return the bytes of the tensors in `collect`; raise InputError for an unknown name."""
+    if unknown := set(collect) - set(COLLECTIONS):
+        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
+    sizes = {"F": heads, "N": sequences, "T": length, "R": positions}
+    entries = {name: math.prod(sizes[dimension] for dimension in COLLECTIONS[name]) for name in collect}
+    return sum(count * (8 if name.startswith("sharp") else itemsize) for name, count in entries.items())
+
+
+def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
+    """Return at most `count` positions, evenly over the latter half of `length`, with the last one."""
+    return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
+
+
+class Collection:
+    """The tensors named by `calibrate(collect=...)`; `of_layer` fills those of one layer."""
+
+    def __init__(
+        self,
+        collect: Sequence[str],
+        heads: HeadSet,
+        *,
+        sequences: int,
+        length: int,
+        positions: Sequence[int] | None,
+        dtype: torch.dtype,
+    ):
+        rows = latter_half(length) if positions is None else tuple(positions)
+        if list(rows) != sorted(set(rows)) or not all(0 <= row < length for row in rows):
+            raise InputError(f"positions must ascend within [0, {length}); got {rows}")
+        self.positions = rows if any("R" in COLLECTIONS[name] for name in collect) else ()
+        self._heads = heads
+        sizes = {"F": len(heads), "N": sequences, "T": length, "R": len(rows)}
+        self.tensors = {
+            name: torch.full(
+                [sizes[dimension] for dimension in COLLECTIONS[name]],
+                -torch.inf if name == "logit_rows" else 0.0,
+                dtype=torch.float64 if name.startswith("sharp") else dtype,
+            )
+            for name in collect
+        }
+
+    def of_layer(self, layer: int) -> Callable[[Strip], None] | None:
+        """Return the function that reads the strips of a layer; None when there is nothing to collect."""
+        if not self.tensors:
+            return None
+        chosen = self._heads.in_layer(layer)
+        first = self._heads.index((layer, chosen[0]))
+        tensors = {name: tensor[first : first + len(chosen)] for name, tensor in self.tensors.items()}
+
+        def take(strip: Strip) -> None:
+            heads, rows, keys = strip.heads, slice(strip.start, strip.end), slice(0, strip.end)
+            at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+            picked = [self.positions[number] - strip.start for number in at]
+            for name, tensor in tensors.items():
+                values, shape = _VALUES[name](strip), COLLECTIONS[name]
+                if name == "sharp_row_entropy":
+                    tensor[heads] += values.to(tensor) / strip.length
+                elif name.startswith("sharp"):
+                    tensor[heads, keys] += values.to(tensor)
+                elif "R" in shape:
+                    if at:
+                        tensor[heads][..., at, keys] = values[..., picked, :].to(tensor)
+                elif shape == "FT":
+                    tensor[heads, rows] = values.to(tensor)
+                else:
+                    tensor[heads, rows, keys] = values.to(tensor)
+
+        return take
+
+
+def _variance(values: Tensor, mean: Tensor) -> Tensor:
+    """Return the variance over sequences about their mean, dividing by N - 1."""
+    return (values - mean).square_().sum(0) / max(len(values) - 1, 1)
+
+
+def _logits(strip: Strip) -> Tensor:
+    return strip.logits.masked_fill(~strip.causal, 0)
+
+
+_VALUES: dict[str, Callable[[Strip], Tensor]] = {
+    "mean": lambda strip: strip.mean,
+    "entry_variance": lambda strip: _variance(strip.pattern, strip.mean),
+    "row_variance": lambda strip: _variance(strip.pattern, strip.mean).sum(-1),
+    "logit_mean": lambda strip: _logits(strip).mean(0),
+    "logit_variance": lambda strip: _variance(_logits(strip), _logits(strip).mean(0)),
+    "sharp_eta_abs": lambda strip: strip.sharp.eta_abs,
+    "sharp_eta_rel": lambda strip: strip.sharp.eta_rel,
+    "sharp_row_entropy": lambda strip: strip.sharp.entropy,
+    "mean_rows": lambda strip: strip.mean,
+    "rows": lambda strip: strip.pattern.transpose(0, 1),
+    "logit_rows": lambda strip: strip.logits.transpose(0, 1),
+}
+"""Values of each name of `COLLECTIONS` in a strip: of its rows, or the summands of its rows."""
