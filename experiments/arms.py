@@ -6,9 +6,11 @@ An arm has one name. Its run at a scale is made once, however many recipes show 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from saf.errors import InputError, did_you_mean
+from saf.records.files import read_json
 
 Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
@@ -91,6 +93,18 @@ SPEEDS = {
     (16_384, "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
     (16_384, "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
 }
+LINEAR = Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json"
+"""Updates of 124M with heads frozen in linear time and with the same heads pruned, measured in one run."""
+
+
+def _linear_speeds() -> Iterator[tuple[tuple[int, str], dict[float, float]]]:
+    for entry in read_json(LINEAR)["updates"]:
+        for kind in ("exponential", "pruned"):
+            speeds = {RATES[name]: entry["speedups"].get(f"{name}% {kind}") for name in RATES}
+            yield (entry["length"], kind), {rate: speed for rate, speed in speeds.items() if speed is not None}
+
+
+SPEEDS |= dict(_linear_speeds())
 CHARGE_SECONDS = 28.3
 """Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
 PAPER_SECONDS = 187.65 * 60
@@ -105,8 +119,8 @@ def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
 def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str, Settings]:
     """Return the settings of an arm at matched time, by scale.
 
-    At the paper's scale it has the seconds that its reference had left. Small runs are too short for a clock and get as
-    many updates as the measured speed buys; smoke runs have a speed that is set.
+    `operation` is a kind of SPEEDS, None for ordinary attention. At the paper's scale an arm has the seconds that its
+    reference had left. Small runs are too short for a clock and get as many updates as the measured speed buys.
     """
     if operation is None:
         small = smoke = speed(1.0, "ordinary: its reference's speed")
@@ -216,6 +230,48 @@ def _exponential() -> Iterator[Arm]:
                 settings={"freeze": freeze},
                 scaled={"smoke": {"freeze": {"fitter_options": smoke}}},
             )
+
+
+def _answer() -> Iterator[Arm]:
+    """Yield heads frozen in linear time and their controls, at matched tokens and at matched time."""
+    for k in ("4k", "16k"):
+        for name in ("25", "50"):
+            frozen, rate = f"{k}-exponential-{name}", RATES[name]
+            freeze = {"freeze": {"rate": rate, "storage": "exponential"}}
+            random = {"freeze": {**freeze["freeze"], **RANDOM}}
+            gates = {"freeze": {**GATES["freeze"], "rate": rate}}
+            yield from _timed(frozen, k, "exponential", rate, settings=freeze)
+            yield from _timed(f"{frozen}-pruned", k, "pruned", rate, settings=PRUNE, heads=frozen)
+            yield from _timed(f"{k}-gate-taylor-{name}", k, "pruned", rate, settings=gates)
+            yield from _timed(f"{frozen}-random", k, "exponential", rate, settings=random)
+            yield from _timed(f"{frozen}-early", k, "exponential", rate, settings=freeze, at=0.25)
+        # The seconds that they take themselves.
+        own: Settings = {"context": CONTEXTS[k], "parent": f"{k}-ordinary", "match": f"{k}-ordinary"}
+        yield Arm(name=f"{k}-ordinary-clock", **own)
+        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze, **own)
+        yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **own)
+
+
+def _timed(name: str, k: str, kind: str, rate: float, **others: Any) -> Iterator[Arm]:
+    """Yield an arm at matched tokens and, called NAME-time, at matched time."""
+    trunk, context = f"{k}-ordinary", CONTEXTS[k]
+    yield Arm(name=name, context=context, parent=trunk, **others)
+    scaled = matched(context, kind, rate)
+    yield Arm(name=f"{name}-time", context=context, parent=trunk, match=trunk, scaled=scaled, **others)
+
+
+PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
+WARMUPS = {"5": 0.05, "10": 0.1}
+"""Shares of all updates."""
+
+
+def _peak_rates() -> Iterator[Arm]:
+    """Yield ordinary runs by peak rate and warm-up, and each with a quarter of its heads frozen at the end."""
+    for peak, peak_lr in PEAK_RATES.items():
+        for warmup, share in WARMUPS.items():
+            name = f"4k-peak-{peak}-warmup-{warmup}"
+            yield Arm(name=name, settings={"peak_lr": peak_lr, "warmup": share}, scaled={"smoke": {"warmup": 2}})
+            yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings={"freeze": {"rate": 0.25}})
 
 
 def _moments() -> Iterator[Arm]:
@@ -538,7 +594,19 @@ def _stages() -> Iterator[Arm]:
 
 
 def _all() -> dict[str, Arm]:
-    families = (_contexts, _exponential, _moments, _patterns, _schedules, _scores, _ideas, _later, _one_billion)
+    families = (
+        _contexts,
+        _exponential,
+        _answer,
+        _peak_rates,
+        _moments,
+        _patterns,
+        _schedules,
+        _scores,
+        _ideas,
+        _later,
+        _one_billion,
+    )
     families += (_recall, _downstream, _pruning_downstream, _stages)
     arms: dict[str, Arm] = {}
     for arm in (arm for family in families for arm in family()):

@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from experiments.arms import PAPER_SECONDS, Arm, arm_at, merged
@@ -315,7 +316,11 @@ def _fits(recorded: RecordedRun) -> dict[str, float]:
     kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
     if not kls:
         return {}
-    fits: dict[str, float] = {"largest_kl": max(kls), "skipped": sum(len(event["rejected"]) for event in events)}
+    fits: dict[str, float] = {
+        "largest_kl": max(kls),
+        "median_kl": median(kls),
+        "skipped": sum(len(event["rejected"]) for event in events),
+    }
     if any("exponential" in event for event in events):
         heads = [each for event in events for each in event.get("exponential", ()) if each["kind"] == "exponential"]
         fits["exponential"] = len(heads)
