@@ -257,8 +257,6 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
 PRECISIONS = {
     "": "ieee",
     "torch.set_float32_matmul_precision('high')": "tf32",
-    "torch.backends.cuda.matmul.allow_tf32 = True": "tf32",
-    "torch.backends.fp32_precision = 'tf32'": "tf32",
     "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
 }
 FORKS = """
