@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test oldest check parity fix gpu sanitize clean
+.PHONY: help demo test test-all mutations oldest check parity fix gpu sanitize clean
 
 # What Python has compiled is kept, as it is by default: tests start hundreds of processes that would compile it again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -18,7 +18,7 @@ WORKERS ?= 2
 OLDEST := transformers==5.17.0 "huggingface_hub<2" httpx httpcore anyio sniffio regex
 
 help: ## List these targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 	@PYTHON=$(PYTHON) tools/make_venv.sh $(VENV) $(EXTRAS)
@@ -27,8 +27,16 @@ $(READY): pyproject.toml constraints.txt tools/make_venv.sh
 demo: $(READY) ## The main job at toy size on a CPU: pretrain, freeze at the midpoint, continue, compare
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## All tests that need no GPU
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/gpu -n $(WORKERS) --dist loadfile
+
+test: $(READY) ## Tests that need no GPU, but for the slow ones
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(READY) ## All tests that need no GPU: also long compilations, every kernel for Hopper, every recipe
+	@$(PYTEST) $(PYTEST_ARGS)
+
+mutations: $(READY) ## Show that a test of `make test` notices each of many single-line breaks of the code
+	@$(BIN)/python tools/mutations.py
 
 oldest: $(READY) ## Tests of models of transformers with the oldest version that is supported
 	@test -d build/oldest || $(PYTHON) -m pip install -q --no-deps --target build/oldest $(OLDEST)

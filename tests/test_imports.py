@@ -1,75 +1,87 @@
+"""What an import loads and leaves alone, and that the library alone needs no extras; commands name theirs."""
+
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-FROZEN_HEADS = """
+LAZY = """
+import random, sys, numpy
+import saf
+assert "torch" not in sys.modules and saf.__version__
+assert set(dir(saf)) == {"__version__", *saf.__all__}
 import torch
-pattern = saf.CompactPattern.from_parameters(torch.randn(2, 16).double(), torch.randn(2, 16).double())
-frozen = saf.FrozenHeads.from_patterns(pattern, backend={backend!r}, dtype=torch.float64, device="cpu")
-output = saf.frozen_attention(torch.ones(1, 2, 16, 4, dtype=torch.float64), frozen)
-torch.testing.assert_close(output, torch.ones_like(output))
+
+def state():
+    return (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes(),
+            torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(), torch.nn.attention.current_flash_attention_impl())
+
+before = state()
+assert saf.GPT is __import__("saf.models", fromlist=["GPT"]).GPT
+import saf.train
+saf.GPT.undrawn(saf.preset("tiny", vocab_size=8))
+from saf import *
+assert ops.__name__ == "saf.ops" and fit.__name__ == "saf.fit"
+assert state() == before
+assert not torch.cuda.is_initialized()
+absent = ("triton", "transformers", "datasets", "tensorboard", "torch._dynamo", "torch.distributed.fsdp")
+assert not [name for name in absent if name in sys.modules]
+"""
+WITHOUT_EXTRAS = """
+import sys, tempfile
+import torch, torch._dynamo
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"tyro", "rich", "tokenizers", "tensorboard", "datasets", "transformers"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.modules["triton"] = None
+import saf
+from saf.cli import main
+
+model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=32))
+optimizer = torch.optim.AdamW(model.parameters())
+tokens = torch.randint(64, (4, 33))
+model(tokens[:, :-1], tokens[:, 1:]).backward()
+optimizer.step()
+for backend in ("toeplitz", "reference"):
+    config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, backend=backend)
+    print(saf.freeze_(model, [tokens[:, :32]], config, optimizer=optimizer))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        saf.save(model, folder + "/saved")
+        saf.load(folder + "/saved")
+    saf.uninstall_(model, optimizer=optimizer)
+assert main(["--help"]) == 0
+assert main(["pretrain", "--help"]) == 2
 """
 
 
-def run_fresh(code: str) -> str:
-    """Run code in a new interpreter and return what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+def run_fresh(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter that finds this repository's package."""
+    root = Path(__file__).resolve().parents[1]
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+
+
+def test_an_import_loads_what_it_needs_and_leaves_global_state_alone():
+    done = run_fresh(LAZY)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_import_saf_loads_no_optional_package_and_leaves_cuda_alone():
-    loaded = "[name for name in ('triton', 'transformers', 'datasets', 'tensorboard') if name in sys.modules]"
-    code = f"import sys, saf; saf.GPT; print({loaded}); import torch; print(torch.cuda.is_initialized())"
-    assert run_fresh(code).split() == ["[]", "False"]
-
-
-def test_a_model_to_be_filled_and_training_load_neither_the_compiler_nor_what_shards_need():
-    made = "from saf.models import GPT, preset; GPT.undrawn(preset('tiny', vocab_size=8))"
-    loaded = "[name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules]"
-    assert run_fresh(f"import sys, saf.train; {made}; print({loaded})") == "[]"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["pretrian"]])
 def test_what_the_command_says_by_itself_needs_no_torch(arguments):
-    code = f"import sys; from saf.cli import main; main({arguments}); print('torch' in sys.modules, file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_fresh(
+        f"import sys; from saf.cli import main; main({arguments}); print('torch' in sys.modules, file=sys.stderr)"
+    )
     assert done.stderr.splitlines()[-1] == "False"
 
 
-def test_public_names_load_when_the_first_is_used():
-    code = """
-import sys, saf
-assert 'torch' not in sys.modules and saf.__version__
-assert set(dir(saf)) == {'__version__', *saf.__all__}
-assert saf.GPT is __import__('saf.models', fromlist=['GPT']).GPT
-try:
-    saf.nothing
-except AttributeError as error:
-    print(error)
-"""
-    assert run_fresh(code) == "module 'saf' has no attribute 'nothing'"
-    assert run_fresh("from saf import *; print(GPT.__name__, fit.__name__)") == "GPT saf.fit"
-    assert run_fresh("import saf.heads; print(saf.ops.__name__)") == "saf.ops"
-
-
-def test_import_saf_leaves_global_state_alone():
-    code = """
-import random, numpy, torch
-def state():
-    return (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes(),
-            torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision())
-before = state()
-import saf
-saf.GPT
-print(state() == before)
-"""
-    assert run_fresh(code) == "True"
-
-
-@pytest.mark.parametrize("backend", ["reference", "toeplitz"])
-def test_backends_work_without_optional_packages(backend):
-    blocked = "import sys\nfor name in ('triton', 'transformers', 'datasets'): sys.modules[name] = None\nimport saf\n"
-    run_fresh(blocked + FROZEN_HEADS.format(backend=backend))
+def test_the_library_needs_no_extra_and_commands_name_theirs():
+    done = run_fresh(WITHOUT_EXTRAS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 of 16 heads frozen") == 2
+    assert "pip install 'saf[cli]'" in done.stderr

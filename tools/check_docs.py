@@ -127,7 +127,7 @@ def command_problem(command: str) -> str | None:
     """Return what is wrong with a command of `saf` or `make`, or with a flag that stands alone; None for any other."""
     words = [word for word in command.split() if not PLACEHOLDER.search(word)]
     if words[:1] == ["make"]:
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         asked = [word for word in words[1:] if "=" not in word]
         return next((f"`{command}`: make has no target {word}" for word in asked if word not in targets), None)
     if words[:1] == ["saf"]:

@@ -148,6 +148,7 @@ def test_the_limit_is_copied_with_the_model_and_goes_with_its_frozen_heads():
         twin(ids)
 
 
+@pytest.mark.slow
 def test_compiled_whole_passes_equal_called_ones_and_long_ones_are_refused():
     model, ids = make("llama", max_position_embeddings=2 * LENGTH), tokens(1, LENGTH + 1)
     freeze(model, HeadSet([(2, 1)]))

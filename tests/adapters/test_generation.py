@@ -165,6 +165,7 @@ def test_frozen_heads_keep_no_keys_unless_a_live_head_reads_them(frozen):
     assert sizes == {DynamicCache: 6 * token, StaticCache: LENGTH * token}
 
 
+@pytest.mark.slow
 def test_steps_of_one_token_compile_once_and_whole(padded):
     model = make("qwen3")
     freeze(model, FROZEN)

@@ -68,6 +68,7 @@ def test_timed_freezings_leave_the_model_as_it_was():
         assert torch.equal(value, before[name]), name
 
 
+@pytest.mark.slow
 def test_attention_layers_of_a_model_of_transformers(tmp_path):
     words = f"--model llama-124m --num-layers 2 --points 16x1 --rates 0.5 {SMALL} --out {tmp_path}/attention.json"
     assert attention.main(words.split()) == 0

@@ -176,7 +176,7 @@ EXECUTIONS = {
 }
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [pytest.param("compiled", marks=pytest.mark.slow), "bf16"])
 def test_compiled_or_in_bf16_it_freezes_the_same_heads_and_loses_the_same(execution, hf, tmp_path):
     pytest.importorskip("accelerate.utils.dataclasses")  # these are its work
     options, tolerance = EXECUTIONS[execution]

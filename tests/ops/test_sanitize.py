@@ -18,6 +18,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, env=os.environ | added, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_every_case_runs():
     quickly = "import runpy, tests.quick_interpreter; runpy.run_path('tools/sanitize_cases.py', run_name='__main__')"
     done = run(sys.executable, "-c", quickly, TRITON_INTERPRET="1")

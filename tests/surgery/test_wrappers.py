@@ -86,6 +86,7 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
         update(wrapper, optimizer)  # beside a newer one, too
 
 
+@pytest.mark.slow
 def test_a_compiled_model_says_so_too(group):
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

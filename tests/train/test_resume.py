@@ -71,7 +71,6 @@ def resumed(config) -> None:
     pretrain(config, resume=(Path(config.out) / "config.json").exists())
 
 
-@pytest.mark.slow
 def test_killed_process_resumes(settings, finished, outcome):
     """SIGKILL at moments nobody chose, until the run is through."""
     folder = finished(settings(freeze=FREEZE), "frozen")

@@ -79,7 +79,7 @@ def test_the_papers_learning_rates():
         learning_rate(0.5, peak=1.0, warmup=1.0)
 
 
-@pytest.mark.parametrize("compile", ["off", "layers", "on"])
+@pytest.mark.parametrize("compile", ["off", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "on"))])
 def test_layers_computed_again_have_the_same_bits_and_keep_less(model, compile, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(by_layer, "_programs", {})
