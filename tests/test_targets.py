@@ -135,6 +135,7 @@ def test_zeros_are_floored_before_marginals_are_taken():
     weights = torch.eye(6, dtype=torch.float64)[None]
     goal = target_of(weights)
     assert (goal.eta_abs > 0).all()
+    torch.testing.assert_close(goal.eta_abs.sum(), torch.tensor(6.0).double(), rtol=1e-14, atol=0)  # normalised again
     assert goal.eta_rel[0, 1:].tolist() == pytest.approx([5e-9, 4e-9, 3e-9, 2e-9, 1e-9], rel=1e-6)
     assert 0 < goal.row_entropy.item() < 1e-6
 
