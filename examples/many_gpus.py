@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tyro
 
 import saf
-from saf.train.step import ACTIVATION_BYTES, STATE_BYTES, logit_bytes
+from saf.train.step import update_memory
 
 WEIGHT_BYTES, SENT_BYTES = 4, 2
 """Of a weight or a gradient in float32; of a layer's matrices as FSDP2 sends them."""
@@ -65,27 +65,22 @@ class Update:
         layer = (4 + 2 * shape.mlp_ratio) * shape.hidden_size**2
         rest = weights - shape.num_layers * layer
         if self.sharded:
-            state = STATE_BYTES * weights / several
-            # Two layers in 16 bits and one's gradients; embedding and norms whole with their gradients.
-            copies = (2 * SENT_BYTES + WEIGHT_BYTES) * layer + 2 * WEIGHT_BYTES * rest
             fetched, returned = self.collective(SENT_BYTES * layer), self.collective(WEIGHT_BYTES * layer)
             root = 2 * self.collective(WEIGHT_BYTES * rest)
             each = shape.num_layers * (2 * fetched + returned) + root
             sent, waited = own * each, own * max(each - once - again, root + fetched + returned)
         else:
-            state, copies = STATE_BYTES * weights, 2 * weights
             sent = 2 * self.collective(WEIGHT_BYTES * weights)
             # Buckets are sent while the last micro-batch goes backward; nothing hides the last one, the embedding's.
             last = 2 * self.collective(WEIGHT_BYTES * shape.vocab_size * shape.hidden_size)
             waited = max(sent - BACKWARD * once - again, min(sent, last))
-        one = ACTIVATION_BYTES * tokens * shape.hidden_size
-        kept = one + WEIGHT_BYTES * tokens * shape.hidden_size * shape.num_layers
-        activations = (kept if self.activation_checkpointing else one * shape.num_layers) + logit_bytes(shape, tokens)
+        shards = several if self.sharded else 1
+        memory = update_memory(shape, tokens, recomputes=self.activation_checkpointing, shards=shards)
         seconds = own * (once + again) + waited
         print(f"{self.nodes} x {self.gpus} GPUs, {'fsdp' if self.sharded else 'ddp'}: {own} micro-batches a GPU")
         print(f"update of {own * several * tokens:,} tokens: {seconds:.3f} s, {waited / seconds:.1%} of it waiting")
         print(f"all messages take {sent:.3f} s, hidden or not")
-        print(f"a GPU: {state / 1e9:.2f} GB of state, {(state + copies + activations) / 1e9:.1f} GB in all")
+        print(f"a GPU: {memory.state / 1e9:.2f} GB of state, {memory.total / 1e9:.1f} GB in all")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from saf.train.config import recorded_config, settings_after
 from saf.train.finetune import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
 from saf.train.logs import duration
 from saf.train.loop import EXIT_STOPPED, StopRequest
-from saf.train.step import peak_bytes
+from saf.train.step import update_memory
 
 Say = Callable[[str], None]
 Key = tuple[str, int]
@@ -156,7 +156,7 @@ class Run:
     @property
     def bytes(self) -> float:
         """Peak memory of an update, as if all heads were live."""
-        return peak_bytes(self.shape, self.micro_batch)
+        return update_memory(self.shape, self.micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
         """Return its result; None before it ended. Raises InputError where its settings are others."""

@@ -1,4 +1,4 @@
-"""Settings of a training run: their checks, their form in config.json, and those of runs that resume or branch off."""
+"""`TrainConfig` holds the settings of a training run; the rest of the file records them and derives branches."""
 
 import math
 from collections.abc import Iterator
@@ -27,44 +27,43 @@ VOCABULARY_MULTIPLE = 64
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """The settings of one arm; raises InputError naming the field that cannot be used."""
+    """The settings of one arm; a wrong value raises InputError that names its field."""
 
     data: str
     """Read this folder made by `saf data prepare`; to finetune, this file of training examples."""
     out: str
     """Write the run into this folder, which is new, or the one to resume."""
     task: str = "text"
-    """Train on this task: text is pretraining on every token, mqar is associative recall, others are questions with
+    """Train on this task: text predicts every next token, mqar is associative recall, and the others are questions with
     choices (docs/tasks.md)."""
     finetuning: FinetuneSettings | None = None
-    """What finetuning on questions with choices adds; None for another task."""
+    """Settings of finetuning on questions with choices; None for another task."""
     mqar: MQARSettings = field(default_factory=MQARSettings)
-    """The examples of associative recall, where that is the task."""
+    """These settings generate the examples of associative recall; they have an effect with the task mqar only."""
     parent: str | None = None
-    """Start from this checkpoint of another run, or from a run's newest one: it gives weights, optimiser, data position
-    and update number."""
+    """Start from this checkpoint of another run, or from a run's newest one. The run takes over its weights, optimiser,
+    data position and update number."""
     fresh: bool = False
-    """Take only weights and heads from the parent; optimiser, updates, time and data begin anew, as for another
-    task."""
+    """Take only weights and heads from the parent. Optimiser, updates, time and data begin anew."""
     model: str = "tiny"
     """Use this preset of the model's shape: tiny, 124m, 124m-learned, 774m or 1b."""
     model_overrides: dict[str, Any] = field(default_factory=dict)
-    """Change these fields of the preset, on the command line such as: num_layers 2 position learned. By default the
-    vocabulary is the tokenizer's, rounded up to a multiple of 64."""
+    """Change these fields of the preset, for example num_layers 2 position learned. Without vocab_size the vocabulary
+    is the tokenizer's, rounded up to a multiple of 64."""
     length: int | None = None
-    """Train on this context, in tokens; None takes the preset's longest."""
+    """Train on this number of tokens a sequence; None takes the preset's longest context."""
     batch_size: int = 8
     """Number of sequences in a micro-batch."""
     accumulation: int = 1
-    """Number of micro-batches in an update; several processes share them evenly."""
+    """Number of micro-batches in an update. Several processes share them evenly."""
     updates: int = 1_000
     """Number of updates of the whole schedule, including those of the parent."""
     update_budget: int | None = None
-    """Train for this number of updates after the parent's, instead of the rest of `updates`; the learning rate still
-    ends where the schedule ends. Events stay at their shares of `updates`."""
+    """Train for this number of updates after the parent's, instead of the rest of `updates`. The learning rate still
+    passes through the rest of its schedule, and events stay at their shares of `updates`."""
     time_budget_seconds: float | None = None
-    """Train for this number of seconds instead of updates. The learning rate follows the share of time that has passed,
-    and training stops before an update that would exceed it."""
+    """Train for this number of seconds instead of updates. The learning rate follows the share of the time that has
+    passed, and training stops before an update that would exceed it."""
     peak_lr: float = 6e-4
     """Learning rate at the end of the warm-up."""
     min_lr_ratio: float = 0.1
@@ -72,40 +71,40 @@ class TrainConfig:
     warmup: int | float = 0.1
     """Length of the warm-up: a whole number of updates, or a share of all updates."""
     rewarm: int | float = 0
-    """Let the learning rate rise again from zero after each event, over this number or share of updates; 0 switches it
-    off."""
+    """Let the learning rate rise again from zero after each event, over this number or share of updates. 0 leaves the
+    rate as scheduled."""
     lr_start: int = 0
-    """Begin the learning-rate schedule at this update; above 0 it gives a later continuation its own rates."""
+    """Begin the learning-rate schedule at this update. A continuation of a full run gets rates of its own so."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Averaging coefficients of AdamW."""
     weight_decay: float = 0.1
     """Weight decay of matrices; vectors do not decay."""
     clip: float | None = 1.0
-    """Clip the gradient norm to this value; None does not clip."""
+    """Clip the gradient norm to this value; None leaves gradients as they are."""
     seed: int = 1337
     """Random seed for initial weights and data order."""
     sampler: Literal["shuffled", "random"] = "shuffled"
-    """Read non-overlapping windows in shuffled order, or windows that start anywhere (random)."""
+    """Read non-overlapping windows in shuffled order (shuffled), or windows that start anywhere (random)."""
     device: Device = "auto"
     """Train on this device; auto is CUDA if there is one."""
     precision: Precision = "auto"
-    """Compute in this precision; auto is bf16 autocast over float32 weights on CUDA, and fp32 on CPU."""
+    """Compute in this precision; auto is bf16 autocast over float32 weights on CUDA, and fp32 on a CPU."""
     compile: Compile = "auto"
-    """torch.compile the whole model; auto is on for CUDA, layers where the schedule has several events, off for CPU.
-    layers compiles decoder layers, one program for all of one layout, which later events use again: they compile
-    only layouts that are new."""
+    """Compile the whole model (on), or each decoder layer by itself (layers). With layers, an event compiles only
+    layouts of heads that are new. auto is off on a CPU; on CUDA it is layers where the schedule has several events,
+    and on otherwise."""
     activation_checkpointing: bool = False
-    """Keep only what enters each decoder layer, and compute the layer again in the backward pass: the same numbers for
-    less memory and more time."""
+    """Keep only the input of each decoder layer, and compute the layer again in the backward pass. The results are the
+    same; an update takes less memory and about a third more time."""
     graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay the forward and backward pass of micro-batches as CUDA graphs, since with few tokens the host is slower
-    than the GPU; auto does so up to two sequences of 4K of the 124M model, where all have one length. In one process,
-    without activation checkpointing; examples of many lengths are padded, and not compiled with it."""
+    """Replay micro-batches as CUDA graphs, because the host is slower than the GPU when they have few tokens. auto does
+    so up to two sequences of 4,096 tokens of the 124M model, if all have one length. on needs one process, no
+    activation checkpointing, and no compilation of examples of many lengths."""
     parallel: ParallelKind = "auto"
-    """How processes that torchrun started train together: ddp holds the whole model in each, fsdp a share of it, which
-    saves memory; none is for one process; auto is ddp for several, fsdp where that does not fit."""
+    """Train in several processes in this way: ddp holds the whole model in each process, fsdp holds a share of it in
+    each, and none is one process. auto is ddp for several processes, or fsdp where the model does not fit."""
     kernel: str = "auto"
-    """Attention kernel of live heads, fa3 and fa4 where their packages are installed; auto is PyTorch's own choice."""
+    """Compute live heads with this attention kernel; auto is PyTorch's choice. fa3 and fa4 need their packages."""
     eval_every: int = 250
     """Number of updates between losses on the controller partition; 0 measures none."""
     eval_windows: int = 32
@@ -113,35 +112,34 @@ class TrainConfig:
     save_every: int = 500
     """Number of updates between checkpoints; 0 keeps only those at the freezing point and the end."""
     report_at: tuple[int, ...] = ()
-    """Updates after which the model is judged as at the end, beside the end itself; 0 is before the first, after an
-    event that comes there. Each report is in the run's reports/ and result.json."""
+    """Report on the model after these updates as at the end; 0 is before the first update, after an event that comes
+    there. The run writes each report into its reports/ and its result.json."""
     save_at: tuple[float, ...] = ()
-    """Shares of the updates after which a checkpoint is saved and kept, for other runs to go on from; 0 is before the
-    first, where no parent's checkpoint is the same."""
+    """Save a checkpoint after these shares of the updates and keep it, for other runs to go on from; 0 is before the
+    first update."""
     keep: int = 2
     """Keep this number of newest checkpoints, besides the one at the freezing point; 0 keeps all."""
     log_every: int = 10
     """Number of updates between progress lines where there is no terminal."""
     token_losses: bool = True
-    """Keep the loss of every held-out token of the final report, two bytes each; otherwise of every window alone, which
-    is all that a comparison reads."""
+    """Keep the loss of every held-out token of the final report, in two bytes each. Otherwise the run keeps the losses
+    of windows, which is all that a comparison reads."""
     tensorboard: bool = True
     """Write TensorBoard events."""
     quiet: bool = False
     """Show no progress."""
     freeze: FreezeConfig | None = None
-    """How heads are frozen; None is the ordinary arm. On the command line nothing is frozen without a rate, a count or
-    heads."""
+    """These settings say how heads are frozen; None is the ordinary arm."""
     schedule: Schedule | None = field(default_factory=OneTime)
-    """When heads are frozen; an ordinary arm saves a checkpoint where the first event would come, with None nowhere."""
+    """The schedule says when heads are frozen. An ordinary arm saves a checkpoint where the first event would come."""
     calibration_sequences: int = 32
     """Number of sequences to calibrate on."""
     calibration_source: Literal["auto", "calibration", "train"] = "auto"
-    """Calibrate on this partition; auto is the one that the data folder was prepared for."""
+    """Calibrate on this partition of the data; auto is the partition that the folder was prepared for."""
     heldout_sequences: int = 32
-    """Number of controller sequences, the last ones, that scores of head outputs read."""
+    """Number of held-out sequences for scores that read outputs of heads; they are the controller's last ones."""
     track_gradients: bool = False
-    """Keep the running average that gradient scores read, so that runs that continue from this one can use them."""
+    """Keep the running average of Q/K gradients, so that runs that continue from this one can use gradient scores."""
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""

@@ -1,6 +1,6 @@
-"""How an event of a schedule changes the model of a trainer: freeze or prune heads, or make them live again.
+"""`apply_event` changes the heads of a model in training: it freezes or prunes some, or makes them live again.
 
-`saf pretrain` and the `Trainer` callback of transformers share it; losses around an event and its record are theirs.
+`saf pretrain` and the `Trainer` callback of transformers share it; both record the event and the losses around it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ GRADIENT = "qk_gradient"
 
 
 class EventSettings(Protocol):
-    """The settings that decide whose heads are frozen, and when: `TrainConfig` has them."""
+    """The settings of which heads are frozen, and when."""
 
     freeze: FreezeConfig | None
     schedule: Schedule | None
 
 
 class TrainerLike(Protocol):
-    """What an event needs of whoever trains: a run, or a Trainer of transformers with its callback."""
+    """The parts of a training that an event needs: a run has them, and the callback of a Trainer of transformers."""
 
     model: Any
     updater: Any
@@ -46,51 +46,43 @@ class TrainerLike(Protocol):
     execution: Execution
 
     @property
-    def config(self) -> EventSettings:
-        """The settings."""
-        ...
+    def config(self) -> EventSettings: ...
 
     @property
-    def update(self) -> int:
-        """How many updates are done."""
-        ...
+    def update(self) -> int: ...
 
     @property
-    def events(self) -> list[EventRecord]:
-        """The events so far."""
-        ...
+    def events(self) -> list[EventRecord]: ...
 
     @property
     def guard_sequences(self) -> list[Tensor] | None:
         """Sequences on which an event that costs too much is refused; None where training follows."""
         ...
 
-    def say(self, text: str) -> None:
-        """Show people a line."""
-        ...
+    def say(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What an event changed, as it is recorded."""
+    """The outcome of an event, as it is recorded."""
 
     heads: HeadSet
-    """The heads it froze, pruned, or made live again."""
+    """The heads that it froze, pruned, or made live again."""
     summary: str
-    """The same in words, for people."""
+    """The heads in words."""
     seconds: dict[str, float]
-    """What its parts cost."""
+    """Seconds of its parts."""
     lowest_score: float | None = None
     """Lowest score among the heads frozen or pruned."""
     deferred: tuple[Head, ...] = ()
     """Heads chosen for later events."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What its kind adds to the line of events.jsonl."""
+    """Entries of its kind in the line of events.jsonl."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 def resolve_event(event: Event, config: EventSettings) -> Event:
-    """Return the event that a proposal stands for: schedules propose to freeze, the settings may say to prune."""
+    """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
     if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
         return Prune(**vars(event))
     return event
@@ -135,10 +127,10 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
 
 
 def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
-    """Return the settings that an event freezes or prunes by: the run's, but for what the event says itself."""
+    """Return the run's settings with the event's own kind, heads, count and limit."""
     freeze = replace(freeze, operation=event.kind)
     if event.among is not None:
-        # Conditions on all heads held when these were chosen; named heads are refused where one does not fit.
+        # Conditions on all heads applied when these were chosen; named heads are refused where one does not fit.
         named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
         free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
         freeze = replace(freeze, **{**free, **named})
@@ -191,13 +183,13 @@ def check_freeze(config: EventSettings, execution: Execution) -> None:
 def start_proposer(
     settings: EventSettings, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
 ) -> Proposer | None:
-    """Return the schedule's state machine, where training of this `state` left it; None without freezing."""
+    """Return the schedule's state machine, in `state` where training goes on; None without freezing."""
     if settings.freeze is None or settings.schedule is None:
         return None
     heads = sum(layout.num_heads for layout in layouts)
     live = sum(layout.num_live for layout in layouts)
     limit = settings.freeze.requested(heads)
-    # Where training goes on, its own events froze some of the live heads that it began with; the state tells how many.
+    # A run that is resumed froze some of the live heads that it began with; the state has their number.
     proposer = settings.schedule.start(updates=updates, heads=heads, limit=min(limit, live) if state is None else limit)
     if state is not None:
         proposer.load_state_dict(state)

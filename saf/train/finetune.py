@@ -1,13 +1,12 @@
 """Finetuning as a run: settings from a parent's checkpoint, and the number of epochs that the ordinary model chooses.
 
-Two kinds of task are finetuned on: questions with choices, files of examples that are gone through in epochs; and
-associative recall, whose examples are generated and whose updates are a setting.
+Two kinds of task are finetuned on: questions with choices, whose files of examples are read in epochs, and associative
+recall, whose examples are generated and whose updates are a setting.
 """
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from saf.train.loop import pretrain
 MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
 CHOICE, SETTINGS = "epochs", "settings.json"
-"""Folder in a run's own of the runs that chose its epochs, one an epoch, with choice.json and the settings of the run
-to come, by which choosing can go on."""
+"""Folder in a run's own of the runs that choose its epochs, one an epoch, and the file there with the settings of the
+run to come."""
 DEFAULTS: Mapping[str, Any] = {
     "peak_lr": 2e-5,
     "min_lr_ratio": 1.0,
@@ -54,7 +53,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mqar": MQARSettings(),
 }
 """The paper's settings, and those that are not taken over from a parent. The rate is constant, so that an epoch is the
-same whatever the number of epochs; batches have many lengths, so nothing is compiled unless asked for."""
+same whatever the number of epochs; batches have many lengths, so nothing is compiled by default."""
 OF_TASKS: Mapping[str, Mapping[str, Any]] = {
     "jsonl": {},
     "sst2": {"max_tokens": 128},
@@ -64,8 +63,8 @@ OF_TASKS: Mapping[str, Mapping[str, Any]] = {
 }
 """Tasks that can be finetuned on, and the paper's settings of each."""
 RECOVERY: Mapping[str, Any] = {"updates": 500, "report_at": (0, 50, 200, 500), "schedule": OneTime(at=0)}
-"""Where the parent was trained on recall already: heads are replaced before the first update, and the model is judged
-there and after the paper's numbers of recovery updates."""
+"""Where the parent was trained on recall already: heads are replaced before the first update, and reports come there
+and after the paper's numbers of recovery updates."""
 NEW_STREAM = 1_000
 """Added to the seed of a parent that was trained on recall, so that its examples are not trained on again."""
 
@@ -90,18 +89,14 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     parent = TrainConfig.from_dict(checkpoint.state["settings"])
     if parent.task != MQARTask.name:
         return {**own, "mqar": MQARSettings().within(context_length(before))}
-    # Whether the model has learnt recall is known of the parent's run, or of the ordinary run that this one names.
+    # The parent's run knows whether the model has learnt recall, or the ordinary run that this one names.
     run = checkpoint.path.parent.parent
     ordinary = parent.mqar.ordinary or (str(run) if (run / RECALL).is_file() else "")
     return {**own, **RECOVERY, "mqar": replace(parent.mqar, ordinary=ordinary), "seed": parent.seed + NEW_STREAM}
 
 
 def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
-    """Return the settings of a finetuned ordinary run for another parent: the same examples, order and updates.
-
-    Raises:
-        InputError: No finetuned run.
-    """
+    """Return the settings of a finetuned ordinary run for another parent: the same examples, order and updates."""
     like = recorded_config(run)
     if like.task not in OF_TASKS or like.parent is None:
         raise InputError(f"{run} must be the finetuned run of the ordinary arm")
@@ -114,7 +109,7 @@ def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> di
 
 
 def updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:
-    """Return the updates of each number of epochs of a run's examples; raise InputError for a task without examples."""
+    """Return the updates of each number of epochs of a run's examples; InputError for a task without examples."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SafWarning)  # the run itself warns of its examples
         task = TASKS[config.task](config, length=context_length(config))
@@ -133,63 +128,64 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
     ...}` after a signal, and goes on with `resume`.
 
     Raises:
-        InputError: Epochs that nobody chose for an arm whose heads are frozen or pruned, or of a task that has none, or
-            others than those of the run to resume; a time budget beside them.
+        InputError: Epochs of a task that has none, or others than those of the run to resume; epochs that only an
+            ordinary model may choose; a budget beside epochs.
     """
-    out = Path(config.out)
-    if config.task == MQARTask.name and epochs is not None:
+    out, examples = Path(config.out), config.task != MQARTask.name
+    if not examples and epochs is not None:
         raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
     with process_group(config.device):
-        if resume and (out / "config.json").exists():
+        begun = (out / "config.json").exists()
+        if resume and begun:
             if epochs is not None and (asked := updates_of_epochs(config, epochs)[0]) != config.updates:
                 raise InputError(
                     f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {asked}"
                 )
-            return pretrain(config, resume=True)
-        if resume and not (out / CHOICE).exists():
+        elif resume and not (out / CHOICE).exists():
             raise InputError(f"{out} holds no run to resume; check out, or leave resume out")
-        if config.task == MQARTask.name:
-            return pretrain(config)
-        if config.time_budget_seconds is not None or config.update_budget is not None:
-            raise InputError("time_budget_seconds and update_budget must be None where epochs say how long a run is")
-        if epochs is None:
-            choice = choose_epochs(config, resume=resume)
-            if "stopped_at" in choice:
-                return choice
-            epochs = int(choice["epochs"])
-        return pretrain(replace(config, updates=updates_of_epochs(config, epochs)[0]))
+        elif examples:
+            if config.time_budget_seconds is not None or config.update_budget is not None:
+                raise InputError(
+                    "time_budget_seconds and update_budget must be None where epochs say how long a run is"
+                )
+            if epochs is None:
+                choice = choose_epochs(config, resume=resume)
+                if "stopped_at" in choice:
+                    return choice
+                epochs = int(choice["epochs"])
+            config = replace(config, updates=updates_of_epochs(config, epochs)[0])
+        return pretrain(config, resume=resume and begun)
 
 
-def choose_epochs(config: TrainConfig, *, most: int = MOST_EPOCHS, resume: bool = False) -> dict[str, Any]:
-    """Finetune an ordinary model up to `most` epochs and return, and write, the number of them that it chooses.
+def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Finetune an ordinary model up to five epochs and return, and write, the number of them that it chooses.
 
     It is the smallest number with the largest accuracy on the development share. Each epoch is a run that goes on from
     the one before it, in the folder `epochs` of the run's own; `choice.json` there has all. The checkpoint of an epoch
     is removed as soon as the next one has ended, and the last one once the choice is written.
 
     Raises:
-        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, fewer
-            examples than an update takes, or other settings than those of the epochs to resume.
+        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, too few
+            examples, or other settings than those of the epochs to resume.
     """
     _check_can_choose(config, resume=resume)
     assert config.finetuning is not None, "the task was opened"
     folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
-    judged = replace(config.finetuning, judge="development")
-    alike = replace(config, finetuning=judged, schedule=None, report_at=(), keep=1)
-    for epoch, updates in enumerate(_distinct_updates(config, most), 1):
+    development = replace(config.finetuning, judge="development")
+    alike = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
+    for epoch, updates in enumerate(_distinct_updates(config), 1):
         out = folder / f"epoch-{epoch}"
         one = replace(alike, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
         if resume and (out / "result.json").is_file():
             check_same_run(one, read_run_config(out)["settings"])
             result = read_json(out / "result.json")
         else:
-            with _settings_kept(config, folder):
-                result = pretrain(one, resume=resume and (out / "config.json").exists())
+            result = _train_epoch(config, one, resume=resume)
         if "stopped_at" in result:
             return result
         tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
         share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
-        _say(config, f"after epoch {epoch} of {most}: {share}")
+        _say(config, f"after epoch {epoch} of {MOST_EPOCHS}: {share}")
         if epoch > 1:
             on_rank0(lambda doomed=parent: _remove(doomed))
         parent = Path(result["checkpoint"])
@@ -224,18 +220,18 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
 
 
 def choosing(out: Path | str) -> TrainConfig | None:
-    """Return the settings of a run that was choosing its epochs when it ended; None where none was."""
+    """Return the settings of a run that was choosing its epochs when it ended, or None."""
     path = Path(out) / CHOICE / SETTINGS
     return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
 
 
-@contextmanager
-def _settings_kept(config: TrainConfig, folder: Path) -> Iterator[None]:
-    """Keep a run's settings in the folder of its epochs; where none of them could begin, nothing is left behind."""
+def _train_epoch(config: TrainConfig, epoch: TrainConfig, *, resume: bool) -> dict[str, Any]:
+    """Train one epoch, with the settings of the run to come recorded; a run that cannot begin leaves nothing behind."""
+    folder = Path(config.out) / CHOICE
     path, first = folder / SETTINGS, folder / "epoch-1" / "config.json"
     on_rank0(lambda: None if path.is_file() and first.is_file() else write_json(path, config.to_dict()))
     try:
-        yield
+        return pretrain(epoch, resume=resume and (Path(epoch.out) / "config.json").exists())
     except Exception:
         if is_rank0() and not first.exists():
             path.unlink(missing_ok=True)
@@ -245,19 +241,18 @@ def _settings_kept(config: TrainConfig, folder: Path) -> Iterator[None]:
         raise
 
 
-def _distinct_updates(config: TrainConfig, most: int) -> list[int]:
-    """Return the updates of one to `most` epochs; raise InputError where two numbers of epochs have the same."""
-    counts = updates_of_epochs(config, *range(1, most + 1))
-    if len(set(counts)) < most:
+def _distinct_updates(config: TrainConfig) -> list[int]:
+    """Return the updates of one to five epochs; raise InputError where two numbers of epochs have the same."""
+    counts = updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
+    if len(set(counts)) < MOST_EPOCHS:
         raise InputError(
-            f"1 to {most} epochs must have different updates, got {', '.join(map(str, counts))}; give epochs, more "
-            "examples or a smaller batch_size"
+            f"1 to {MOST_EPOCHS} epochs must have different updates, got {', '.join(map(str, counts))}; give epochs, "
+            "more examples or a smaller batch_size"
         )
     return counts
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove the checkpoint of an epoch, from which nothing goes on any more."""
     if checkpoint.is_dir():
         remove_folder_(checkpoint)
 

@@ -1,4 +1,4 @@
-"""What a run writes while it goes on: elapsed seconds by part, JSON lines, TensorBoard, and progress for people."""
+"""The logs of a run: elapsed seconds by part, JSON lines, TensorBoard, and progress on the terminal."""
 
 import time
 from collections import deque
@@ -12,14 +12,13 @@ from saf.records.text import plain
 
 PARTS = {
     "load": "opening data, building or restoring the model, reading logs",
-    "train": "updates, and what lies between them and belongs to no other part",
+    "train": "updates, and the time between them",
     "compile": "updates that compile",
     "freeze": "events: calibration, scores, selection, fits, installation, and recording them",
-    "evaluate": "losses on the controller's windows, those around events included",
-    "checkpoint": "writing them",
+    "evaluate": "losses on the controller's windows, those around events and after the last update included",
+    "checkpoint": "writing checkpoints, but for the last one",
 }
-"""The parts of a run's elapsed time. Reports, and whatever follows the last update or event, are in none."""
-_COLD = ("load", "compile")
+"""The parts of a run's elapsed time. Reports and the last checkpoint are in none."""
 
 
 class Elapsed:
@@ -58,7 +57,7 @@ class Elapsed:
 
     @contextmanager
     def __call__(self, part: str | None) -> Iterator[None]:
-        """Count a block under `part`, or not at all where nothing counts any more; then go on with the part before."""
+        """Count a block under `part`, but not where nothing counts any more; then go on with the part before."""
         outer = self._part
         self.enter(outer and part)
         try:
@@ -82,9 +81,10 @@ class Elapsed:
     def record(self) -> dict[str, Any]:
         """Return the entries of result.json: both totals, the parent's part included, and the parts."""
         both = _sum(self.parts, self.parent or {})
-        warm = sum(seconds for part, seconds in both.items() if part not in _COLD)
-        totals = {"everything": {"seconds": sum(both.values())}, "warm": {"seconds": warm}}
-        return {**totals, "parts": self.parts, "parent_parts": self.parent}
+        everything = sum(both.values())
+        totals = {"everything": everything, "warm": everything - both["load"] - both["compile"]}
+        clocks = {name: {"seconds": seconds} for name, seconds in totals.items()}
+        return {**clocks, "parts": self.parts, "parent_parts": self.parent}
 
 
 def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -116,16 +116,14 @@ class Progress:
             self._task = self._bar.add_task("training", total=total, completed=done, text="")
             self._bar.start()
 
-    def advance(
-        self, record: dict[str, Any], *, tokens_per_second: float, utilisation: float | None, compiled: bool
-    ) -> None:
-        """Show one update; the time of one that compiled says nothing about those after it."""
+    def advance(self, record: dict[str, Any], *, speed: float, utilisation: float | None, compiled: bool) -> None:
+        """Show one update; one that compiled does not count in the estimate of the time left."""
         if self.quiet:
             return
         update = record["update"]
         if not compiled:
             self._recent.append(record["update_seconds"])
-        parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{tokens_per_second:,.0f} tokens/s"]
+        parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
         if utilisation is not None:
             parts.append(f"MFU {utilisation:.1%}")
         if self._ends is not None:
@@ -150,7 +148,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them.
+    """Return seconds in the units that people use.
 
     >>> duration(59.6), duration(125), duration(7260)
     ('60s', '2m 05s', '2h 01m')
@@ -171,35 +169,33 @@ class Observer:
         folder: Path,
         progress: Progress,
         *,
-        tensorboard: bool,
-        purge_from: int,
+        first_update: int,
         tokens_per_update: int,
-        flops_per_update: float,
-        peak_flops: float | None,
+        peak_share: float | None,
+        tensorboard: bool,
     ):
+        """Go on with the logs in `folder`; `peak_share` is the share of the devices' peak of one update a second."""
         self.progress = progress
         self._metrics = LineLog(folder / "metrics.jsonl")
         self._evaluations = LineLog(folder / "evaluations.jsonl")
-        self._tokens, self._flops, self._peak = (tokens_per_update, flops_per_update, peak_flops)
-        self._board = None
+        self._tokens, self._peak_share, self._board = tokens_per_update, peak_share, None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_from)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_update)
 
     def updated(self, record: dict[str, Any], *, compiled: bool = False) -> None:
         """Record one update, a line of metrics.jsonl."""
         self._metrics.append(record)
         update, seconds = record["update"], record["update_seconds"]
-        speed = self._tokens / seconds
-        utilisation = self._flops / seconds / self._peak if self._peak else None
+        speed, utilisation = self._tokens / seconds, self._peak_share and self._peak_share / seconds
         if self._board:
             for name in ("loss", "lr", "grad_norm"):
                 self._board.add_scalar(f"train/{name}", record[name], update)
             self._board.add_scalar("speed/tokens_per_second", speed, update)
             if utilisation is not None:
                 self._board.add_scalar("speed/model_flop_utilisation", utilisation, update)
-        self.progress.advance(record, tokens_per_second=speed, utilisation=utilisation, compiled=compiled)
+        self.progress.advance(record, speed=speed, utilisation=utilisation, compiled=compiled)
 
     def evaluated(self, update: int, loss: float, when: str) -> None:
         """Record one loss on the controller partition."""

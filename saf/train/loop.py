@@ -1,21 +1,60 @@
-"""Training from the first update, or the last checkpoint, to the final numbers, and how a signal stops it."""
+"""A training run from top to bottom: it starts, makes updates and events, saves, stops at a signal, and reports."""
 
+import math
 import os
 import signal
 import threading
-from contextlib import ExitStack, nullcontext
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from saf.checkpoint import latest
-from saf.distributed import all_ranks_or_raise, on_rank0, process_group
-from saf.errors import DivergenceError
-from saf.schedules import Event, Outcome
-from saf.train.config import TrainConfig
-from saf.train.events import apply_event, needs_gradient, resolve_event
+import torch
+from torch.optim import AdamW
+
+from saf.calibration import free_bytes
+from saf.checkpoint import Checkpoint, latest, newest, open_checkpoint, restore_random_state
+from saf.data.loader import INDEX_FILE
+from saf.distributed import (
+    all_gather,
+    all_ranks_or_raise,
+    in_group,
+    is_rank0,
+    on_rank0,
+    process_group,
+    rank_and_size,
+)
+from saf.errors import CheckpointError, DivergenceError, InputError
+from saf.freeze_config import check_heads
+from saf.machine import Execution, rated_flops
+from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
+from saf.ops.live import pinned
+from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
+from saf.records.files import read_lines, remove_unfinished_, write_json, write_lines
+from saf.records.folders import lock_folder, remove_leftovers_
+from saf.records.quantities import gibibytes
+from saf.schedules import Event, Outcome, setting_of_moment
+from saf.tasks import TASKS, Task
+from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
+from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
+from saf.train.logs import Elapsed, Observer, Progress
+from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
 from saf.train.result import finish, report_between, warn_of_gaps
 from saf.train.run import Run
-from saf.train.start import start_run
+from saf.train.step import (
+    CERTAIN_SHARE,
+    FEW,
+    Updater,
+    build_optimizer,
+    check_graphs,
+    graphs_unsupported,
+    trains_patterns,
+    update_memory,
+)
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -37,10 +76,9 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
         SafError: Another process of the group ended.
     """
-    with process_group(config.device), ExitStack() as held:
+    with process_group(config.device), ExitStack() as locks:
         with StopRequest() as stop:
-            run = start_run(config, resume=resume)
-            held.enter_context(run.lock or nullcontext())  # until the result is written, too
+            run = start_run(config, resume=resume, locks=locks)
             warn_of_gaps(run)
             try:
                 with run.full_disk_explained("logs"):
@@ -55,6 +93,336 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
             return finish(run)
 
 
+# --- the start of a run
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run begins at: its own, its parent's, or none."""
+
+    checkpoint: Checkpoint | None
+    resumed: bool
+    """Whether the checkpoint is the run's own."""
+    fresh: bool
+    """Whether the run takes only weights and heads of the checkpoint."""
+    parent: dict[str, Any] | None
+    """The parent's entry of config.json."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The checkpoint's state.json, as far as training goes on from it."""
+        return self.checkpoint.state if self.checkpoint and not self.fresh else {}
+
+    @property
+    def update(self) -> int:
+        """The updates done so far."""
+        return int(self.state.get("update", 0))
+
+
+def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
+    """Open the task, build or restore model and optimiser, write config.json and open the logs.
+
+    The run's folder is held as long as `locks` are open; settings that cannot be used leave no folder behind.
+
+    Raises:
+        InputError: A run is there already (without `resume`), or has other settings.
+        CheckpointError: The checkpoint is damaged, or is of other data or another model.
+        DataError: The data cannot be used, or are too few.
+        UnsupportedError: The backend or kernel asked for cannot run here.
+    """
+    elapsed, folder, processes = Elapsed(), Path(config.out), rank_and_size()[1]
+    with all_ranks_or_raise():  # all have looked before the first one writes
+        accumulation = micro_batches_of_one(config.accumulation, processes, batch_size=config.batch_size)
+        _check_folder(folder, config, resume=resume)
+        if resume and is_rank0():
+            locks.enter_context(lock_folder(folder))
+        execution = _execution(config)
+        task: Task = TASKS[config.task](config, length=context_length(config))
+        shape = model_config(config, vocab_size=task.vocab_size)
+        _check_same_settings({**config.to_dict(), "data's fingerprint": task.fingerprint})
+    with all_ranks_or_raise():
+        parallel, reason = _parallel(config, execution, shape)
+        _check_early(config, execution, task, parallel)
+        _check_memory(config, execution, shape, parallel)
+        origin = _origin(config, folder, shape, task, resume=resume)
+        model, optimizer = _build(config, shape, execution, origin, sharded=parallel.kind == Shards.kind)
+        layouts = [site.layout for site in adapter_for(model).sites()]
+        own_schedule = origin.state.get("schedule") if origin.resumed else None
+        proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
+        if config.freeze and proposer and not origin.resumed:
+            check_heads(config.freeze, layouts)
+        gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
+        graphed = _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length)
+    with all_ranks_or_raise():
+        if is_rank0():
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not resume:
+                locks.enter_context(lock_folder(folder))
+                _check_folder(folder, config, resume=False, now="by now, which another process began")
+            shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
+            _write_start_(folder, config, run_config(config, **shared, processes=processes), origin)
+    if origin.state:
+        (elapsed.resume_ if origin.resumed else elapsed.branch_)(origin.state["elapsed"])
+    run = Run(
+        config=config,
+        folder=folder,
+        execution=execution,
+        task=task,
+        model=model,
+        updater=Updater(
+            model=model,
+            optimizer=optimizer,
+            batches=task.training(origin.update, execution.device, first=parallel.rank, every=processes),
+            execution=execution,
+            accumulation=accumulation,
+            parallel=parallel,
+            clip=math.inf if config.clip is None else config.clip,
+            graphed=graphed,
+            gradient=gradient,
+            done=origin.update,
+        ),
+        proposer=proposer,
+        elapsed=elapsed,
+        start=origin.parent["update"] if origin.parent else 0,
+        parent_hash=origin.parent["hash"] if origin.parent else None,
+        heads_changed=on_rank0(lambda: _last_own_event(config)),
+        # A parent's, too: the best guess of the first update's seconds.
+        recent=deque(origin.state.get("recent", ()), maxlen=8),
+    )
+    if is_rank0():
+        run.observer = _observer(run)
+    if origin.checkpoint and parallel.kind == Shards.kind:
+        engine = run.updater.engine
+        origin.checkpoint.fill_(engine.module, None if origin.fresh else engine.optimizer)
+    for line in _choices(run, reason):
+        run.say(line)
+    return run
+
+
+def _check_folder(folder: Path, config: TrainConfig, *, resume: bool, now: str = "already") -> None:
+    """Raise InputError unless the folder is new, or holds the run to resume with the same settings."""
+    if (folder / INDEX_FILE).exists():
+        raise InputError(f"out must be another folder than the data's, got {folder}")
+    holds_run = (folder / "config.json").exists()
+    if resume and not holds_run:
+        raise InputError(f"{folder} holds no run to resume; check out, or leave resume out")
+    if holds_run and not resume:
+        raise InputError(f"{folder} holds a run {now}; resume it, or choose another folder")
+    if resume:
+        check_same_run(config, read_run_config(folder)["settings"])
+
+
+def _execution(config: TrainConfig) -> Execution:
+    return Execution.of(
+        config.device,
+        precision=config.precision,
+        compile=config.compile,
+        activation_checkpointing=config.activation_checkpointing,
+        several_events=bool(config.freeze and config.schedule and config.schedule.several_events),
+    )
+
+
+def _check_same_settings(settings: dict[str, Any]) -> None:
+    """Raise InputError unless every rank has the settings of the first one."""
+    first, *others = all_gather(settings)
+    for rank, own in enumerate(others, 1):
+        if differing := [name for name in first if own.get(name) != first[name]]:
+            words = ", ".join(f"{name} {own.get(name)!r} (the first one {first[name]!r})" for name in differing)
+            raise InputError(f"all processes must have the same settings and data; process {rank} has {words}")
+
+
+def _parallel(config: TrainConfig, execution: Execution, shape: GPTConfig) -> tuple[Parallel, str]:
+    """Return how ranks train together, and the reason."""
+    trained = config.freeze is not None and config.freeze.trainable
+    size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
+    return parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
+
+
+def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel: Parallel) -> None:
+    """Raise before training for what would fail at the first event or update."""
+    freeze = config.freeze
+    task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
+    check_freeze(config, execution)
+    if freeze is not None:
+        freeze.check_calibration(sequences=config.calibration_sequences, length=task.length)
+    if config.graphs == "on":
+        trained, many = freeze is not None and freeze.trainable, config.finetuning is not None
+        check_graphs(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
+    with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
+        pass
+
+
+def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
+    """Raise InputError for an update that certainly takes more memory than is free on this rank's device."""
+    # Examples of finetuning have many lengths, mostly far below the context: only their weights are certain.
+    tokens = 0 if config.finetuning is not None else config.batch_size * context_length(config)
+    shards, recomputes = parallel.processes if parallel.kind == Shards.kind else 1, execution.activation_checkpointing
+    memory = update_memory(shape, tokens, precision=execution.precision, recomputes=recomputes, shards=shards)
+    free = free_bytes(execution.device)
+    if free is not None and CERTAIN_SHARE * memory.total > free:
+        raise InputError(
+            f"training needs about {gibibytes(memory.total)} of memory ({gibibytes(memory.state)} for weights and "
+            f"moments, {gibibytes(memory.activations)} for {tokens:,} tokens), got {gibibytes(free)} free; take a "
+            "smaller model, batch_size or length"
+        )
+
+
+def _graphed(config: TrainConfig, execution: Execution, parallel: Parallel, model: GPT, *, tokens: int) -> bool:
+    """Return whether the run replays its micro-batches, each of so many tokens, as CUDA graphs."""
+    if config.graphs != "auto":
+        return config.graphs == "on"
+    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
+    many = config.finetuning is not None
+    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
+    return reason is None and not many and tokens * model.config.hidden_size <= FEW
+
+
+def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:
+    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
+    own = on_rank0(lambda: newest(folder / "checkpoints")) if resume else None
+    fresh, path = config.fresh and own is None, own or config.parent
+    checkpoint = open_checkpoint(path) if path else None
+    if checkpoint is not None:
+        _check_model(checkpoint, shape)
+        if fresh:
+            before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))
+            if before and now and before != now:
+                expected = f"the task's tokenizer ({now[:16]}), got {before[:16]}"
+                raise CheckpointError(f"{checkpoint.path} must have {expected}")
+        else:
+            task.check_continues(checkpoint.state, checkpoint.path)
+            restore_random_state(checkpoint.state["random"])
+    if own is not None or not config.parent:
+        parent = read_run_config(folder)["parent"] if own is not None else None
+    else:
+        assert checkpoint is not None
+        parent = _parent_entry(config, checkpoint)
+    return Origin(checkpoint, own is not None, fresh, parent)
+
+
+def _check_model(checkpoint: Checkpoint, shape: GPTConfig) -> None:
+    held, wanted = checkpoint.state["model"], shape.to_dict()
+    if differing := [name for name in wanted if held.get(name) != wanted[name]]:
+        words = ", ".join(f"{name} {held.get(name)} (the settings ask for {wanted[name]})" for name in differing)
+        advice = ". Give the data that it was trained on" if "vocab_size" in differing else ""
+        raise CheckpointError(f"{checkpoint.path} holds a model with {words}{advice}")
+
+
+def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the parent's entry of config.json; raise InputError when it left nothing to do."""
+    entry = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
+    if config.fresh:
+        return {**entry, "update": 0, "weights_of_update": checkpoint.update}
+    done, budget, first = checkpoint.update, config.update_budget, config.freeze_update
+    over = done >= config.updates if config.freeze is None else done > config.updates
+    if over and budget is None and config.time_budget_seconds is None:
+        raise InputError(f"updates must be above the {done} that the parent has done, got {config.updates}")
+    if config.freeze and config.schedule and budget is not None and first is not None and first >= done + budget:
+        name = setting_of_moment(config.schedule)
+        raise InputError(f"{name} must be before update {done + budget}, where update_budget ends, got update {first}")
+    # `saf freeze` leaves the record of its event beside the checkpoint that it made from another one.
+    return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
+
+
+def _build(
+    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, sharded: bool
+) -> tuple[GPT, AdamW]:
+    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed.
+
+    Where they are `sharded`, a checkpoint's weights and moments are read later, by each rank its own.
+    """
+    checkpoint = origin.checkpoint
+    if checkpoint:
+        # "auto" chose at the event; its choice goes on, so that resuming is exact.
+        named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
+        model = checkpoint.model(execution.device, backend=named, filled=not sharded)
+    else:
+        model = GPT.undrawn(shape)
+        model.reset_parameters(torch.Generator().manual_seed(config.seed))
+        model.to(execution.device)
+    for site in adapter_for(model).sites():
+        site.pin(config.kernel)
+    if checkpoint and not origin.fresh:
+        return model, checkpoint.optimizer(model, filled=not sharded)
+    return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+
+
+_OWN_FILES = ("config.json", "result.json", "*.jsonl", "event-*.safetensors")
+"""Names of the files that nothing but the run itself writes into its folder."""
+
+
+def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], origin: Origin) -> None:
+    """Write config.json, cut the logs back to the origin, and take over the event of a parent that `saf freeze` made.
+
+    The events of the origin's update come again, unless it is the state after them.
+    """
+    update = origin.update
+    after_event = origin.checkpoint is not None and origin.resumed and origin.checkpoint.path.name.endswith("-frozen")
+
+    def keep_loss(line: dict[str, Any]) -> bool:
+        return line["update"] < update or (line["update"] == update and (after_event or line["when"] == "periodic"))
+
+    def keep_event(event: EventRecord) -> bool:
+        number = event.update or 0
+        return _inherited(event, config) or number < update or (number == update and after_event)
+
+    remove_leftovers_(folder / "checkpoints")
+    remove_unfinished_(folder, _OWN_FILES)
+    write_json(folder / "config.json", record)
+    for name, keep in {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_loss}.items():
+        if (folder / name).exists():
+            write_lines(folder / name, list(filter(keep, read_lines(folder / name))))
+    keep_events_(folder, keep_event)
+    (folder / "result.json").unlink(missing_ok=True)
+    if not origin.resumed and config.freeze is None and origin.parent and "frozen_from" in origin.parent:
+        inherit_events(Path(origin.parent["path"]), folder)
+
+
+def _inherited(event: EventRecord, config: TrainConfig) -> bool:
+    """Return whether an event is a parent's; a run that freezes nothing has no other, marked as such or not."""
+    return event.values.get("inherited", config.freeze is None)
+
+
+def _last_own_event(config: TrainConfig) -> int | None:
+    events = read_events(config.out) if Path(config.out).is_dir() else []
+    return max((event.update or 0 for event in events if not _inherited(event, config)), default=None)
+
+
+def _observer(run: Run) -> Observer:
+    """Open the logs of a run; utilisation is of all its ranks' devices."""
+    config, task, execution = run.config, run.task, run.execution
+    total = config.updates if config.update_budget is None else run.start + config.update_budget
+    seconds = config.time_budget_seconds and config.time_budget_seconds - run.elapsed.total
+    flops = task.targets_per_update * run.model.config.flops_per_token(task.length)
+    peak = rated_flops(execution.device_name, execution.precision)
+    return Observer(
+        run.folder,
+        Progress(done=run.update, total=total, seconds=seconds, every=config.log_every, quiet=config.quiet),
+        first_update=run.update + 1,
+        tokens_per_update=task.targets_per_update,
+        peak_share=peak and flops / (peak * run.updater.parallel.processes),
+        tensorboard=config.tensorboard,
+    )
+
+
+def _choices(run: Run, reason: str) -> Iterator[str]:
+    """Yield the choices that the settings left open; ranks train together as they do for this `reason`."""
+    config, task, updater = run.config, run.task, run.updater
+    if config.freeze and config.freeze_update == config.updates:
+        yield f"heads are {config.freeze.kind} after the last update: the run ends with them, and nothing trains on"
+    if updater.graphed and config.graphs == "auto":
+        yield f"{config.batch_size} x {task.length:,} tokens are few: replayed as CUDA graphs (--graphs off for none)"
+    if in_group():
+        yield (
+            f"{updater.parallel.processes} processes ({updater.parallel.kind}: {reason}) share an update of "
+            f"{task.targets_per_update:,} tokens: each takes {updater.accumulation} of its {config.accumulation} "
+            f"micro-batches of {config.batch_size} windows"
+        )
+
+
+# --- updates and events
+
+
 def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
     config = run.config
@@ -65,8 +433,6 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
     report_between(run)
     while not run.finished():
-        if run.observer and run.updater.compiling:
-            run.say("compiling the model for the next update, which may take a minute or more ...")
         record = run.run_update()
         if run.proposer:
             run.proposer.observe(run.update, record["loss"])
@@ -74,7 +440,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
             run.controller_loss("periodic")
         periodic = config.save_every and run.update % config.save_every == 0
         finished = run.finished()
-        # Looked at once: a signal that comes while this line runs waits for the next update, which it then saves.
+        # Read once: a signal that comes while this line runs waits for the next update, which is then saved.
         stopping = run.updater.parallel.any(stop.requested) and not finished
         if not finished and (stopping or periodic or run.update in config.branch_updates):
             run.save()
@@ -89,14 +455,13 @@ def _train(run: Run, stop: "StopRequest") -> bool:
 
 
 def apply_due_events_(run: Run, *, saved: bool = False) -> None:
-    """Apply the events that are due, after a checkpoint of the state before them (unless `saved`: it is there).
+    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
 
     None is due where the run's budget leaves no update behind it. The place in the training data does not move.
     """
-    budget = run.budget_share()
+    budget, proposer = run.budget_share(), run.proposer
     if budget is not None and budget > 1:
         return
-    proposer = run.proposer
     while proposer and (events := proposer.propose(run.update)):
         if not saved:
             run.save()
@@ -130,6 +495,8 @@ def _apply_event_(run: Run, event: Event) -> Outcome:
         **losses,
     )
 
+
+# --- signals
 
 _HANGUP: int | None = getattr(signal, "SIGHUP", None)
 """Sent when the terminal of a run is closed; unknown to some platforms."""

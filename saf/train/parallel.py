@@ -1,7 +1,7 @@
-"""Ranks that train one model together: what an update calls and steps, and how ranks average, agree and stop.
+"""Ranks that train one model together: the model and optimiser that an update calls, and how ranks average and stop.
 
-`Parallel` is a process without others; `Replicas` hold the whole model each and average gradients (PyTorch's DDP);
-`Shards` hold a share of it each (FSDP2), and put it together (`whole`) for everything but updates.
+`Parallel` is one process; `Replicas` hold the whole model each and average gradients (PyTorch's DDP); `Shards` hold a
+share of it each (FSDP2), and gather it (`whole`) for everything but updates.
 """
 
 import copy
@@ -35,12 +35,12 @@ STATE_BYTES = 16
 
 @dataclass(frozen=True)
 class Engine:
-    """What an update calls and steps, of a model as it is at one moment."""
+    """The model and optimiser that updates call, until heads change."""
 
     forward: Callable[..., Any]
     """The model as updates call it: compiled, or itself."""
     module: nn.Module
-    """What has the parameters and their gradients."""
+    """The module that has the parameters and their gradients."""
     optimizer: AdamW
     compiles: bool
     """Whether the first call compiles."""
@@ -50,19 +50,19 @@ class Engine:
     """Context of all micro-batches of an update but the last: gradients stay with their rank."""
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to this norm of all of them together, and return what it was."""
+        """Scale gradients down to this norm of all of them together, and return the norm before."""
         return _full(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
 
 
 class Parallel:
-    """The ranks that make updates together, as an updater sees them: this class is a process without others."""
+    """The ranks that make updates together, as an updater sees them: this class is one process."""
 
     kind: ClassVar[str] = "none"
     """Its name in settings."""
     processes, rank = 1, 0
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Return what updates call from now on: the model as it is, its heads and shapes; earlier ones are void."""
+        """Return an engine for the model's present heads and shapes; earlier ones are void."""
         forward, compiles = _compiled(model, execution)
         return Engine(forward, model, optimizer, compiles)
 
@@ -87,19 +87,15 @@ class Parallel:
 
 
 class _Group(Parallel):
-    """Several ranks, which exchange messages."""
-
     def __init__(self):
         self.rank, self.processes = rank_and_size()
 
     def mean(self, value: Tensor) -> Tensor:
-        """Return the mean of a value over all ranks."""
         total = value.clone()
         distributed.all_reduce(total)
         return total / self.processes
 
     def any(self, flag: bool) -> bool:
-        """Return whether a flag is set on any rank."""
         raised = torch.tensor(int(flag))
         distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=gloo_group())
         return bool(raised)
@@ -115,11 +111,10 @@ class Replicas(_Group):
         self._wrapper: DistributedDataParallel | None = None
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Wrap the model anew: gradient buckets have the shapes that its parameters have now."""
         forward, compiles = _compiled(model, execution)
-        self._wrapper = None
+        self._wrapper = None  # a new one, whose gradient buckets have the parameters' present shapes
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
-        device, calling = execution.device, _Calling(model, forward)
+        device, calling = execution.device, _Callable(model, forward)
         # Without elements they get no gradient, which the wrapper would wait for.
         empty = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(calling, empty)
@@ -142,17 +137,16 @@ _BUFFERS_STAY: dict[str, Any] = {
 
 
 class Shards(_Group):
-    """Hold a share of every weight and moment; layers are put together while they compute (FSDP2).
+    """Hold a share of every weight and moment; layers are gathered while they compute (FSDP2).
 
-    The original model keeps its structure, and no weights: its parameters read as NaN but inside `whole`. A copy of it
-    is sharded and trained.
+    A sharded copy of the model is trained. The original keeps its structure without weights: its parameters are NaN
+    except inside `whole`.
     """
 
     kind: ClassVar[str] = "fsdp"
     _model: nn.Module
     _optimizer: AdamW
     _engine: Engine
-    """The newest, made of these."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -185,7 +179,7 @@ class Shards(_Group):
         own = _sharded_optimizer(optimizer, pairs, self._mesh)
         self._model, self._optimizer = model, optimizer
         forward, compiles = _compiled(sharded, execution)
-        if execution.by_layer:  # called through the module, whose hooks put together what no layer has
+        if execution.by_layer:  # called through the module, whose hooks gather embedding and norms
             sharded.forward, forward = forward, sharded
         self._engine = Engine(forward, sharded, own, compiles, gradients=self._gradients)
         self._free_()
@@ -220,7 +214,7 @@ class Shards(_Group):
                 self._optimizer.state[parameter] = {name: _full(value).clone() for name, value in state.items()}
 
     def _free_(self) -> None:
-        """Free the original weights and moments: what is read outside of `whole` is NaN."""
+        """Free the original weights and moments."""
         self._optimizer.state.clear()
         for parameter, _ in self._pairs():
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
@@ -269,12 +263,12 @@ def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Paramet
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Return a tensor put together from its shards, or itself."""
+    """Return a tensor gathered from its shards, or itself."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-class _Calling(nn.Module):
-    """Show a wrapper a model's parameters, and call what the model compiles to."""
+class _Callable(nn.Module):
+    """A module with a model's parameters whose forward pass is the compiled one."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]):
         super().__init__()
@@ -282,7 +276,6 @@ class _Calling(nn.Module):
         self._compute = (forward,)  # in a tuple, a module is not taken for a part of this one
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """Call it."""
         return self._compute[0](*inputs, **named)
 
 
@@ -314,10 +307,6 @@ def parallel_of(
 
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
     more than half of a GPU's memory: then "fsdp".
-
-    Raises:
-        InputError: "none" in a group of several processes, or another kind without a group.
-        UnsupportedError: Shards of what cannot be sharded.
     """
     processes = rank_and_size()[1]
     if kind == "none" and processes > 1:
@@ -326,7 +315,7 @@ def parallel_of(
         raise InputError(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
-    reason = "as asked"
+    reason = "as set"
     if kind == "auto":
         kind, reason = _pick(parameters, execution.device) if processes > 1 else ("none", "one process")
     if kind == "fsdp":

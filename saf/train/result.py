@@ -1,10 +1,10 @@
-"""result.json: the final numbers of a run, from its files and its last model."""
+"""result.json and the reports before it: the final numbers of a run, from its files and its last model."""
 
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -22,34 +22,36 @@ from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.run import Run
 
-REPORTS, REPORT = "reports", "report.json"
-"""Folder in a run's own with a folder for each update after which the model was judged, and its file of numbers."""
-
 
 def report_between(run: Run) -> None:
-    """Judge the model where the settings ask for it before the end, unless it was done before the run was resumed."""
-    folder = run.folder / REPORTS / f"update-{run.update}"
-    if run.update not in run.config.report_at or run.finished() or on_rank0((folder / REPORT).is_file):
+    """Report on the model where the settings ask for it before the end, unless it was done before a resumption."""
+    path = _report_path(run, run.update)
+    if run.update not in run.config.report_at or run.finished() or on_rank0(path.is_file):
         return
     with run.elapsed(None), run.updater.parallel.whole():
-        report = run.task.report(run.model, run.execution, folder=folder, checkpoints={"parent": run.parent_hash})
-        on_rank0(lambda: write_json(folder / REPORT, report))
+        checkpoints = {"parent": run.parent_hash}
+        report = run.task.report(run.model, run.execution, folder=path.parent, checkpoints=checkpoints)
+        on_rank0(lambda: write_json(path, report))
+
+
+def _report_path(run: Run, update: int) -> Path:
+    return run.folder / "reports" / f"update-{update}" / "report.json"
 
 
 def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it; every rank calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both totals, with and without
-    loading and compilation, and the parts. `lacks` says in words what of the run is not known.
+    loading and compilation, and the parts. `lacks` names in words the parts of the record that are not known.
 
     Raises:
         InputError: The run's time was over before the first update.
     """
-    final = on_rank0(lambda: latest(run.checkpoints))
-    if final is None or (run.config.time_budget_seconds is not None and run.update == run.start):
+    final, budget = on_rank0(lambda: latest(run.checkpoints)), run.config.time_budget_seconds
+    if final is None or (budget is not None and run.update == run.start):
         raise InputError(
-            f"time_budget_seconds={run.config.time_budget_seconds:g} must allow an update, and {run.elapsed.total:.1f} "
-            "s passed before the first one; allow more time, in another folder"
+            f"time_budget_seconds={budget:g} must allow an update, and {run.elapsed.total:.1f} s passed before the "
+            "first one; allow more time, in another folder"
         )
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}
@@ -64,21 +66,9 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     if config.freeze is not None and not events:
         warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=4)
     last = metrics[-max(1, min(100, config.updates // 20)) :]
-    heads = adapter_for(run.model).heads
-    frozen, pruned = (heads(kind).to_list() for kind in EDITED)
-    reports = _reports(run, report)
-    branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
-    head = result_header(
-        "run",
-        config.to_dict(),
-        device=run.execution.device_name,
-        checkpoints={
-            "parent": run.parent_hash,
-            "branch": checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None,
-            "final": checkpoint_hash(final),
-        },
-        data={"train": run.task.fingerprint, "report": run.task.fingerprint},
-    )
+    frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
+    reports = {update: report if update == run.update else _earlier_report(run, update) for update in config.report_at}
+    head = _header(run, final)
     head["provenance"] |= {
         "config_hash": config_hash(read_json(folder / "config.json")),
         "patterns_hash": _patterns_hash(events),
@@ -87,8 +77,6 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "seed": config.seed,
         "files": {name: file_hash(folder / name) for name in RECORDS if (folder / name).is_file()},
     }
-    own, every = range(run.start + 1, run.update + 1), config.eval_every
-    periodic = [line for line in read_lines(folder / "evaluations.jsonl") if line["when"] == "periodic"]
     result = {
         **head,
         "arm": arm(frozen=frozen, pruned=pruned, events=events),
@@ -97,17 +85,11 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
         "train_loss": fmean(line["loss"] for line in last) if last else None,
         **report,
-        "reports": reports,
+        "reports": {str(update): reports[update] for update in sorted(reports) if reports[update] is not None},
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.elapsed.record(),
-        "lacks": [
-            *_time_exceeded(run),
-            *_events_without_effect(run),
-            *(f"reports: none after update {each}" for each in config.report_at if str(each) not in reports),
-            *missing_lines(metrics, own, "metrics.jsonl"),
-            *missing_lines(periodic, [each for each in own if every and each % every == 0], "evaluations.jsonl"),
-        ],
+        "lacks": list(_missing(run, metrics, reports)),
         "intervention": intervention_record(events) if events else None,
         "checkpoint": str(final),
     }
@@ -115,16 +97,65 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _reports(run: Run, last: dict[str, Any]) -> dict[str, Any]:
-    """Return the reports that the settings ask for, by update; `last` is that of the end."""
-    paths = {update: run.folder / REPORTS / f"update-{update}" / REPORT for update in sorted(run.config.report_at)}
-    found = {update: read_json(path) for update, path in paths.items() if path.is_file()}
-    ending = {run.update: last} if run.update in paths else {}
-    return {str(update): report for update, report in sorted({**found, **ending}.items())}
+def _header(run: Run, final: Path) -> dict[str, Any]:
+    branch = None if run.config.freeze_update is None else run.checkpoints / step_name(run.config.freeze_update)
+    return result_header(
+        "run",
+        run.config.to_dict(),
+        device=run.execution.device_name,
+        checkpoints={
+            "parent": run.parent_hash,
+            "branch": checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None,
+            "final": checkpoint_hash(final),
+        },
+        data={"train": run.task.fingerprint, "report": run.task.fingerprint},
+    )
+
+
+def _earlier_report(run: Run, update: int) -> dict[str, Any] | None:
+    path = _report_path(run, update)
+    return read_json(path) if path.is_file() else None
+
+
+# --- parts of the record that are missing
+
+
+def warn_of_gaps(run: Run) -> None:
+    """Warn of lost parts of the record of the updates before the one that the run goes on from."""
+    updates = range(run.start + 1, run.update + 1)
+    lost = missing_lines(read_lines(run.folder / "metrics.jsonl"), updates, "metrics.jsonl")
+    for words in [*lost, *(words for event in run.events for words in event.lacks)]:
+        warnings.warn(f"{run.folder} lost a part of its record: {words}", SafWarning, stacklevel=3)
+
+
+def _missing(run: Run, metrics: list[dict[str, Any]], reports: dict[int, Any]) -> Iterator[str]:
+    """Yield in words the parts of the record that are not known, or that differ from what the settings ask for."""
+    budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
+    if used > 1.001 * budget:  # updates of the same work differ by a thousandth
+        yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
+    if run.changed and run.budget_share() is not None:
+        yield f"events: nothing trained on behind the event after update {run.update}, the last one"
+    # Schedules whose events come when the loss decides have none that must come.
+    if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
+        yield f"events: the run ended after update {run.update}, before all events of its schedule"
+    yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
+    own, every = range(run.start + 1, run.update + 1), run.config.eval_every
+    yield from missing_lines(metrics, own, "metrics.jsonl")
+    periodic = [line for line in read_lines(run.folder / "evaluations.jsonl") if line["when"] == "periodic"]
+    yield from missing_lines(periodic, [each for each in own if every and each % every == 0], "evaluations.jsonl")
+
+
+def missing_lines(lines: list[dict[str, Any]], due: Iterable[int], file: str) -> list[str]:
+    """Return a message about the due updates that have no line in a log; empty when all have.
+
+    >>> missing_lines([{"update": 1}, {"update": 4}], range(1, 6), "metrics.jsonl")
+    ['metrics.jsonl: no line of 3 updates, the first one 2']
+    """
+    missing = sorted({*due} - {line["update"] for line in lines})
+    return [f"{file}: no line of {len(missing)} updates, the first one {missing[0]}"] if missing else []
 
 
 def _why_nothing_froze(run: Run) -> str:
-    """Say why a run that was to freeze heads had no event."""
     if adapter_for(run.model).heads(*EDITED):
         return f"{run.folder} has lost {EVENTS}: heads are frozen or pruned, and how they were chosen is not known"
     if run.config.freeze_update is None:
@@ -135,46 +166,11 @@ def _why_nothing_froze(run: Run) -> str:
     )
 
 
-def _time_exceeded(run: Run) -> list[str]:
-    """Say that a run used more than the seconds of its budget: updates of the same work differ by a thousandth."""
-    budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
-    return [f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"] if used > 1.001 * budget else []
-
-
-def _events_without_effect(run: Run) -> list[str]:
-    """Say which events had no effect on training: one behind which nothing trained, and those that did not come.
-
-    Schedules whose events come when the loss decides have none that must.
-    """
-    lines = []
-    if run.changed and run.budget_share() is not None:
-        lines.append(f"events: nothing trained on behind the event after update {run.update}, the last one")
-    if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
-        lines.append(f"events: the run ended after update {run.update}, before all events of its schedule")
-    return lines
-
-
-def warn_of_gaps(run: Run) -> None:
-    """Warn of what a run lost of its record of the updates before the one that it goes on from."""
-    lost = missing_lines(
-        read_lines(run.folder / "metrics.jsonl"), range(run.start + 1, run.update + 1), "metrics.jsonl"
-    )
-    for what in [*lost, *(words for event in run.events for words in event.lacks)]:
-        warnings.warn(f"{run.folder} lost a part of its record: {what}", SafWarning, stacklevel=3)
-
-
-def missing_lines(lines: list[dict[str, Any]], due: Iterable[int], file: str) -> list[str]:
-    """Say which of the updates that are due have no line in a log; empty when all have.
-
-    >>> missing_lines([{"update": 1}, {"update": 4}], range(1, 6), "metrics.jsonl")
-    ['metrics.jsonl: no line of 3 updates, the first one 2']
-    """
-    missing = sorted({*due} - {line["update"] for line in lines})
-    return [f"{file}: no line of {len(missing)} updates, the first one {missing[0]}"] if missing else []
+# --- entries of result.json
 
 
 def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
-    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, and which they are."""
+    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, or of all."""
     timed = [line for line in metrics if line["update"] >= timed_from] or metrics
     if not timed:
         return None
@@ -187,7 +183,7 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
 def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     """Return the summary of a run's events, at least one: first update, heads in force, seconds by part, losses.
 
-    `loss_rise` adds up by how much each event raised the controller loss at once; None where no run measured them.
+    `loss_rise` adds up the immediate rises of the controller loss at each event; None where no run measured them.
     """
     seconds: dict[str, float] = {}
     around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
@@ -206,7 +202,7 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """Return the SHA-256 of what decides a run's outcome: model, training, freezing, data and parent."""
+    """Return the SHA-256 of the settings that decide a run's outcome: model, training, freezing, data and parent."""
     decisive = {name: config[name] for name in ("model", "train", "freeze")}
     decisive["data"] = config["data"]["fingerprint"]
     decisive["parent"] = config["parent"]["hash"] if config["parent"] else None
@@ -216,5 +212,5 @@ def config_hash(config: dict[str, Any]) -> str:
 def _patterns_hash(events: list[EventRecord]) -> str | None:
     """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
     hashes = [event.tensors_hash() for event in events if event.undone_by is None]
-    found = [each for each in hashes if each is not None]
-    return hashlib.sha256("".join(found).encode()).hexdigest() if len(found) > 1 else next(iter(found), None)
+    known = [each for each in hashes if each is not None]
+    return hashlib.sha256("".join(known).encode()).hexdigest() if len(known) > 1 else next(iter(known), None)

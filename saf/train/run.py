@@ -1,11 +1,11 @@
-"""A training run from its start to its end: what it holds, when it is finished, and everything that it writes."""
+"""`Run` is the state of a training run: its progress through the budget, its next update, and the files it writes."""
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,20 +23,18 @@ from saf.tasks import Task
 from saf.train.config import TrainConfig
 from saf.train.events import GRADIENT
 from saf.train.logs import Elapsed, Observer
-from saf.train.step import Updater, learning_rate, rewarmed
+from saf.train.step import Updater, learning_rate
 
-CHECKPOINTS = "clock.jsonl"
+CHECKPOINT_LOG = "clock.jsonl"
 """A line for each checkpoint of a run, also of those removed since: its hash and the elapsed seconds."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """One training; only rank 0 of several writes."""
+    """One training run; of several ranks only rank 0 writes."""
 
     config: TrainConfig
     folder: Path
-    lock: AbstractContextManager[object] | None
-    """Held while the run goes on; None on a rank that writes nothing."""
     execution: Execution
     task: Task
     model: GPT
@@ -44,18 +42,20 @@ class Run:
     proposer: Proposer | None
     """Decides when events come; None for a run that changes no heads."""
     elapsed: Elapsed
-    observer: Observer | None
-    """Writes logs and shows progress; None on a rank that writes nothing."""
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
+    observer: Observer | None = None
+    """Writes logs and shows progress; None on a rank that writes nothing."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
     peak_memory: int | None = None
     """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
-    """Seconds of the newest updates since heads changed. The longest of them is what the next one is expected to take:
-    an average would be exceeded by every second one, and a time budget with it."""
+    """Seconds of the newest updates since heads changed. A time budget expects the next one to take as long as the
+    longest of them: every second update would exceed an average."""
+    guard_sequences: ClassVar[None] = None
+    """Events are recorded with their cost, and never refused for it."""
 
     @property
     def update(self) -> int:
@@ -83,10 +83,6 @@ class Run:
         return read_events(self.folder)
 
     @property
-    def guard_sequences(self) -> None:
-        """None: the cost of an event is recorded, and never refused."""
-
-    @property
     def timed_from(self) -> int:
         """The first update whose time and memory count: past the newest event, compilation and cold caches.
 
@@ -96,7 +92,7 @@ class Run:
         begin = begin if begin < self.config.updates else self.start
         return begin + 1 + untimed_updates(self.config.updates - begin)
 
-    # --- how far it is
+    # --- updates
 
     def budget_share(self) -> float | None:
         """Return the share of the run's own budget that is used once the next update is done; None without one."""
@@ -113,7 +109,10 @@ class Run:
         return self.update >= self.config.updates if share is None else share > 1
 
     def next_learning_rate(self) -> float:
-        """Return the learning rate of the next update; a budget stretches what is left of the schedule over itself."""
+        """Return the learning rate of the next update; a budget stretches the rest of the schedule over itself.
+
+        After an event it rises again from zero, over `rewarm_updates`.
+        """
         config = self.config
 
         def progress_of(update: int) -> float:
@@ -125,8 +124,9 @@ class Run:
             begin = max(progress_of(self.start), 0.0)
             progress = begin + (1 - begin) * min(share, 1.0)
         rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
-        since = None if self.heads_changed is None else self.update - self.heads_changed
-        return rate * rewarmed(since, over=config.rewarm_updates)
+        if self.heads_changed is None or config.rewarm_updates == 0:
+            return rate
+        return rate * min((self.update - self.heads_changed + 1) / config.rewarm_updates, 1.0)
 
     def run_update(self) -> dict[str, Any]:
         """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
@@ -134,6 +134,8 @@ class Run:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         rate, compiling = self.next_learning_rate(), self.updater.compiling
+        if compiling:
+            self.say("compiling the model for the next update, which may take a minute or more ...")
         with self.elapsed("compile" if compiling else "train"):
             done = self.updater.update(rate)
         if not compiling:
@@ -146,10 +148,10 @@ class Run:
             self.observer.updated(record, compiled=compiling)
         return record
 
-    # --- what it writes
+    # --- logs and checkpoints
 
     def say(self, text: str) -> None:
-        """Show people a line about this moment of the run."""
+        """Show a line about this moment of the run."""
         if self.observer:
             self.observer.progress.say(f"update {self.update}: {text}")
 
@@ -169,16 +171,12 @@ class Run:
         line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
         return on_rank0(lambda: append_event(self.folder, event.kind, line, tensors).number)
 
-    def save(self) -> Path:
-        """Save a checkpoint, unless it is there already, and remove the oldest ones; every rank calls this.
-
-        Raises:
-            CheckpointError: There is no room for it.
-        """
+    def save(self) -> None:
+        """Save a checkpoint, unless it is there already, and remove the oldest ones; every rank calls this."""
         path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
         # Rank 0 looks for all: on a disk that machines share, others may see later what it has written.
         if on_rank0(path.exists):
-            return path
+            return
         with self.elapsed("checkpoint"):
             state = {
                 "update": self.update,
@@ -193,18 +191,18 @@ class Run:
                 **self.task.state(self.update),
             }
             if self.observer:
-                self.observer.sync()  # a checkpoint counts on what came before it
+                self.observer.sync()  # a checkpoint counts on the logs before it
             engine = self.updater.engine
             saved = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
-            on_rank0(lambda: self._saved(path, saved))
-        return path
+            on_rank0(lambda: self._log_checkpoint(path, saved))
 
-    def _saved(self, path: Path, saved: str) -> None:
-        """Remove checkpoints that need not be kept, and log the newest one, of this hash."""
+    def _log_checkpoint(self, path: Path, saved: str) -> None:
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
-        append_line(self.folder / CHECKPOINTS, line)
+        append_line(self.folder / CHECKPOINT_LOG, line)
+
+    # --- failures
 
     def last_good(self) -> str:
         """Return a sentence that says from which checkpoint to go on after an error."""
@@ -215,7 +213,7 @@ class Run:
 
     @contextmanager
     def full_disk_explained(self, files: str) -> Iterator[None]:
-        """Turn an error about a full disk into one that says what is lost and how to go on."""
+        """Raise CheckpointError, which says how to go on, in place of an error about a full disk."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""One optimiser update: AdamW and its learning rate, micro-batches, CUDA graphs, and the memory that it takes.
+"""One optimiser update: AdamW, its learning rate, micro-batches, CUDA graphs, and the memory that an update needs.
 
 A run makes its updates by `Updater`, and so does a benchmark without any run.
 """
@@ -31,10 +31,7 @@ from saf.train.parallel import STATE_BYTES, Engine, Parallel
 
 
 def build_optimizer(model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1) -> AdamW:
-    """Return the paper's AdamW: matrices decay (the tied embedding is one), vectors do not.
-
-    Each update sets the learning rate. The fused kernel skips an update on the device when a value is not finite.
-    """
+    """Return the paper's AdamW: matrices decay (the tied embedding is one), vectors do not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -61,17 +58,6 @@ def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmu
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * decay)))
 
 
-def rewarmed(since: int | None, *, over: int) -> float:
-    """Return the share of the scheduled rate for the next update, `since` updates after the newest event.
-
-    It rises linearly over `over` updates; without an event, or over none, it is the whole rate.
-
-    >>> [rewarmed(since, over=4) for since in (None, 0, 3, 4)]
-    [1.0, 0.25, 1.0, 1.0]
-    """
-    return 1.0 if since is None or over == 0 else min((since + 1) / over, 1.0)
-
-
 def step_if_finite_(optimizer: AdamW, watched: Tensor) -> None:
     """Step unless a watched value is not finite; weights, moments and step counts then stay as they are.
 
@@ -93,15 +79,15 @@ class UpdateResult(NamedTuple):
     grad_norm: float
     """Norm of the gradient before it was clipped."""
     seconds: float
-    """What the host waited, the step's own work on the device left out."""
+    """Seconds that the host waited, without the step's own work on the device."""
 
 
 @dataclass(kw_only=True)
 class Updater:
     """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
 
-    Several ranks make an update together, each of its share of the micro-batches, and all get the same outcome. Call
-    `compile_` whenever heads were frozen or made live again.
+    Several ranks make an update together, each of its share of the micro-batches, and all get the same result. Call
+    `compile_` whenever heads change.
     """
 
     model: nn.Module
@@ -113,15 +99,15 @@ class Updater:
     clip: float
     """Largest gradient norm; larger gradients are scaled down to it."""
     gradient: QKGradient | None = None
-    """Fed after every backward pass; None when no score reads it."""
+    """Average of Q/K gradients, updated after every backward pass; None when no score reads it."""
     done: int = 0
     """Updates done since the model's beginning."""
     parallel: Parallel = field(default_factory=Parallel)
     """The ranks that make updates together."""
     graphed: bool = False
-    """Whether micro-batches are replayed as CUDA graphs; `check_graphs` says where they cannot be."""
+    """Whether micro-batches are replayed as CUDA graphs."""
     engine: Engine = field(init=False)
-    """What updates call and step."""
+    """The model and optimiser that updates call."""
     micro_batch: Callable[[Tensor, Tensor], Tensor] = field(init=False)
     """Adds the gradients of a micro-batch, given inputs and targets, and returns its share of the mean loss."""
     targets: Tensor = field(init=False)
@@ -134,7 +120,7 @@ class Updater:
         self.compile_()
 
     def compile_(self) -> None:
-        """Prepare for the model as it is now; a compiled one compiles in its first update."""
+        """Prepare for the model's present heads; a compiled one compiles in its next update."""
         if self.graphed:
             check_graphs(self.execution, self.parallel.kind, trained_patterns=trains_patterns(self.model))
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
@@ -190,7 +176,6 @@ class Updater:
         return total
 
     def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Add the gradients of a micro-batch's share of the mean loss and return that share, on the device."""
         share = (targets != NO_TARGET).sum() / self.targets
         with self.execution.autocast():
             loss = self.engine.forward(inputs, targets=targets)
@@ -242,7 +227,7 @@ def padded_length(length: int, longest: int | None = None) -> int:
 
 
 def graphs_unsupported(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool) -> str | None:
-    """Return why micro-batches cannot be captured, and what to do; None where they can."""
+    """Return the reason why micro-batches cannot be captured, or None; `kind` is of their `Parallel`."""
     reasons = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
         "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
@@ -254,7 +239,7 @@ def graphs_unsupported(execution: Execution, kind: str, *, trained_patterns: boo
 
 
 def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
-    """Raise UnsupportedError for updates whose micro-batches cannot be captured; `kind` is of their `Parallel`."""
+    """Raise UnsupportedError where micro-batches cannot be captured."""
     reason = graphs_unsupported(execution, kind, trained_patterns=trained_patterns, many_lengths=many_lengths)
     if reason is not None:
         raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {reason}")
@@ -263,16 +248,15 @@ def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, man
 class GraphedPasses:
     """Replay a captured forward and backward pass for each shape of micro-batches.
 
-    The first micro-batch runs as it is and shows which parameters have gradients, which are then added up in memory
+    The first micro-batch runs uncaptured and shows which parameters have gradients, which are then added up in memory
     that stays. Later ones are padded on the right, where causal attention does not look and nothing is a target; a
     compiled pass, one program a shape, is not padded. Graphs read weights and tables where they lie: make another
     object after an event.
     """
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor], model: nn.Module, device: torch.device, *, pads: bool):
-        self._run, self._model, self._device = run, model, device
-        self._longest = longest_input(model)
-        self._pads, self._pool = pads, GraphPool()
+        self._run, self._model, self._device, self._pads = run, model, device, pads
+        self._longest, self._pool = longest_input(model), GraphPool()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, GraphReplay]] = {}
         """By the shape of micro-batches, with the memory that each reads."""
@@ -283,7 +267,10 @@ class GraphedPasses:
             loss = self._run(inputs, targets)
             self._gradients = {p: torch.empty_like(p) for p in self._model.parameters() if p.grad is not None}
             return loss
-        self._attach_gradients()
+        for parameter, own in self._gradients.items():  # graphs add to this memory, whatever it holds
+            if parameter.grad is not own:
+                own.zero_() if parameter.grad is None else own.copy_(parameter.grad)
+                parameter.grad = own
         count, length = inputs.shape
         shape = count, padded_length(length, self._longest) if self._pads else length
         if shape not in self.graphs and len(self.graphs) == MOST_GRAPHS:
@@ -297,13 +284,6 @@ class GraphedPasses:
         replay()
         return replay.outcome
 
-    def _attach_gradients(self) -> None:
-        """Let gradients lie where graphs add to them, with their values: zero where there are none."""
-        for parameter, own in self._gradients.items():
-            if parameter.grad is not own:
-                own.zero_() if parameter.grad is None else own.copy_(parameter.grad)
-                parameter.grad = own
-
     def _capture(self, inputs: Tensor, targets: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, GraphReplay]:
         """Return a graph of a shape with its inputs and targets; gradients are afterwards what they were."""
         own_inputs, own_targets = inputs.new_empty(shape), targets.new_empty(shape)
@@ -311,7 +291,7 @@ class GraphedPasses:
         _fill_(own_targets, targets, NO_TARGET)
         before = [own.clone() for own in self._gradients.values()]
         # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one; and
-        # what passes without a graph hold of the device would lie beside the graphs' own memory, unused.
+        # memory that passes without a graph hold would lie beside the graphs' own, unused.
         gc.collect()
         torch.cuda.empty_cache()
         with for_graphs(self._model):
@@ -332,30 +312,44 @@ def _fill_(memory: Tensor, rows: Tensor, padding: int) -> None:
 
 # --- memory
 
-COPY_BYTES = 2
-"""Bytes a parameter: the copy in 16 bits that autocast keeps through a micro-batch."""
-ACTIVATION_BYTES, LOGIT_BYTES = 24, 8
-"""Bytes a token, layer and channel, and bytes a logit of those held at once: the remainder of measured peaks on an
-H200, of 1B at 1 and 2 x 8,192 tokens and of 124M at 8 x 4,096 (results/bench), within 4%."""
+LOGIT_BYTES = 8
+"""Bytes of a logit with its gradient."""
+CERTAIN_SHARE = 2 / 3
+"""Share of the estimate that an update certainly takes. Peaks measured on an H200 are 0.98 to 1.03 of it for
+1B and 124M (results/bench), 0.9 for 8 layers of 512 channels (results/small-75M), 0.75 with half its heads pruned."""
 
 
-def peak_bytes(shape: GPTConfig, tokens: int) -> float:
-    """Return the peak memory of updates of an ordinary model with `tokens` in a micro-batch, on one GPU."""
-    activations = ACTIVATION_BYTES * tokens * shape.num_layers * shape.hidden_size
-    return (STATE_BYTES + COPY_BYTES) * shape.num_parameters + activations + logit_bytes(shape, tokens)
+class UpdateMemory(NamedTuple):
+    """Bytes of an update's memory on one device."""
+
+    state: float
+    """Weights, gradients and moments."""
+    activations: float
+    """Activations and logits of a micro-batch, and copies of weights."""
+
+    @property
+    def total(self) -> float:
+        """The peak."""
+        return self.state + self.activations
 
 
-def logit_bytes(shape: GPTConfig, tokens: int) -> float:
-    """Return the bytes of the logits held at once, and of their gradient."""
-    return LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+def update_memory(
+    shape: GPTConfig, tokens: int, *, precision: str = "bf16", recomputes: bool = False, shards: int = 1
+) -> UpdateMemory:
+    """Estimate the memory of updates of an ordinary model with `tokens` in a micro-batch.
 
-
-def update_bytes_on_cpu(shape: GPTConfig, execution: Execution, tokens: int) -> tuple[int, int]:
-    """Return lower bounds of an update's memory on a CPU: weights with moments, and activations.
-
-    A layer keeps its norms', projections' and MLP's inputs and outputs for the backward pass: 8 + 2 mlp_ratio widths a
-    token (19 to 23 measured, of 16). Of compiled code, which keeps what its compiler chooses, one layer is certain.
+    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
+    an equal share of the state and gathers a layer at a time, with the next one.
     """
-    layers = 1 if execution.activation_checkpointing or execution.compile else shape.num_layers
-    width = (8 + 2 * shape.mlp_ratio) * shape.hidden_size * (2 if execution.precision == "bf16" else 4)
-    return STATE_BYTES * shape.num_parameters, int(tokens * layers * width)
+    itemsize, widths = 2 if precision == "bf16" else 4, 4 + 2 * shape.mlp_ratio
+    of_layer = widths * shape.hidden_size**2
+    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
+        rest = shape.num_parameters - shape.num_layers * of_layer
+        copies = (2 * itemsize + 4) * of_layer + 2 * 4 * rest
+    else:  # autocast keeps 16-bit copies through a micro-batch
+        copies = 2 * shape.num_parameters if precision == "bf16" else 0
+    layer = widths * itemsize * tokens * shape.hidden_size
+    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
+    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+    layers = layer + inputs if recomputes else layer * shape.num_layers
+    return UpdateMemory(STATE_BYTES * shape.num_parameters / shards, layers + logits + copies)

@@ -180,7 +180,7 @@ def test_resuming_where_no_run_is_says_so(data, tmp_path):
 
 def test_a_model_that_memory_cannot_hold_is_refused_with_the_numbers(data, tmp_path):
     shape = ("--model-overrides", "num_layers", 1, "num_heads", 2, "hidden_size", 16, "mlp_ratio", 10**9)
-    with pytest.raises(InputError, match=r"training needs about [\d.,]+ GB of memory .*, got [\d.,]+ GB free"):
+    with pytest.raises(InputError, match=r"training needs about [\d.,]+ GiB of memory .*, got [\d.,]+ GiB free"):
         parse("--data", data, "--out", tmp_path / "run", *SMALL, *shape).run()
     assert not (tmp_path / "run").exists()
 

@@ -77,23 +77,17 @@ def test_what_kills_left_is_cleared_and_a_folder_moved_aside_comes_back(tmp_path
     assert names(tmp_path) == ["c", "d"]
 
 
-def test_one_process_holds_a_folder(tmp_path):
-    with lock_folder(tmp_path), pytest.raises(InputError, match="another process trains in"):
-        lock_folder(tmp_path)
-    with lock_folder(tmp_path):
-        pass
-
-
-def test_one_process_holds_the_name_of_a_folder_to_come(tmp_path):
+def test_one_process_holds_a_folder_or_a_name(tmp_path):
     busy = DataError("busy")
-    with (
-        locked_beside(tmp_path / "a", busy),
-        pytest.raises(DataError, match="busy"),
-        locked_beside(tmp_path / "a", busy),
+    for lock, error in (
+        (lambda: lock_folder(tmp_path), InputError),
+        (lambda: locked_beside(tmp_path / "a", busy), DataError),
     ):
-        pytest.fail("the second got in")
-    with locked_beside(tmp_path / "a", busy):
-        pass
+        with lock(), pytest.raises(error), lock():
+            pytest.fail("the second got in")
+        with lock():
+            pass
+    assert names(tmp_path) == [".lock"]
 
 
 def test_a_manifest_names_the_file_that_was_changed(tmp_path):

@@ -13,7 +13,6 @@ import torch
 import saf.checkpoint as checkpoint
 import saf.train.events as events
 import saf.train.loop as loop
-import saf.train.start as start
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines
@@ -31,7 +30,6 @@ CASES = {
     "frozen": {"freeze": FREEZE},
     "trainable": {"freeze": FreezeConfig(rate=0.25, max_fit_kl=10.0, trainable=True)},
     "gradients": {"freeze": FreezeConfig(rate=0.25, max_fit_kl=10.0, score="qk_gradient")},
-    "pruned": {"freeze": FreezeConfig(rate=0.25, operation="prune")},
     "no heads in a layer": {"freeze": FreezeConfig(operation="prune", heads=[(1, head) for head in range(4)])},
     "exponential": {"freeze": FreezeConfig(rate=0.5, storage="exponential", max_fit_kl=9), "length": 160},
 }
@@ -40,17 +38,14 @@ CASES = {
 @pytest.mark.parametrize(
     ("case", "owner", "name", "call"),
     [
-        ("ordinary", Run, "run_update", 2),
         ("ordinary", checkpoint, "write_manifest", 3),
         ("random windows", Run, "run_update", 12),
-        ("frozen", Run, "run_update", 5),
         ("frozen", events, "freeze_", 1),
         ("frozen", Run, "record_event", 1),
         ("frozen", Run, "run_update", 7),
         ("frozen", loop, "finish", 1),
         ("trainable", Run, "run_update", 11),
         ("gradients", Run, "run_update", 5),
-        ("pruned", events, "freeze_", 1),
         ("no heads in a layer", Run, "run_update", 8),
         ("exponential", Run, "run_update", 11),
     ],
@@ -150,15 +145,15 @@ def test_lost_records_are_named(settings):
 
 
 def test_a_folder_belongs_to_one_run_and_one_process(settings, outcome, monkeypatch):
-    config, real = settings(updates=2), start.check_freeze
+    config, real = settings(updates=2), loop.check_freeze
 
     def slow(*arguments):
         """Let another process, which found the folder empty too, begin and end its run meanwhile."""
-        monkeypatch.setattr(start, "check_freeze", real)
+        monkeypatch.setattr(loop, "check_freeze", real)
         pretrain(settings(updates=2, seed=5))
         return real(*arguments)
 
-    monkeypatch.setattr(start, "check_freeze", slow)
+    monkeypatch.setattr(loop, "check_freeze", slow)
     with pytest.raises(InputError, match="holds a run by now"):
         pretrain(config)
     assert read_json(Path(config.out, "config.json"))["settings"]["seed"] == 5
