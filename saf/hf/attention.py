@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from saf.errors import SafWarning, UnsupportedError, shown
 from saf.heads import HeadLayout
-from saf.hf.cache import check_offloading, filled, prepare
+from saf.hf.cache import StateLayer, check_offloading, filled, prepare
 from saf.hf.families import Family
 from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
 from saf.models.adapter import Removed, Sink, hooked
@@ -109,8 +109,8 @@ def layout_of(attention: Any) -> HeadLayout:
     return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
 
 
-def _before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
-    """Check the attention function and hooks, and fit the cache."""
+def _before_pass(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Check the attention function and hooks, and fit the cache; `attend` gets its layer where that keeps a state."""
     state, name = module.saf, module.config._attn_implementation
     if not state.layout.ordinary and name != NAME:
         raise UnsupportedError(
@@ -126,7 +126,10 @@ def _before_pass(module: Any, _: Any, options: dict[str, Any]) -> None:
     if (past := options.get("past_key_values")) is not None:
         if getattr(past, "offloading", False):
             check_offloading(next(module.parameters()).device)
-        prepare(past, module.layer_idx, state.layout, state.everywhere)
+        own = prepare(past, module.layer_idx, state.layout, state.everywhere, state.frozen, state.frozen_layout)
+        if own is not None:
+            return arguments, options | {"state_layer": own}
+    return None
 
 
 def _check_weights(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -181,12 +184,14 @@ def attend(
     output_attentions: bool = False,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    state_layer: StateLayer | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
     `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the stored KV heads, cached tokens first;
-    `attention_mask` as `padding_mask` returns it; `position_ids [B or 1, Tq]`. Returns `[B, Tq, H, D]`.
+    `attention_mask` as `padding_mask` returns it; `position_ids [B or 1, Tq]`. `state_layer` is
+    the layer's own in a cache, where it keeps a recurrent state. Returns `[B, Tq, H, D]`.
 
     Raises UnsupportedError for dropout, attention weights as output, other masks, and a window shorter than the input
     where heads are frozen or measured; InputError for inputs longer than the patterns.
@@ -197,7 +202,7 @@ def attend(
     if output_attentions:
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
     if isinstance(attention_mask, Beginning):
-        key, value = filled(key, value, query.shape[-2], layout_of(module))
+        key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
         attention_mask = attention_mask.mask
     documents = attention_mask if isinstance(attention_mask, Documents) else None
     positions = attention_mask if isinstance(attention_mask, CachePosition) else None
@@ -218,7 +223,10 @@ def attend(
             check_positions(position_ids, real, total)
     ordinary = {"window": sliding_window, "soft_cap": softcap}
     left_pad = None if mask is None else first_real(mask)
-    mix = partial(_mix, state, {"scale": scaling, "left_pad": left_pad, "cache_position": positions}, ordinary)
+    options: dict[str, Any] = {"scale": scaling, "left_pad": left_pad, "cache_position": positions}
+    if state_layer is not None:
+        options["state"] = state_layer.state()
+    mix = partial(_mix, state, options, ordinary)
     output = mix(query, key, value) if documents is None else documents.attend(mix, query, key, value)
     return output.transpose(1, 2), None
 
@@ -245,14 +253,13 @@ def _mix(
     parts, layout = [], state.layout
     if layout.num_live:
         slots = layout.kv_head[: layout.num_live]
-        if positions is not None:
+        if positions is not None or options.get("state") is not None:
             slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
         own = {"scale": scale, "left_pad": left_pad, "visible": visible, "kernel": state.kernel, **ordinary}
         parts.append(live_heads(query, key, value, slots, **own))
     if state.frozen is not None:
-        parts.append(
-            frozen_attention(value, state.frozen, left_pad=left_pad, cache_position=positions, rows=query.shape[-2])
-        )
+        own = {name: options[name] for name in options if name != "scale"}
+        parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **own))
     if not parts:
         return query  # of no heads
     return parts[0] if len(parts) == 1 else join_heads(*parts)
@@ -281,7 +288,9 @@ def forward_without_queries(
     # Of a fused projection the rows of values are all that is left.
     value = family.module(module, "value")(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
     rows = value.shape[-2]
-    if past_key_values is not None:
+    if past_key_values is not None and "state_layer" in rest:
+        _, value = past_key_values.update(value[:, :0], value, module.layer_idx)
+    elif past_key_values is not None:
         counted = value if heads else hidden_states[:, None, :, :1]
         counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
         value = counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)

@@ -1,11 +1,13 @@
 """Caches of transformers beside frozen heads.
 
 A growing cache stores as many key and value heads as a layer passes to it. A `StaticCache` allocates equally many of
-both, so layers with other numbers get a `Room` in it. Frozen heads keep no keys unless a live head of their group reads
-them.
+both, so layers with other numbers get a layer of their own in it, `FixedLayer`. Frozen heads keep no keys unless a live
+head of their group reads them. Of those with exponential patterns a `GrowingLayer` or `FixedLayer` keeps a recurrent
+state; their values stay only for other heads of their groups.
 """
 
 import importlib.metadata
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch import Tensor
 
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
+from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import cached_order, take_heads
+from saf.ops.linear.recurrent import RecurrentState
 
 NO_WINDOWS = "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
 NOT_QUANTISED = "a quantised cache needs a live head in every layer; use another cache, or limit max_per_layer"
@@ -26,32 +30,55 @@ STREAMS_WAIT = (5, 20)
 """transformers whose offloading stream waits for the device; before, copies raced and tokens were wrong (log)."""
 
 
-def prepare(past_key_values: Any, index: int, layout: HeadLayout, everywhere: tuple[HeadLayout, ...] | None) -> None:
-    """Fit a cache to what layer `index` keeps, before its pass: a `Room` in one of fixed size.
+def prepare(
+    past_key_values: Any, index: int, layout: HeadLayout, everywhere: tuple[HeadLayout, ...] | None,
+    frozen: FrozenHeads | None, patterns: Tensor | None,
+) -> "StateLayer | None":  # fmt: skip
+    """Fit a cache to what layer `index` keeps, before its pass; return its own layer where that keeps a state.
 
-    `everywhere` holds the heads of all layers. Raises UnsupportedError for a cache that was filled beside other heads,
-    a quantised one of a layer without keys, and one of fixed size with windows.
+    `everywhere` holds the heads of all layers, `patterns` digests of this one's. Raises UnsupportedError for a cache
+    that was filled beside other heads, a quantised one of a layer without keys, and one of fixed size with windows.
     """
     if (layers := getattr(past_key_values, "layers", None)) is None:
-        return
+        return None
     _check_filled(past_key_values, index, everywhere)
+    add = getattr(past_key_values, "layer_class_to_replicate", None)
+    while add is not None and len(layers) <= index:
+        layers.append(add())
     if index >= len(layers):
-        return
-    layer, keys, values = layers[index], len(layout.rows["key"]), len(layout.rows["value"])
+        return None
+    layer = layers[index]
     if is_quantised(layer) and not layout.num_live:
         raise UnsupportedError(NOT_QUANTISED)
-    if not hasattr(layer, "max_cache_len"):
-        return
-    if any(past_key_values.is_sliding):
+    if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
         raise UnsupportedError(NO_WINDOWS)
     # The layer's class is not tested, which compiled code would guard.
-    if (own := getattr(layer, "layout", None)) is not None:
-        if own is not layout and own != layout:
-            raise UnsupportedError(OTHER_HEADS)
-    elif keys != values or not layout.num_live:
-        if layer.is_initialized:
-            raise UnsupportedError("frozen heads need a fixed-size cache without early_initialization")
-        layers[index] = _room_class()(layer.max_cache_len, layout)
+    own = getattr(layer, "layout", None)
+    if own is None:
+        layers[index] = layer = _own_layer(layer, layout, frozen, patterns)
+    elif own is not layout and own != layout:
+        raise UnsupportedError(OTHER_HEADS)
+    if getattr(layer, "heads", None) is None:
+        return None
+    layer.check_patterns(patterns)
+    return layer
+
+
+def _own_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> Any:
+    """Return a layer of a cache, or in its place one that fits what an attention layer keeps.
+
+    A cache that is first filled while gradients are recorded keeps values.
+    """
+    fixed, stock = hasattr(layer, "max_cache_len"), type(layer).__name__ in ("DynamicLayer", "StaticLayer")
+    if frozen is not None and frozen.linear and stock and not (layer.is_initialized or torch.is_grad_enabled()):
+        if fixed:
+            return _fixed_class()(layer.max_cache_len, layout, frozen, patterns)
+        return _growing_class()(layout, frozen, patterns)
+    if not fixed or (len(layout.rows["key"]) == len(layout.rows["value"]) and layout.num_live):
+        return layer
+    if layer.is_initialized:
+        raise UnsupportedError("frozen heads need a fixed-size cache without early_initialization")
+    return _fixed_class()(layer.max_cache_len, layout)
 
 
 def _check_filled(past_key_values: Any, index: int, heads: tuple[HeadLayout, ...] | None) -> None:
@@ -77,18 +104,13 @@ def check_offloading(device: torch.device) -> None:
         raise UnsupportedError(f"an offloaded cache on a GPU needs transformers 5.20, got {version}")
 
 
-def filled(key: Tensor, value: Tensor, count: int, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-    """Return the first `count` places of a cache of fixed size, value heads in the layer's own order."""
+def filled(key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state: bool) -> tuple[Tensor, Tensor]:
+    """Return the first `count` places of a cache of fixed size; without a state value heads in the layer's order."""
     value = value[:, :, :count]
-    if (order := _value_order(layout)) is not None:
+    order = cached_order(layout.kv_head, layout.num_frozen)
+    if not (state or order == tuple(range(len(order)))):
         value = take_heads(value, tuple(order.index(head) for head in range(len(order))))
     return key[:, :, :count], value
-
-
-def _value_order(layout: HeadLayout) -> tuple[int, ...] | None:
-    """Return the order of a layer's values in a cache of fixed size; None for their own."""
-    order = cached_order(layout.kv_head, layout.num_frozen)
-    return None if order == tuple(range(len(order))) else order
 
 
 def is_quantised(layer: Any) -> bool:
@@ -97,7 +119,7 @@ def is_quantised(layer: Any) -> bool:
 
 
 def cache_bytes(past_key_values: Any) -> int:
-    """Return the bytes of the keys and values in a cache of transformers, wherever they are.
+    """Return the bytes of the keys, values and recurrent states in a cache of transformers, wherever they are.
 
     A cache of fixed size counts all of its places. Raises UnsupportedError for a quantised one.
     """
@@ -105,20 +127,135 @@ def cache_bytes(past_key_values: Any) -> int:
         raise InputError(f"expected a cache of transformers, such as DynamicCache; got {shown(past_key_values)}")
     if any(map(is_quantised, past_key_values.layers)):
         raise UnsupportedError("the bytes of a quantised cache are not known; use torch.cuda.memory_allocated")
-    states = [tensor for layer in past_key_values.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in states)
+    names = ("keys", "values", "ring", "sums")
+    states = [getattr(layer, name, None) for layer in past_key_values.layers for name in names]
+    return sum(tensor.numel() * tensor.element_size() for tensor in states if tensor is not None)
+
+
+class StateLayer:
+    """What layers of both kinds of caches have in common: which values they keep, and a state of linear heads.
+
+    Attributes:
+        order: the value heads kept, in order; None for all in the layer's own order.
+        heads: `FrozenHeads.state_sizes`; None without linear heads.
+        value: `[B, H_kv, rows, D]`, the new values of all heads during a pass.
+    """
+
+    ring: Tensor | None = None
+    sums: Tensor | None = None
+    value: Tensor | None = None
+
+    def describe(self, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> None:
+        """Set what is kept."""
+        self.layout, self.patterns = layout, patterns
+        self.heads = None if frozen is None else frozen.state_sizes()
+        order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
+        self.order = None if order == tuple(range(len(layout.rows["value"]))) else order
+
+    def check_patterns(self, patterns: Tensor | None) -> None:
+        """Raise UnsupportedError where patterns changed since the state was filled."""
+        same = patterns is self.patterns or torch.compiler.is_compiling()
+        if not same and (patterns is None or self.patterns is None or not torch.equal(patterns, self.patterns)):
+            raise UnsupportedError(OTHER_HEADS)
+
+    def take(self, value: Tensor) -> Tensor:
+        """Hold new values `[B, H_kv, rows, D]` for the pass, and return those that the cache keeps."""
+        if self.heads is not None:
+            self.value = value
+            if self.ring is None:
+                self.ring, self.sums, _ = RecurrentState.empty(value, self.heads)
+        if self.order is None:
+            return value
+        return take_heads(value, self.order) if self.order else value[:, :0]
+
+    def state(self) -> RecurrentState:
+        """Return the state and the new values, once a pass."""
+        assert self.ring is not None
+        assert self.sums is not None
+        assert self.value is not None
+        value, self.value = self.value, None
+        return RecurrentState(self.ring, self.sums, value)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace the state by that of other sequences."""
+        if self.ring is not None and self.sums is not None:
+            self.ring, self.sums = function(self.ring), function(self.sums)
+
+    def check_crop(self, left: int, longest: int) -> None:
+        """Raise UnsupportedError where a state that has seen `longest` tokens cannot go back to `left`."""
+        chunk = 0 if self.heads is None else self.heads[2]
+        if 0 < left < longest - chunk:
+            raise UnsupportedError(
+                f"beside a recurrent state at most {chunk} tokens can be cropped, got {longest - left}; use a new cache"
+            )
+
+    def clear(self) -> None:
+        """Begin anew."""
+        if self.ring is not None and self.sums is not None:
+            self.ring.zero_()
+            self.sums.zero_()
 
 
 @cache
-def _room_class() -> type[Any]:
+def _growing_class() -> type[Any]:
+    from transformers.cache_utils import DynamicLayer
+
+    class GrowingLayer(StateLayer, DynamicLayer):
+        """A layer of a growing cache that keeps a recurrent state for linear heads."""
+
+        def __init__(self, layout: HeadLayout, frozen: FrozenHeads, patterns: Tensor | None):
+            super().__init__()
+            self.describe(layout, frozen, patterns)
+            self.length = self.longest = 0
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            self.length += value_states.shape[-2]
+            self.longest = max(self.longest, self.length)
+            return super().update(key_states, self.take(value_states), *args, **options)
+
+        def get_seq_length(self) -> int:
+            return self.length
+
+        def crop(self, tokens_to_remove: int) -> None:
+            left = max(0, self.length - abs(tokens_to_remove))
+            self.check_crop(left, self.longest)
+            super().crop(tokens_to_remove)
+            self.length, self.longest = left, self.longest if left else 0
+            if not left:
+                self.clear()
+
+        def reset(self) -> None:
+            super().reset()
+            self.length = self.longest = 0
+            self.clear()
+
+        def reorder_cache(self, beam_idx: Any) -> None:
+            super().reorder_cache(beam_idx)
+            self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+        def batch_repeat_interleave(self, repeats: int) -> None:
+            super().batch_repeat_interleave(repeats)
+            self.map_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+        def batch_select_indices(self, indices: Tensor) -> None:
+            super().batch_select_indices(indices)
+            self.map_rows(lambda x: x[indices])
+
+    return GrowingLayer
+
+
+@cache
+def _fixed_class() -> type[Any]:
     from transformers.cache_utils import StaticLayer
 
-    class Room(StaticLayer):
+    class FixedLayer(StateLayer, StaticLayer):
         """A layer of a cache of fixed size with different numbers of key and value heads."""
 
-        def __init__(self, max_cache_len: int, layout: HeadLayout):
-            super().__init__(max_cache_len=max_cache_len)
-            self.layout, self.order = layout, _value_order(layout)
+        def __init__(
+            self, size: int, layout: HeadLayout, frozen: FrozenHeads | None = None, patterns: Tensor | None = None
+        ):
+            super().__init__(max_cache_len=size)  # pyright: ignore[reportCallIssue]
+            self.describe(layout, frozen, patterns)
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
@@ -126,11 +263,19 @@ def _room_class() -> type[Any]:
             batch, heads, _, dim = value_states.shape  # the stock values have as many heads as there are keys
             self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
             if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.values)
+                for tensor in (self.values, self.ring, self.sums):
+                    if tensor is not None:
+                        torch._dynamo.mark_static_address(tensor)
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            if self.order is not None:  # next to nothing to copy for a single token
-                value_states = take_heads(value_states, self.order)
-            return super().update(key_states, value_states, *args, **options)
+            return super().update(key_states, self.take(value_states), *args, **options)
 
-    return Room
+        def reset(self) -> None:
+            super().reset()
+            self.clear()
+
+        def reorder_cache(self, beam_idx: Any) -> None:
+            super().reorder_cache(beam_idx)
+            self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    return FixedLayer

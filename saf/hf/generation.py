@@ -162,10 +162,13 @@ def watch_assistants() -> None:
 def _candidates(model: Any, *, generation_config: Any, **options: Any) -> Any:
     """Return what proposes tokens to `generate`, limited to `max_length`.
 
-    Prompt lookup proposes more near the end, which could be more than the patterns cover.
+    Prompt lookup proposes more near the end, which could be more than the patterns cover. A recurrent state cannot
+    take back more than a chunk.
     """
     check_assistant(generation_config=generation_config, **options)
     proposer = type(model)._get_candidate_generator(model, generation_config=generation_config, **options)
+    states = [heads.state_sizes() for heads in model.modules() if isinstance(heads, FrozenHeads) and heads.linear]
+    chunk = min((rows for _, _, rows, _ in states), default=generation_config.max_length)
     propose, most, config = proposer.get_candidates, generation_config.max_length - 1, model.base_model.config
 
     def get_candidates(input_ids: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +177,7 @@ def _candidates(model: Any, *, generation_config: Any, **options: Any) -> Any:
             tokens, logits = propose(input_ids, *rest, **more)
         finally:
             config.num_hidden_layers = layers  # early exit leaves fewer where it raises
-        tokens = tokens[:, : max(most, input_ids.shape[1])]
+        tokens = tokens[:, : min(max(most, input_ids.shape[1]), input_ids.shape[1] + chunk)]
         return tokens, None if logits is None else logits[:, : tokens.shape[1] - input_ids.shape[1]]
 
     proposer.get_candidates = get_candidates

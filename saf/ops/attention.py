@@ -30,6 +30,8 @@ from saf.ops.heads import (
     read_heads,
     take_heads,
 )
+from saf.ops.linear.op import Linear
+from saf.ops.linear.recurrent import RecurrentState
 from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
 from saf.ops.operator import forbid_forward_mode
 from saf.ops.positions import CachePosition, QueryRows, check_left_pad, check_positions, shift_rows
@@ -41,6 +43,9 @@ One product and a copy then cost less than two products, whose launches outweigh
 """
 WHOLE_SHARE = 4
 """The whole product is computed and cut where more than one row in so many is needed; fewer make rows of weights."""
+
+
+LINEAR = Linear()
 
 
 class Call(NamedTuple):
@@ -56,6 +61,7 @@ class Call(NamedTuple):
     left_pad: Tensor | None = None
     cache_position: CachePosition | None = None
     kernel: str = "auto"
+    state: RecurrentState | None = None
 
     @property
     def rows(self) -> QueryRows:
@@ -82,6 +88,7 @@ def mixed_attention(
     left_pad: Tensor | None = None,
     cache_position: CachePosition | None = None,
     kernel: str = "auto",
+    state: RecurrentState | None = None,
 ) -> Tensor:
     """Compute the attention of one layer whose heads are partly frozen, in slot order: live heads first.
 
@@ -98,6 +105,8 @@ def mixed_attention(
         kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
             where the package is installed; `"flash_decode"` for few queries after a cache, frozen heads in the same
             launch, which `"auto"` takes beside frozen heads where it can run.
+        state: Of frozen heads with exponential patterns (`frozen.linear`), changed in place. `value` then has, in
+            `cached_order`, only the heads that others read.
 
     Returns:
         `[B, L + F, Tq, D]`.
@@ -108,7 +117,7 @@ def mixed_attention(
         UnsupportedError: A backend that computes live heads itself (`fused`) with padding, a shorter query or a kernel
             of theirs; a kernel that cannot run here; a cache of fixed size with patterns that are trained.
     """
-    call = _checked(query, key, value, frozen, backend, scale, left_pad, cache_position, kernel)
+    call = _checked(query, key, value, frozen, backend, scale, left_pad, cache_position, kernel, state)
     parts = _heads_of(call)
     return parts[0] if len(parts) == 1 else join_heads(*parts)
 
@@ -183,20 +192,21 @@ def frozen_attention(
     left_pad: Tensor | None = None,
     cache_position: CachePosition | None = None,
     rows: int | None = None,
+    state: RecurrentState | None = None,
 ) -> Tensor:
     """Compute the frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
 
     `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
-    last positions only; `left_pad` and `cache_position` are as in `mixed_attention`, and with the latter `rows` says
-    how many queries there are. Raises as `mixed_attention` does.
+    last positions only; `left_pad`, `cache_position` and `state` are as in `mixed_attention`, and with these two
+    `rows` says how many queries there are. Raises as `mixed_attention` does.
     """
     left_pad = _checked_padding(value, left_pad, cache_position)
-    slots = _checked_frozen(value, frozen, backend, cache_position)
+    slots = _checked_frozen(value, frozen, backend, cache_position, state)
     rows = value.shape[-2] if rows is None else rows
     if not 0 <= rows <= value.shape[-2]:
         raise InputError(f"rows must be 0 to {value.shape[-2]}, the last positions, got {rows}")
     none = value[:, :0]
-    call = Call(none[:, :, :rows], none, value, frozen, (), slots, None, left_pad, cache_position)
+    call = Call(none[:, :, :rows], none, value, frozen, (), slots, None, left_pad, cache_position, state=state)
     return _heads_of(call)[0]
 
 
@@ -216,6 +226,8 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...]
 
 def _heads_of(call: Call) -> tuple[Tensor, ...]:
     """Return all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order."""
+    if call.state is not None:
+        return (_decode_from_state(call),)
     frozen, value, slots = call.frozen, call.value, call.frozen_slots
     tables = None if frozen is None else frozen.tables(value.dtype)
     if _decodes_by_kernel(call, tables):
@@ -243,6 +255,24 @@ def _heads_of(call: Call) -> tuple[Tensor, ...]:
         return live, _mix(value, slots, frozen, call.left_pad)
     mixed = _mix(value, slots, frozen, call.left_pad)[:, :, length - count :]
     return (_live(call), mixed) if call.live_slots else (mixed,)
+
+
+def _decode_from_state(call: Call) -> Tensor:
+    """Return all heads `[B, L + F, Tq, D]` of a layer whose heads with exponential patterns go on from a state."""
+    frozen, state = call.frozen, call.state
+    assert frozen is not None
+    assert state is not None
+    if torch.is_grad_enabled() and state.value.requires_grad:
+        raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
+    tables = frozen.tables(call.value.dtype)
+    mixed = LINEAR.recur(state, call.value, call.frozen_slots, tables, call.rows, call.whole)
+    if not call.live_slots:
+        return mixed
+    alone, maps = call._replace(frozen_slots=()), {name: tables[name] for name in tables if name.startswith("row_live")}
+    if _decodes_by_kernel(alone, None):
+        args = (call.query, call.key, call.value, call.live_slots, (), maps, call.rows, call.scale)
+        return join_heads(flash_decode(*args), mixed)
+    return join_heads(_live(call), mixed)
 
 
 def _decodes_by_kernel(call: Call, tables: dict[str, Any] | None) -> bool:
@@ -299,9 +329,12 @@ def _attend_whole(call: Call) -> tuple[Tensor, Tensor, tuple[int, ...]]:
 
 def _mix(value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, left_pad: Tensor | None) -> Tensor:
     """Return frozen heads, `[B, F, T, D]`, each of its head of `value [B, H, T, D]`, fixed and trainable ones apart."""
+    backend = BACKENDS[frozen.backend]
+    if left_pad is not None and backend.pads:
+        return backend.forward(value, heads, frozen.tables(value.dtype), left_pad)  # type: ignore[call-arg]
     if left_pad is not None:
         value, heads = shift_rows(take_heads(value, heads), left_pad), tuple(range(len(heads)))
-    backend, parts = BACKENDS[frozen.backend], []
+    parts = []
     if frozen.fixed:
         read = tuple(heads[slot] for slot in frozen.fixed)
         parts.append((frozen.fixed, backend.forward(value, read, frozen.tables(value.dtype))))
@@ -315,7 +348,7 @@ def _mix(value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, left_pad: T
 def _checked(
     query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, backend: str = "auto",
     scale: float | None = None, left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
-    kernel: str = "auto",
+    kernel: str = "auto", state: RecurrentState | None = None,
 ) -> Call:  # fmt: skip
     """Return the call of a layer; raise InputError or UnsupportedError for one that cannot be computed."""
     if scale is not None and not -math.inf < scale < math.inf:
@@ -323,14 +356,14 @@ def _checked(
     left_pad = _checked_padding(value, left_pad, cache_position)
     slots, frozen_slots, num_frozen = None, (), 0
     if frozen is not None:
-        frozen_slots = _checked_frozen(value, frozen, backend, cache_position, query, key)
-        slots, num_frozen = _slots(frozen, cache_position), frozen.num_frozen
+        frozen_slots = _checked_frozen(value, frozen, backend, cache_position, state, query, key)
+        slots, num_frozen = _slots(frozen, cache_position, state), frozen.num_frozen
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
     live_slots = live_value_heads(query, key, value, slots, num_frozen)
     check_positions(query, key if live_slots else value, value)
     check_kernel(kernel)
-    call = Call(query, key, value, frozen, live_slots, frozen_slots, scale, left_pad, cache_position, kernel)
+    call = Call(query, key, value, frozen, live_slots, frozen_slots, scale, left_pad, cache_position, kernel, state)
     if frozen is not None and live_slots and BACKENDS[frozen.backend].mixes_live:
         if left_pad is not None or not call.whole or kernel != "auto":
             raise UnsupportedError(
@@ -343,8 +376,9 @@ def _checked(
 
 
 def _checked_frozen(
-    value: Tensor, frozen: FrozenHeads, backend: str, cache_position: CachePosition | None, *others: Tensor
-) -> tuple[int, ...]:
+    value: Tensor, frozen: FrozenHeads, backend: str, cache_position: CachePosition | None,
+    state: RecurrentState | None, *others: Tensor,
+) -> tuple[int, ...]:  # fmt: skip
     """Return the value head of each frozen slot; raise InputError for values or a backend that do not fit.
 
     Raises UnsupportedError for a cache of fixed size where only whole sequences can be computed, and for values, or
@@ -355,13 +389,17 @@ def _checked_frozen(
     frozen.check_call(value, backend)
     if not BACKENDS[frozen.backend].in_autograd:
         forbid_forward_mode(value, *others)
+    if state is not None:
+        slots = _slots(frozen, cache_position, state)
+        assert slots is not None
+        return slots[len(slots) - frozen.num_frozen :]
     own = frozen.value_heads(value.shape[1])
     if cache_position is None:
         return own
     if frozen.trainable or not BACKENDS[frozen.backend].decodes:
         why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
         raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
-    slots = _slots(frozen, cache_position)
+    slots = _slots(frozen, cache_position, None)
     return own if slots is None else slots[len(slots) - frozen.num_frozen :]
 
 
@@ -375,8 +413,17 @@ def _checked_padding(value: Tensor, left_pad: Tensor | None, cache_position: Cac
     return left_pad.to(value.device).contiguous()
 
 
-def _slots(frozen: FrozenHeads, cache_position: CachePosition | None) -> tuple[int, ...] | None:
-    """Return which of the value heads each slot reads: a cache of fixed size has them in `cached_order`."""
+def _slots(
+    frozen: FrozenHeads, cache_position: CachePosition | None, state: RecurrentState | None
+) -> tuple[int, ...] | None:
+    """Return which of the value heads each slot reads: a cache of fixed size, or beside a state, has `cached_order`.
+
+    Slots that decode from a state read none, -1.
+    """
+    if state is not None:
+        heads = tuple(range(state.value.shape[1])) if frozen.kv_head is None else frozen.kv_head
+        order = cached_order(heads, frozen.num_frozen, frozen.linear)
+        return tuple(order.index(head) if head in order else -1 for head in heads)
     if frozen.kv_head is None or cache_position is None:
         return frozen.kv_head
     return tuple(map(cached_order(frozen.kv_head, frozen.num_frozen).index, frozen.kv_head))

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from saf.ops.positions import QueryRows
+from saf.ops.heads import take_heads
+from saf.ops.positions import QueryRows, shift_rows
 from saf.patterns import Pattern
 
 Tables = dict[str, Any]
@@ -23,6 +24,8 @@ class Backend(ABC):
     with the methods named beside it; the seam calls these only on a backend that declares it.
     """
 
+    pads: ClassVar[bool] = False
+    """Its `forward` takes `left_pad`; others get values moved to position 0."""
     mixes_live: ClassVar[bool] = False
     """It computes live heads in the launch of frozen ones, and has no other way: `mixed`."""
     decodes: ClassVar[bool] = False
@@ -68,3 +71,13 @@ class Backend(ABC):
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
         """Return `P V` of `value [B, F, T, D]` and logits `[F, >=T]`, with gradients to all three."""
         raise NotImplementedError
+
+
+def shifted_product(
+    backend: Backend, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None
+) -> Tensor:
+    """Return `forward` of padded sequences, moved to position 0 for it and back."""
+    if left_pad is None:
+        return backend.forward(value, heads, tables)
+    moved = shift_rows(take_heads(value, heads), left_pad)
+    return shift_rows(backend.forward(moved, tuple(range(len(heads))), tables), -left_pad)

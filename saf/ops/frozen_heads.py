@@ -146,6 +146,16 @@ class FrozenHeads(nn.Module):
             raise InputError(f"kv_head names value head {max(self.kv_head)}, value has {num_value_heads} heads")
         return self.kv_head[len(self.kv_head) - self.num_frozen :]
 
+    @property
+    def linear(self) -> tuple[int, ...]:
+        """Return the frozen slots that decode from a `RecurrentState`."""
+        return next((static.get("linear", ()) for static in self._static.values()), ())
+
+    def state_sizes(self) -> tuple[int, int, int, int]:
+        """Return the sizes of `RecurrentState.empty` for the slots in `linear`."""
+        tables = self.tables(self.dtypes[0])
+        return len(self.linear), *tables["near"].shape[1:3], tables["write"].shape[1]
+
     def check_call(self, value: Tensor, backend: str) -> None:
         """Raise InputError for values of a wrong shape, too long or not where the tables are, or another backend."""
         if value.dim() != 4 or not value.shape[-2]:

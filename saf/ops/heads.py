@@ -96,16 +96,18 @@ def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple
     return take_heads(query, tuple(filled)), tuple(map(filled.index, range(len(live_kv))))
 
 
-def cached_order(slots: tuple[int, ...], num_frozen: int) -> tuple[int, ...]:
+def cached_order(slots: tuple[int, ...], num_frozen: int, linear: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the value heads that `slots` read in the order of a cache of fixed size: those of live slots come first.
 
-    What live heads read is then one view of it, as their keys are.
+    What live heads read is then one view of it, as their keys are. Frozen slots in `linear` read no cache.
 
-    >>> cached_order((0, 2, 0, 1), num_frozen=2)
-    (0, 2, 1)
+    >>> cached_order((0, 2, 0, 1), num_frozen=2), cached_order((0, 2, 0, 1), num_frozen=2, linear=(1,))
+    ((0, 2, 1), (0, 2))
     """
-    live = sorted(set(slots[: len(slots) - num_frozen]))
-    return (*live, *sorted(set(slots) - set(live)))
+    num_live = len(slots) - num_frozen
+    live = sorted(set(slots[:num_live]))
+    frozen = {head for slot, head in enumerate(slots[num_live:]) if slot not in linear}
+    return (*live, *sorted(frozen - set(live)))
 
 
 def read_heads(value: Tensor, *slots: tuple[int, ...]) -> Tensor:

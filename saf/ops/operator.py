@@ -40,16 +40,17 @@ def product_precision(dtype: torch.dtype) -> str:
     return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Register a function as the operator `name` ("saf::..."), for every device, and return the operator.
 
-    The schema is read off the annotations. The function must neither change its arguments nor return one of them.
+    The schema is read off the annotations. The function must neither change arguments other than those that it
+    `mutates` nor return one of them.
     It does what `torch.library.custom_op` does without its checks in every call, which take the host longer than all
     else that an operator of one launch does.
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+        torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
         torch.library.impl(name, "default", function)
         namespace, short = name.split("::")
         return getattr(getattr(torch.ops, namespace), short).default

@@ -13,6 +13,7 @@ from saf.machine import GraphPool, GraphReplay
 from saf.models.adapter import adapter_for
 from saf.ops import FrozenHeads, frozen_attention
 from saf.ops.positions import CachePosition
+from tests.ops.exponential_patterns import exponential_patterns
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
@@ -21,14 +22,17 @@ HEADS = HeadSet([(0, 1), (1, 0), (1, 1), (1, 5), *((2, head) for head in range(8
 """Of grouped queries in layer 0 one head, in 1 the first group and another head, in 2 all."""
 
 
-def make(kv_heads: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def make(kv_heads: int, dtype: torch.dtype = torch.bfloat16, *, exponential: bool = False) -> torch.nn.Module:
     config = transformers.Qwen3Config(
         vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=kv_heads, head_dim=64, max_position_embeddings=PLACES,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(config).to(CUDA, dtype).eval()
-    saf.install_(model, HEADS, synthetic_patterns(len(HEADS), PLACES, torch.Generator().manual_seed(0), CUDA))
+    if exponential:
+        saf.install_(model, HEADS, exponential_patterns(len(HEADS), PLACES, band=100))
+    else:
+        saf.install_(model, HEADS, synthetic_patterns(len(HEADS), PLACES, torch.Generator().manual_seed(0), CUDA))
     return model
 
 
@@ -148,3 +152,63 @@ def test_one_launch_of_both_kinds_of_heads_yields_the_same_logits(kv_heads):
     found = step()
     assert not torch.equal(found, usual)  # it took another way
     assert ((found - usual).norm() / usual.norm()).item() < 0.02
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_a_captured_step_from_a_recurrent_state_is_replayed_at_every_place(kv_heads, padded):
+    """Places 300 to 399 cross two boundaries of chunks, where states are moved on."""
+    model = make(kv_heads, exponential=True)
+    ids = torch.randint(0, 512, (2, PLACES), generator=torch.Generator().manual_seed(1)).to(CUDA)
+    mask = torch.ones_like(ids)
+    mask[0, : 70 * padded] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=PLACES)
+    token, place = ids[:, PROMPT : PROMPT + 1].clone(), positions[:, PROMPT : PROMPT + 1].clone()
+
+    def step() -> torch.Tensor:
+        return model(token, attention_mask=mask, position_ids=place, past_key_values=cache).logits
+
+    def go_back() -> None:
+        cache.reset()
+        own = {"attention_mask": mask[:, :PROMPT], "position_ids": positions[:, :PROMPT]}
+        model(ids[:, :PROMPT], past_key_values=cache, **own)
+
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits.float()
+        go_back()
+        replay = GraphReplay(step, device=CUDA, pool=GraphPool())
+        go_back()  # after what warming up and capturing wrote
+        found = []
+        for at in range(PROMPT, PLACES):
+            token.copy_(ids[:, at : at + 1])
+            place.copy_(positions[:, at : at + 1])
+            replay()
+            found.append(replay.outcome.float())
+    wanted = whole[:, PROMPT:]
+    assert (torch.cat(found, 1) - wanted).norm() < 3e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 5}, {}])
+def test_tokens_generated_from_a_recurrent_state_are_those_of_passes_without_a_cache(mode):
+    model = make(4, torch.float32, exponential=True)
+    ids = torch.randint(3, 512, (1 if "prompt_lookup_num_tokens" in mode else 2, 60), device=CUDA).repeat(1, 2)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    plain = {name: value for name, value in mode.items() if name == "num_beams"}
+    expected = model.generate(ids, use_cache=False, **options, **plain)
+    for kind in ("static", None) if "prompt_lookup_num_tokens" not in mode else (None,):
+        assert torch.equal(model.generate(ids, cache_implementation=kind, **options, **mode), expected), kind
+
+
+def test_a_step_of_a_layer_of_linear_heads_is_one_kernel_whose_state_does_not_grow():
+    model, ids, sizes = make(8, exponential=True), torch.randint(0, 512, (1, PROMPT), device=CUDA), []
+    with torch.no_grad():
+        for length in (PROMPT, PROMPT // 2):
+            cache = transformers.DynamicCache(config=model.config)
+            model(ids[:, :length], past_key_values=cache)
+            kernels = kernels_of(lambda past=cache: model(ids[:, :1], past_key_values=past), CUDA)
+            assert sum(kernel["calls"] for kernel in kernels if kernel["name"].startswith("step_kernel")) == 3
+            sizes.append(sum(layer.ring.nbytes + layer.sums.nbytes for layer in cache.layers))
+            assert not cache.layers[2].keys.numel()
+            assert not cache.layers[2].values.numel()
+    assert sizes[0] == sizes[1]

@@ -9,6 +9,7 @@ import saf.ops.decoder  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.fused.tables import MAPS, PATTERNS
+from saf.ops.linear.recurrent import RecurrentState
 from saf.ops.linear.tables import linear_tables
 from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
@@ -49,6 +50,7 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     return {
         "toeplitz": convolved,
         "linear": linear_samples(draw, device, dtype),
+        **state_samples(draw, device, dtype),
         **decode_samples(draw, device, dtype),
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
@@ -118,14 +120,31 @@ def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
     """Both directions, of a contiguous and of a strided input, and heads that share one of two value heads."""
     made = linear_tables(exponential_patterns(2, 48, band=8).singles(), dtype, torch.device(device))
     tables, *scalings = list(made[0]), made[1], made[2]
-    samples = []
+    samples, left_pad = [], torch.tensor([0, 4], device=device)
     for heads, count in (([0, 1], 2), ([1, 1], 2)):
         sources = torch.tensor(heads, dtype=torch.int32, device=device)
         for transpose in (False, True):
             given = 2 if transpose else count
             x = draw(2, 40, given, 16).transpose(1, 2) if transpose else draw(2, given, 40, 16)
-            samples.append((x.requires_grad_(), heads, sources, tables, *scalings, count, transpose))
+            pad = left_pad if count == 2 and heads[0] else None
+            samples.append((x.requires_grad_(), heads, sources, tables, *scalings, pad, count, transpose))
     return samples
+
+
+def state_samples(draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """A prompt of 40 positions and the next three, at a position that device or host knows, with padding or without."""
+    made = linear_tables(exponential_patterns(2, 48, band=8).singles(), dtype, torch.device(device))
+    rest = [0, 1], torch.arange(2, dtype=torch.int32, device=device), list(made[0]), made[1]
+    value, pad = draw(2, 40, 2, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
+    state = RecurrentState.empty(value, (2, made[0].near.shape[1], 64, made[0].write.shape[1]))[:2]
+    first = torch.tensor(40, device=device)
+    return {
+        "linear_fill": [(value, *rest, left_pad, *state) for left_pad in (None, pad)],
+        "linear_step": [
+            (draw(2, 2, 3, 16), *rest, made[2], first, 0, pad, *state),
+            (draw(2, 2, 1, 16), *rest, made[2], None, 40, None, *state),
+        ],
+    }
 
 
 def fused_samples(draw, device: str, dtype: torch.dtype) -> list[tuple[tuple, tuple]]:

@@ -24,6 +24,7 @@ from saf.ops.fused.kernels import choose_config as fused_config
 from saf.ops.launch import SHARED_MEMORY
 from saf.ops.linear.kernels import SCAN_COLUMNS, linear_constants, mix_kernel, scan_kernel, states_kernel
 from saf.ops.linear.kernels import choose_config as linear_config
+from saf.ops.linear.recurrent_kernels import COLUMNS, fill_kernel, step_kernel
 from saf.ops.linear.tables import CHUNK, TURNS
 from saf.ops.toeplitz import kernels as toeplitz
 
@@ -127,13 +128,26 @@ def linear_rows() -> dict[str, Row]:
             for dim in (64, 96, 256):
                 config = linear_config(length=32768, columns=2 * dim, heads=3, dtype=dtype)
                 for reverse in (False, True):
-                    product, states, mix = linear_constants(
+                    states, mix = linear_constants(
                         config, rows=CHUNK, reach=1 + band // CHUNK, poles=16, powers=TURNS, dim=dim, columns=2 * dim,
-                        reverse=reverse, mapped=False, precision="ieee",
+                        reverse=reverse, mapped=False, padded=dim == 96, precision="ieee",
                     )  # fmt: skip
                     name = f"{NAMES[dtype]} D{dim} band {band} {direction(reverse)}"
-                    rows[f"linear mix {name}"] = Row(mix_kernel, product | mix, dtype)
-                    rows[f"linear states {name}"] = Row(states_kernel, product | states, dtype)
+                    rows[f"linear mix {name}"] = Row(mix_kernel, mix, dtype)
+                    rows[f"linear states {name}"] = Row(states_kernel, states, dtype)
+        inner = {
+            "D": 64,
+            "C": CHUNK,
+            "P": 16,
+            "BN": COLUMNS,
+            "REACH": 3,
+            "POWERS": TURNS,
+            "MAPPED": True,
+            "PADDED": True,
+        }
+        inner |= {"PRECISION": "ieee", "num_warps": 4}
+        rows[f"linear fill {NAMES[dtype]}"] = Row(fill_kernel, inner | {"EVEN_N": True}, dtype)
+        rows[f"linear step {NAMES[dtype]}"] = Row(step_kernel, inner | {"MOVES": True}, dtype)
         constants = {"P": 16, "BN": SCAN_COLUMNS, "POWERS": TURNS, "num_warps": 4}
         rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
     return rows

@@ -38,8 +38,10 @@ ALIGNED = (
     "power",
     "parts",
     "lowest",
+    "back",
 )
 INTEGER_POINTERS = [
+    "pad",
     "state",
     "query",
     "key",

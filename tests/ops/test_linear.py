@@ -10,6 +10,7 @@ from saf.ops.linear.tables import linear_tables
 from saf.patterns import DensePattern, ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
+from tests.ops.kernels.recurrent import CASES, run
 
 HALF_BUDGET = 4.5e-3
 
@@ -63,7 +64,7 @@ def test_gradients_pass_gradcheck_with_a_shared_value_head():
         exponential_patterns(3, 28, band=9).singles(), torch.float64, torch.device("cpu"), chunk=8
     )
     heads = [1, 0, 1]
-    rest = torch.tensor(heads, dtype=torch.int32), list(tables), before, after, 2, False
+    rest = torch.tensor(heads, dtype=torch.int32), list(tables), before, after, None, 2, False
     value = draw(1, 2, 28, 2).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: linear_product(x, heads, *rest), value)
 
@@ -105,3 +106,8 @@ def test_lengths_and_training_beyond_what_was_fitted():
     torch.testing.assert_close(frozen_attention(value, longer), pattern.dense(200) @ value)
     trained = TrainablePattern.of(pattern[0].compact())
     assert FrozenHeads.from_patterns([pattern[1], trained]).backend == "toeplitz"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_in_plain_pytorch_keep_the_limits_of_the_kernels(name):
+    assert run(CASES[name], "cpu", plain=True) == []

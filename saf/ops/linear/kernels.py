@@ -23,9 +23,30 @@ from saf.ops.operator import layout_of
 
 
 @triton.jit
-def _load_chunk(
-    p_x, p_before, chunk, T, o_n, x_stride_t, m_n, C: tl.constexpr, REVERSE: tl.constexpr, EVEN_N: tl.constexpr
-):
+def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
+    """Load the scaling of rows: [C, 1], or [C, BN] counted from the first real position of each column's sequence."""
+    if PADDED:
+        own = row[:, None] - pad[None, :]
+        b_scale = tl.load(p_scale + own, mask=inside[:, None] & (own >= 0), other=0.0)
+    else:
+        b_scale = tl.load(p_scale + row, mask=inside, other=0.0)[:, None]
+    return b_scale
+
+
+@triton.jit
+def load_padding(pad_ptr, o_col, m_n, D: tl.constexpr, PADDED: tl.constexpr):
+    """Load the first real position of the sequence of each column; zeros without padding."""
+    pad = o_col * 0
+    if PADDED:
+        pad = tl.load(pad_ptr + o_col // D, mask=m_n, other=0).to(tl.int32)
+    return pad
+
+
+@triton.jit
+def load_chunk(
+    p_x, p_before, pad, chunk, T, o_n, x_stride_t, m_n,
+    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
     """Load the scaled rows [C, BN] of a chunk, rounded to the dtype of values; zeros outside of the sequence."""
     o_t = tl.arange(0, C)
     place = chunk * C + o_t
@@ -38,18 +59,17 @@ def _load_chunk(
         p_rows = p_x + (chunk * C).to(tl.int64) * x_stride_t + o_t[:, None] * x_stride_t
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
     b_x = tl.load(p_rows + o_n[None, :], mask=mask, other=0.0)
-    b_before = tl.load(p_before + row, mask=inside, other=0.0)
-    return (b_x.to(tl.float32) * b_before[:, None]).to(b_x.dtype)
+    return (b_x.to(tl.float32) * _scales(p_before, row, inside, pad, PADDED)).to(b_x.dtype)
 
 
 @triton.jit
-def _load_turn(p_turns, o_p, P: tl.constexpr):
+def load_turn(p_turns, o_p, P: tl.constexpr):
     """Load the factor over one chunk, or of the power of two that `p_turns` points at: cosine and sine part, [P, 1]."""
     return tl.load(p_turns + o_p)[:, None], tl.load(p_turns + P + o_p)[:, None]
 
 
 @triton.jit
-def _turned(b_re, b_im, t_re, t_im):
+def turned(b_re, b_im, t_re, t_im):
     """Return a state one or more chunks later, without what these add."""
     return t_re * b_re - t_im * b_im, t_im * b_re + t_re * b_im
 
@@ -60,22 +80,21 @@ def _turn_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
     t_re, t_im = tl.full((P, 1), 1.0, tl.float32), tl.zeros((P, 1), tl.float32)
     for power in tl.range(0, POWERS):
         if (chunks >> power) & 1:
-            f_re, f_im = _load_turn(p_turns + power * 2 * P, o_p, P)
-            t_re, t_im = _turned(t_re, t_im, f_re, f_im)
+            f_re, f_im = load_turn(p_turns + power * 2 * P, o_p, P)
+            t_re, t_im = turned(t_re, t_im, f_re, f_im)
     return t_re, t_im
 
 
-@triton.jit(do_not_specialize=["T", "stretch"])
+@triton.jit(do_not_specialize=["T", "stretch", "back"])
 def states_kernel(
-    x_ptr, before_ptr, sources_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch,
+    x_ptr, before_ptr, sources_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
     x_stride_b, x_stride_f, x_stride_t, before_stride_f,
-    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
-    POWERS: tl.constexpr, REVERSE: tl.constexpr, MAPPED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
+    MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the state [2, P, N] that every stretch but the last adds: `states [F, stretches - 1, 2, P, N]`.
+    """Write the state [2, P, N] that each stretch adds: `states [F, stretches, 2, P, N]`.
 
-    A stretch is read up to its end less the REACH - 1 chunks that tiles serve, and begins as much earlier.
+    Stretches begin and end `back` chunks earlier than those of `mix_kernel`: tiles serve these.
     """
     i_s, i_f, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
@@ -84,15 +103,15 @@ def states_kernel(
     o_n = (o_col // D).to(tl.int64) * x_stride_b + o_col % D
     i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
     p_x, p_before = x_ptr + i_x * x_stride_f, before_ptr + i_f * before_stride_f
+    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
     p_write = write_ptr + i_f * 2 * P * C + o_p[:, None] * C + o_t[None, :]
     b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
-    t_re, t_im = _load_turn(turns_ptr + i_f * POWERS * 2 * P, o_p, P)
+    t_re, t_im = load_turn(turns_ptr + i_f * POWERS * 2 * P, o_p, P)
     b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for step in tl.range(0, stretch, num_stages=STAGES):
-        b_u = _load_chunk(
-            p_x, p_before, i_s * stretch + step - (REACH - 1), T, o_n, x_stride_t, m_n, C, REVERSE, EVEN_N
-        )
-        b_re, b_im = _turned(b_re, b_im, t_re, t_im)
+        chunk = i_s * stretch + step - back
+        b_u = load_chunk(p_x, p_before, pad, chunk, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_re, b_im = turned(b_re, b_im, t_re, t_im)
         b_re = add_product(b_re, b_w_re, b_u, PRECISION)
         b_im = add_product(b_im, b_w_im, b_u, PRECISION)
     place = i_f * tl.num_programs(0) + i_s
@@ -136,13 +155,13 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
         b_re, b_im = _load_state(p_state, at + 1, stretches, m_n, N, P)
         c_re, c_im = _load_state(p_state, at + 2, stretches, m_n, N, P)
         e_re, e_im = _load_state(p_state, at + 3, stretches, m_n, N, P)
-        d_re, d_im = _turned(d_re, d_im, t_re, t_im)
+        d_re, d_im = turned(d_re, d_im, t_re, t_im)
         a_re, a_im = a_re + d_re, a_im + d_im
-        d_re, d_im = _turned(a_re, a_im, t_re, t_im)
+        d_re, d_im = turned(a_re, a_im, t_re, t_im)
         b_re, b_im = b_re + d_re, b_im + d_im
-        d_re, d_im = _turned(b_re, b_im, t_re, t_im)
+        d_re, d_im = turned(b_re, b_im, t_re, t_im)
         c_re, c_im = c_re + d_re, c_im + d_im
-        d_re, d_im = _turned(c_re, c_im, t_re, t_im)
+        d_re, d_im = turned(c_re, c_im, t_re, t_im)
         d_re, d_im = e_re + d_re, e_im + d_im
         _store_state(p_state, at, stretches, m_n, N, a_re, a_im, P)
         _store_state(p_state, at + 1, stretches, m_n, N, b_re, b_im, P)
@@ -152,8 +171,9 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
 
 @triton.jit
 def _store_chunk(
-    p_out, p_after, chunk, T, o_n, out_stride_t, m_n, b_o, C: tl.constexpr, REVERSE: tl.constexpr, EVEN_N: tl.constexpr
-):
+    p_out, p_after, pad, chunk, T, o_n, out_stride_t, m_n, b_o,
+    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
     """Store the rows [C, BN] of a chunk, scaled."""
     o_t = tl.arange(0, C)
     place = chunk * C + o_t
@@ -164,18 +184,18 @@ def _store_chunk(
     else:
         row = place
         p_rows = p_out + (chunk * C).to(tl.int64) * out_stride_t + o_t[:, None] * out_stride_t
-    b_after = tl.load(p_after + row, mask=inside, other=0.0)
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
-    tl.store(p_rows + o_n[None, :], (b_o * b_after[:, None]).to(p_out.dtype.element_ty), mask=mask)
+    b_o *= _scales(p_after, row, inside, pad, PADDED)
+    tl.store(p_rows + o_n[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "stretch"])
 def mix_kernel(
-    x_ptr, before_ptr, sources_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr, T, N,
-    stretch, x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
+    x_ptr, before_ptr, sources_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
+    T, N, stretch, x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
     before_stride_f, after_stride_f,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
-    POWERS: tl.constexpr, REVERSE: tl.constexpr, MAPPED: tl.constexpr, EVEN_N: tl.constexpr,
+    POWERS: tl.constexpr, REVERSE: tl.constexpr, MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the rows of one stretch: tiles of g for the REACH nearest chunks, the state for what is further back."""
@@ -188,6 +208,7 @@ def mix_kernel(
     i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
     p_x, p_before = x_ptr + i_x * x_stride_f, before_ptr + i_f * before_stride_f
     p_out, p_after = out_ptr + i_f * out_stride_f, after_ptr + i_f * after_stride_f
+    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
     p_turns = turns_ptr + i_f * POWERS * 2 * P
     p_state = states_ptr + i_f * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_col[None, :]
     p_state += (i_s - 1) * 2 * P * N
@@ -202,14 +223,15 @@ def mix_kernel(
     b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
     p_read = read_ptr + i_f * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
     b_l_re, b_l_im = tl.load(p_read), tl.load(p_read + P)
-    t_re, t_im = _load_turn(p_turns, o_p, P)
+    t_re, t_im = load_turn(p_turns, o_p, P)
 
-    b_1 = _load_chunk(p_x, p_before, i_s * stretch - 1, T, o_n, x_stride_t, m_n, C, REVERSE, EVEN_N)
+    begin = i_s * stretch
+    b_1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     b_2 = b_1
     if REACH > 2:
-        b_2 = _load_chunk(p_x, p_before, i_s * stretch - 2, T, o_n, x_stride_t, m_n, C, REVERSE, EVEN_N)
+        b_2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     for step in tl.range(0, stretch, num_stages=STAGES):
-        b_0 = _load_chunk(p_x, p_before, i_s * stretch + step, T, o_n, x_stride_t, m_n, C, REVERSE, EVEN_N)
+        b_0 = load_chunk(p_x, p_before, pad, begin + step, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
         b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_0, PRECISION)
         if REACH > 1:
             b_o = add_product(b_o, b_g1, b_1, PRECISION)
@@ -217,10 +239,10 @@ def mix_kernel(
             b_o = add_product(b_o, b_g2, b_2, PRECISION)
         b_o = add_product(b_o, b_l_re, b_re.to(b_l_re.dtype), PRECISION)
         b_o = add_product(b_o, b_l_im, b_im.to(b_l_im.dtype), PRECISION)
-        _store_chunk(p_out, p_after, i_s * stretch + step, T, o_out, out_stride_t, m_n, b_o, C, REVERSE, EVEN_N)
+        _store_chunk(p_out, p_after, pad, begin + step, T, o_out, out_stride_t, m_n, b_o, C, REVERSE, PADDED, EVEN_N)
         # The chunk that the next one's tiles no longer reach.
         b_last = b_2 if REACH > 2 else (b_1 if REACH > 1 else b_0)
-        b_re, b_im = _turned(b_re, b_im, t_re, t_im)
+        b_re, b_im = turned(b_re, b_im, t_re, t_im)
         b_re = add_product(b_re, b_w_re, b_last, PRECISION)
         b_im = add_product(b_im, b_w_im, b_last, PRECISION)
         b_2 = b_1
@@ -269,7 +291,8 @@ _plans = PlanCache()
 
 def linear_matmul(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None = None, *, transpose: bool,
-    out: Tensor | None = None, config: LinearConfig | None = None, precision: str = "ieee",
+    left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
+    precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
     """Compute `after[i] sum_j g(i - j) before[j] x[j]` over j <= i, with `transpose` over j >= i, head by head.
 
@@ -277,7 +300,8 @@ def linear_matmul(
 
     `x [B, H, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are of F heads, in
     x's dtype; `before` and `after` `[F, >=T]` are float32; `sources [F]` int32 names the head of x that each of the F
-    reads, None where each reads its own. `out`, `config` and `precision` are those of `toeplitz_matmul`.
+    reads, None where each reads its own. `left_pad [B]`, contiguous, is the first real position of each sequence, from
+    which scalings count; outputs before it are zero. `out`, `config` and `precision` are those of `toeplitz_matmul`.
     """
     assert (x.stride(3), tables.near.dtype) == (1, x.dtype)
     assert tables.near.shape[1] <= 3, "a band must end within two chunks"
@@ -285,17 +309,26 @@ def linear_matmul(
         out = heads_like(x, len(before))
     if not out.numel():
         return out
-    key = (transpose, precision, config, sources is None, *map(layout_of, (x, *tables, before, after, out)))
+    key = (
+        transpose,
+        precision,
+        config,
+        sources is None,
+        left_pad is None,
+        *map(layout_of, (x, *tables, before, after, out)),
+    )
     if (plan := _plans.get(key)) is None:
-        mapped = sources is not None
-        plan = _plans[key] = _plan(x, tables, before, after, out, transpose, mapped, config, precision)
-    plan(x, tables, before, after, before if sources is None else sources, out)
+        mapped, padded = sources is not None, left_pad is not None
+        plan = _plans[key] = _plan(x, tables, before, after, out, transpose, mapped, padded, config, precision)
+    plan(
+        x, tables, before, after, before if sources is None else sources, before if left_pad is None else left_pad, out
+    )
     return out
 
 
 def _plan(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, out: Tensor,
-    transpose: bool, mapped: bool, config: LinearConfig | None, precision: str,
+    transpose: bool, mapped: bool, padded: bool, config: LinearConfig | None, precision: str,
 ) -> Callable[..., None]:  # fmt: skip
     """Return what multiplies all operands of this layout."""
     batch, _, length, dim = x.shape
@@ -305,47 +338,50 @@ def _plan(
     if config is None:
         config = choose_config(length=length, columns=columns, heads=heads, chunk=rows, dtype=x.dtype)
     block, stretches = config.columns, cdiv(cdiv(length, rows), config.stretch)
-    product, own, mixing = linear_constants(
+    adding, mixing = linear_constants(
         config, rows=rows, reach=reach, poles=poles, powers=tables.turns.shape[1], dim=dim, columns=columns,
-        reverse=transpose, mapped=mapped, precision=precision,
+        reverse=transpose, mapped=mapped, padded=padded, precision=precision,
     )  # fmt: skip
     blocks = cdiv(columns, block)
     add = PreparedLaunch(
-        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
-        before.stride(0), **product, **own, device=x.device,
+        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, reach - 1, *x.stride()[:3],
+        before.stride(0), **adding, device=x.device,
     )  # fmt: skip
     scan = PreparedLaunch(
         scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), columns, stretches - 1, config.stretch,
-        P=poles, BN=SCAN_COLUMNS, POWERS=product["POWERS"], num_warps=4, device=x.device,
+        P=poles, BN=SCAN_COLUMNS, POWERS=adding["POWERS"], num_warps=4, device=x.device,
     )  # fmt: skip
     mix = PreparedLaunch(
         mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
-        *out.stride()[:3], before.stride(0), after.stride(0), **product, **mixing, device=x.device,
+        *out.stride()[:3], before.stride(0), after.stride(0), **mixing, device=x.device,
     )  # fmt: skip
     shape = (heads, max(1, stretches - 1), 2, poles, columns)
 
-    def run(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor, out: Tensor) -> None:
+    def run(
+        x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor, left_pad: Tensor, out: Tensor
+    ) -> None:
         states = before.new_empty(shape, dtype=torch.float32)
         if stretches > 1:
-            add(x, before, sources, tables.write, tables.turns, states)
+            add(x, before, sources, left_pad, tables.write, tables.turns, states)
             if stretches > 2:
                 scan(states, tables.turns)
-        mix(x, before, sources, after, tables.near, tables.write, tables.read, tables.turns, states, out)
+        own = tables.near, tables.write, tables.read, tables.turns
+        mix(x, before, sources, left_pad, after, *own, states, out)
 
     return run
 
 
 def linear_constants(
     config: LinearConfig, *, rows: int, reach: int, poles: int, powers: int, dim: int, columns: int, reverse: bool,
-    mapped: bool, precision: str,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Return the compile-time arguments of both kernels, those of `states_kernel` alone and of `mix_kernel` alone."""
-    product = {
-        "D": dim, "C": rows, "P": poles, "BN": config.columns, "REACH": reach, "POWERS": powers,
-        "REVERSE": reverse, "MAPPED": mapped, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
+    mapped: bool, padded: bool, precision: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Return the compile-time arguments of `states_kernel` and of `mix_kernel`."""
+    both = {
+        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": reverse, "MAPPED": mapped,
+        "PADDED": padded, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
     }  # fmt: skip
-    own, mixing = (
-        {"STAGES": stages, "num_warps": warps, "num_stages": stages}
+    adding, mixing = (
+        both | {"STAGES": stages, "num_warps": warps, "num_stages": stages}
         for warps, stages in zip(config.warps, config.stages, strict=True)
     )
-    return product, own, mixing
+    return adding, mixing | {"REACH": reach}

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.backend import Backend, Slots, Tables, shifted_product
 from saf.ops.decode.op import compact_rows, decode_tables
 from saf.ops.heads import heads_like, merge_slots, row_product, take_heads, unit_stride
+from saf.ops.linear.recurrent import RecurrentState
 from saf.ops.linear.tables import LinearTables, chunked_product, linear_tables
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.ops.positions import QueryRows
@@ -29,6 +30,7 @@ class Linear(Backend):
     """Execute exponential patterns in linear time."""
 
     decodes = True
+    pads = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why values of `dtype` cannot be mixed; None when they can."""
@@ -63,12 +65,13 @@ class Linear(Backend):
             inner = _TOEPLITZ.prepare([patterns[slot] for slot in rest], dtype, device)
             tables |= {_REST + name: table for name, table in inner.items()}
             tables["stored"] = tuple(rest[slot] for slot in inner["stored"])
-        elif uses_triton(device, dtype):
-            tables |= decode_tables(kv_head, len(patterns), device)
+        if uses_triton(device, dtype):
+            maps = decode_tables(kv_head, len(patterns), device)
+            tables |= {name: maps[name] for name in maps if not rest or name.startswith("row_live")}
         return tables
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
-        """Return `P V`; each value head that several slots read is read in place."""
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        """Return `P V`; each value head that several slots read is read in place, and padding moves no values."""
         linear, rest, parts = tables["linear"], tables["rest"], []
         if linear:
             read = tuple(heads[slot] for slot in linear)
@@ -77,22 +80,50 @@ class Linear(Backend):
                 x, read = take_heads(value, read), tuple(range(len(read)))
             own = [tables[name] for name in LinearTables._fields]
             scalings = tables["key_scale"], tables["row_scale"]
-            parts.append((linear, linear_product(x, list(read), sources, own, *scalings, x.shape[1], False)))
+            product = linear_product(x, list(read), sources, own, *scalings, left_pad, x.shape[1], False)
+            parts.append((linear, product))
         if rest:
             read = tuple(heads[slot] for slot in rest)
-            parts.append((rest, _TOEPLITZ.forward(value, read, _rest_of(tables))))
+            parts.append((rest, shifted_product(_TOEPLITZ, value, read, _rest_of(tables), left_pad)))
         return merge_slots(parts)
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         """Return rows of `P V`, as products with these rows' weights."""
-        linear, rest, parts = tables["linear"], tables["rest"], []
+        linear, parts = tables["linear"], []
         if linear:
             read = tuple(heads[slot] for slot in linear)
             parts.append((linear, row_product(compact_rows(tables), value, read, rows)))
-        if rest:
-            read = tuple(heads[slot] for slot in rest)
-            parts.append((rest, _TOEPLITZ.rows(value, read, _rest_of(tables), rows)))
+        return merge_slots([*parts, *self._rest_rows(value, heads, tables, rows)])
+
+    def recur(
+        self, state: RecurrentState, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows, whole: bool
+    ) -> Tensor:
+        """Return rows of `P V`: of exponential patterns by a state, of others from `value`, which `heads` index.
+
+        `whole` sequences fill the state; later rows go on from it.
+        """
+        slots, left_pad, parts = tables["linear"], rows.left_pad, []
+        if whole and tables["rest"]:
+            read = tuple(heads[slot] for slot in tables["rest"])
+            parts.append((tables["rest"], shifted_product(_TOEPLITZ, value, read, _rest_of(tables), left_pad)))
+        elif not whole:
+            parts += self._rest_rows(value, heads, tables, rows)
+        if whole:
+            state.fill(tables, left_pad)
+            inner = tables | {"linear": tuple(range(len(slots))), "rest": ()}
+            parts.append((slots, self.forward(state.value, tables["heads"], inner, left_pad)))
+        else:
+            parts.append((slots, state.step(tables, rows)))
         return merge_slots(parts)
+
+    def _rest_rows(
+        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows
+    ) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Return slots and rows of the other patterns, nothing without any."""
+        if not (rest := tables["rest"]):
+            return []
+        read = tuple(heads[slot] for slot in rest)
+        return [(rest, _TOEPLITZ.rows(value, read, _rest_of(tables), rows))]
 
 
 def _rest_of(tables: Tables) -> Tables:
@@ -113,49 +144,46 @@ def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
 
 @operator("saf::linear")
 def linear_product(
-    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, count: int,
-    transpose: bool,
+    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
+    left_pad: Tensor | None, count: int, transpose: bool,
 ) -> Tensor:  # fmt: skip
     """Return frozen heads `[B, F, T, D]` of values `x [B, count, T, D]`, or with `transpose` the adjoint.
 
     Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
     `[B, F, T, D]` and sums over the frozen heads that read a value head: `[B, count, T, D]`. `tables` are those of
-    `LinearTables`, scalings `[F, >=T]`, of the direction asked for. Results are stored as `[B, T, ., D]`.
+    `LinearTables`, scalings `[F, >=T]`, of the direction asked for; these count from `left_pad [B]`, contiguous, the
+    first real position of each sequence, before which results are zero. Results are stored as `[B, T, ., D]`.
     """
+    own = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import linear_matmul
 
         x = unit_stride(x)
         mapped = None if transpose or heads == list(range(x.shape[1])) else sources
-        own = LinearTables(*tables)
-        result = linear_matmul(x, own, before, after, mapped, transpose=transpose, precision=product_precision(x.dtype))
+        options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
+        result = linear_matmul(x, own, before, after, mapped, transpose=transpose, **options)
         return _sum_by_head(result, heads, count) if transpose else result
-    if not transpose:
-        return chunked_product(
-            x if heads == list(range(x.shape[1])) else x[:, heads], LinearTables(*tables), before, after
-        )
-    length = x.shape[-2]
-    scalings = before[:, :length].flip(1), after[:, :length].flip(1)
-    result = chunked_product(x.flip(2), LinearTables(*tables), *scalings).flip(2)
-    return _sum_by_head(result.transpose(1, 2).contiguous().transpose(1, 2), heads, count)
+    x = x if transpose or heads == list(range(x.shape[1])) else x[:, heads]
+    result = chunked_product(x, own, before, after, left_pad, reverse=transpose)
+    return _sum_by_head(result, heads, count) if transpose else result
 
 
 @torch.library.register_fake("saf::linear")
-def _(x, heads, sources, tables, before, after, count, transpose) -> Tensor:
+def _(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
     return heads_like(x, count if transpose else len(heads))
 
 
 def _setup(ctx, inputs, output) -> None:
     """Keep the tables: a gradient does not depend on the values."""
-    _, ctx.heads, sources, tables, before, after, ctx.count, ctx.transpose = inputs
-    ctx.save_for_backward(sources, before, after, *tables)
+    _, ctx.heads, sources, tables, before, after, left_pad, ctx.count, ctx.transpose = inputs
+    ctx.save_for_backward(sources, before, after, left_pad, *tables)
 
 
 def _backward(ctx, gradient: Tensor):
     """Return the gradient to the values: the transposed product, its scalings swapped."""
-    sources, before, after, *tables = ctx.saved_tensors
-    rest = ctx.heads, sources, tables, after, before, ctx.count, not ctx.transpose
-    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None
+    sources, before, after, left_pad, *tables = ctx.saved_tensors
+    rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
+    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None
 
 
 torch.library.register_autograd("saf::linear", _backward, setup_context=_setup)

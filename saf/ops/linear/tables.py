@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from saf.damped_cosines import DampedCosines
 from saf.errors import UnsupportedError
+from saf.ops.heads import heads_like
 from saf.patterns import ExponentialPattern
 
 CHUNK = 64
@@ -105,34 +106,60 @@ def _head_tables(pattern: ExponentialPattern, rows: int, count: int, most: int) 
     )
 
 
-def chunked_product(x: Tensor, tables: LinearTables, before: Tensor, after: Tensor) -> Tensor:
-    """Return the product for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`.
+def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
+    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`; products are float32 at least.
+
+    With `left_pad [B]` scalings count from there, and rows before it are zero.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    own = torch.arange(first, first + x.shape[2], device=x.device)
+    if left_pad is None:
+        factor = scale[:, own][None]
+    else:
+        own = own - left_pad[:, None]
+        factor = (scale[:, own.clamp(min=0)] * (own >= 0)).transpose(0, 1)
+    return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
+
+
+def turn(state: Tensor, factor: Tensor) -> Tensor:
+    """Return states `[..., F, 2P, D]` turned and decayed by `factor [F, 2, P]`."""
+    cosines, sines = state.chunk(2, -2)
+    real, imaginary = factor[:, 0, :, None], factor[:, 1, :, None]
+    return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
+
+
+def chunk_sums(scaled: Tensor, tables: LinearTables) -> Tensor:
+    """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `scaled [B, F, n * C, D]`."""
+    wide = tables.turns.dtype
+    chunks = scaled.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
+    added = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
+    states = [added[:, :, 0]]
+    for chunk in range(1, added.shape[2]):
+        states.append(turn(states[-1], tables.turns[:, 0]) + added[:, :, chunk])
+    return torch.stack(states, 2)
+
+
+def chunked_product(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the product for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
 
     16-bit inputs are scaled in their own dtype, all else is float32 (float64 for float64 values).
     """
-    batch, heads, length, dim = x.shape
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    near, write, read, turns = (table.to(compute) for table in tables)
-    rows, reach = near.shape[-1], near.shape[1]
+    length = x.shape[2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows, reach = tables.near.shape[-1], tables.near.shape[1]
     chunks = -(-length // rows)
-    scaled = (x.to(compute) * before[:, :length, None].to(compute)).to(x.dtype).to(compute)
-    scaled = pad(scaled, (0, 0, 0, chunks * rows - length))
-    columns = scaled.view(batch, heads, chunks, rows, dim).permute(1, 2, 3, 0, 4).reshape(heads, chunks, rows, -1)
-    total = near[:, :1] @ columns
-    for back in range(1, min(reach, chunks)):
-        total[:, back:] += near[:, back : back + 1] @ columns[:, :-back]
+    scaled = scale_rows(x, before, 0, left_pad)
+    scaled = pad(scaled.flip(2) if reverse else scaled, (0, 0, 0, chunks * rows - length))
+    columns = scaled.unflatten(2, (chunks, rows)).to(wide)
+    total = torch.zeros_like(columns)
+    for back in range(min(reach, chunks)):
+        near = tables.near[:, back].to(wide)
+        total[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, columns[:, :, : chunks - back])
     if chunks > reach:
-        added = write[:, None] @ columns[:, :-reach]
-        cosines, sines = added.chunk(2, -2)
-        turn = torch.complex(turns[:, 0, 0], turns[:, 0, 1])[..., None]
-        state = torch.zeros_like(torch.complex(cosines[:, 0], sines[:, 0]))
-        states = []
-        for chunk in range(chunks - reach):
-            state = turn * state + torch.complex(cosines[:, chunk], sines[:, chunk])
-            states.append(torch.cat([state.real, state.imag], 1))
-        total[:, reach:] += read[:, None] @ torch.stack(states, 1)
-    total = total.view(heads, chunks, rows, batch, dim).permute(3, 1, 2, 0, 4)
-    total = total.reshape(batch, chunks * rows, heads, dim)[:, :length]
-    output = x.new_empty(batch, length, heads, dim)
-    output.copy_(total * after[:, :length].t()[:, :, None].to(compute))
-    return output.transpose(1, 2)
+        states = chunk_sums(scaled[:, :, : (chunks - reach) * rows], tables)
+        total[:, :, reach:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
+    total = total.flatten(2, 3)[:, :, :length]
+    return heads_like(x, x.shape[1]).copy_(scale_rows(total.flip(2) if reverse else total, after, 0, left_pad))

@@ -26,6 +26,7 @@ class Case:
     extra: int = 70
     dtype: str = "float32"
     transpose: bool = False
+    padded: bool = False
     chosen: bool = False
 
 
@@ -47,6 +48,8 @@ def _cases() -> dict[str, Case]:
         "D96": Case(dim=96, columns=64, length=129, batch=1),
         "D256": Case(dim=256, columns=128, length=129, batch=1, heads=(0,)),
         "half": Case(dtype="float16", length=200),
+        "padded": Case(padded=True, band=128, stretch=2, length=280),
+        "padded-D60": Case(padded=True, dim=60, length=129, heads=(1, 1)),
         "rule": Case(chosen=True, length=260),
         "bfloat": Case(dtype="bfloat16", length=400, dim=64, chosen=True),
     }.items():
@@ -78,10 +81,13 @@ def run(case: Case, device: str) -> list[str] | None:
     out, around = surrounded(case.batch, slots, case.length, case.dim, dtype, device)
     mapped = not case.transpose and case.heads != tuple(range(given))
     sources = torch.tensor(case.heads, dtype=torch.int32, device=device) if mapped else None
+    pad = torch.tensor([0, 90], device=device) if case.padded else None
     config = None if case.chosen else LinearConfig(case.stretch, case.columns)
 
     def call(**more):
-        return linear_matmul(x, tables, before, after, sources, transpose=case.transpose, config=config, **more)
+        return linear_matmul(
+            x, tables, before, after, sources, transpose=case.transpose, left_pad=pad, config=config, **more
+        )
 
     first = call()
     repeated = call() if device == "cuda" else first
@@ -89,8 +95,11 @@ def run(case: Case, device: str) -> list[str] | None:
     earlier, later = slice(0, middle + 1), slice(middle + 1, None)
     kept, other = (later, earlier) if case.transpose else (earlier, later)
     matrix = pattern.dense()[:, : case.length, : case.length].to(device)
-    matrix = matrix.mT if case.transpose else matrix
-    want = matrix @ (x if case.transpose else x[:, list(case.heads)]).double()
+    turned = (lambda pattern: pattern.mT) if case.transpose else (lambda pattern: pattern)
+    want = turned(matrix) @ (used := (x if case.transpose else x[:, list(case.heads)]).double())
+    if case.padded:
+        inner = case.length - 90
+        want[1, :, :90], want[1, :, 90:] = 0, turned(matrix[:, :inner, :inner]) @ used[1, :, 90:]
     error = ((first.double() - want).norm() / want.norm()).item()
     x[:, :, other] = 7.0
     call(out=out)
