@@ -36,6 +36,7 @@ from saf.optimizer_state import (
     remember_move,
     unwrap_optimizer,
     update_steps_,
+    was_moved,
 )
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
 
@@ -191,7 +192,7 @@ def editable(model: nn.Module) -> Adapter:
     """Return the adapter of a model; raise UnsupportedError where an edit would reach beyond its layer.
 
     A data-parallel wrapper would average gradients of the old shapes. An attention weight may share its memory with
-    another layer, role or module. A weight shared with another model cannot be seen here.
+    another layer, role or module, or be a parameter of another model.
     """
     inner: object = model
     while isinstance(inner, nn.Module):
@@ -203,6 +204,7 @@ def editable(model: nn.Module) -> Adapter:
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
     adapter = adapter_for(model)
     _check_memory(adapter)
+    _check_owners(adapter)
     return adapter
 
 
@@ -227,6 +229,46 @@ def _check_memory(adapter: Adapter) -> None:
             )
         if last > end:
             end, owner, before = last, name, projection
+
+
+def _check_owners(adapter: Adapter) -> None:
+    """Raise UnsupportedError where a module outside the model has an attention weight as its parameter, too.
+
+    Looked for before a model's first edit alone: it takes some 0.1 s.
+    """
+    weights = [weight for site in adapter.sites() for weight, _ in site.projections().values()]
+    if any(map(was_moved, weights)):
+        return
+    ids, own = set(map(id, weights)), {id(module._parameters) for module in adapter.model.modules()}
+
+    def stranger() -> str | None:
+        for each in _all_objects():
+            kind = type(each)
+            if issubclass(kind, nn.Module) and not issubclass(kind, nn.ParameterList | nn.ParameterDict):
+                parameters = vars(each).get("_parameters", {})
+                if id(parameters) not in own and any(id(one) in ids for one in parameters.values()):
+                    return kind.__name__
+        return None
+
+    if stranger() is None:
+        return
+    gc.collect()  # a model that was dropped may be there still
+    if (name := stranger()) is not None:
+        raise UnsupportedError(
+            f"an attention weight must be of this model alone, got one that a {name} outside it has too: give each a "
+            "copy (copy.deepcopy)"
+        )
+
+
+def _all_objects() -> list[Any]:
+    """Return all objects that the collector knows, those of before gc.freeze() too."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) -> None:
@@ -336,7 +378,7 @@ def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
             rows[parameter] = None if order == original.rows_in(name) else repr(order)
     record_orders(rows, optimizer)
     if in_group() and sites:
-        for each in gc.get_objects():
+        for each in _all_objects():
             wrapper = issubclass(type(each), DistributedDataParallel) and each not in _outdated
             if wrapper and sites[0].attention in each.modules():
                 _outdated[each] = each.register_forward_pre_hook(_refuse_training)

@@ -140,6 +140,15 @@ def test_weights_with_two_owners(family, share, tmp_path):
             saf.load(model, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "o_proj"])
+def test_weights_that_another_model_has_too_until_it_is_gone(name):
+    model, other = make("llama", vocab_size=48), make("llama", vocab_size=48)
+    getattr(attentions(other)[1], name).weight = getattr(attentions(model)[1], name).weight
+    assert_refused(model, "of this model alone")
+    del other
+    saf.install_(model, [(1, 0)], PATTERN)
+
+
 def test_what_shares_nothing_is_frozen_as_ever():
     """Parts of one tensor side by side, tied embeddings, a copy of the model."""
     plain, packed = make("llama", tie_word_embeddings=True), make("llama", tie_word_embeddings=True)
