@@ -176,6 +176,11 @@ class FreezeConfig:
         return budget(self.rate, num_heads) if self.count is None else self.count
 
     @property
+    def asks_for_none(self) -> bool:
+        """Whether these settings ask for no head of any model."""
+        return not self.requested(1_000_000)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
@@ -195,7 +200,7 @@ class FreezeConfig:
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
     """Raise InputError unless a model with these layers has the heads that the settings ask for.
 
-    With `allow_empty`, as in later events of a run, limits may leave no head.
+    With `allow_empty`, as in later events of a run, limits may leave no head, and the settings may ask for none.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     for heads in (config.exclude, config.only, config.match_heads):
@@ -214,7 +219,10 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
         )
     if config.operation == "prune" and min(k, num_live) == num_slots:
         raise InputError(f"pruning must leave the model a head, got {k} of {total}: ask for less than all {num_slots}")
-    if config.heads is not None or config.match_heads is not None or allow_empty or not k:
+    if not k and not allow_empty:
+        number = f"count {config.count}" if config.count is not None else f"rate {config.rate:g}"
+        raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
+    if config.heads is not None or config.match_heads is not None or allow_empty:
         return
     allowed = {(layer, head) for layer, layout in enumerate(layouts) for head in layout.live} - {*config.exclude}
     allowed = allowed if config.only is None else allowed & {*config.only}

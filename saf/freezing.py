@@ -198,10 +198,6 @@ def _read(
             f"than {length} tokens are refused; calibrate on {longest} tokens to keep them"
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
-    total = sum(site.layout.num_heads for site in sites)
-    if not config.requested(total) and not allow_empty:
-        number = f"count {config.count}" if config.count is not None else f"rate {config.rate:g}"
-        raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
     if config.heads is not None:
         check_measurable(adapter, config.heads)
     config.check_calibration(sequences=sequences.num_different, length=length)

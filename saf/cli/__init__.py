@@ -44,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     advice = RESUME if name in RESUMABLE else ""
-    called = invocation.set(tuple(words))
+    called, command = invocation.set(tuple(words)), None
     try:
         with _plain_warnings(name), _missing_extras():
             with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SafError as error:
         if not error.heard:
             _let_rank0_speak()
-            print(f"saf {name}: {error}", file=sys.stderr)
+            print(f"saf {name}: {_in_flags(error, name, command)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -111,6 +111,19 @@ def _command(name: str, words: list[str]) -> Any:
     if hasattr(module, "parse_words"):
         return module.parse_words(words)
     return parse(module.Command, words, prog=f"saf {name}", first=getattr(module, "FIRST", ()))
+
+
+def _in_flags(error: SafError, name: str, command: Any) -> str:
+    """Return the text of an error in the flags of a verb, whose words were perhaps not parsed yet."""
+    from saf.cli.parsing import with_flags
+
+    module = importlib.import_module(f"saf.cli.{name}")
+    kind = (
+        getattr(module, "Command", None) or getattr(module, name.capitalize(), None)
+        if command is None
+        else type(command)
+    )
+    return str(error) if kind is None else with_flags(str(error), kind)
 
 
 def _let_rank0_speak() -> None:

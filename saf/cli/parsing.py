@@ -1,12 +1,13 @@
 """Parsing of the command line: tyro on a verb's dataclass, help in two tiers, and the types that tyro cannot read."""
 
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, field, fields, make_dataclass
+from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -58,6 +59,32 @@ def _shortened(kind: Any, names: Sequence[str]) -> Any:
 def _default(setting: Field[Any]) -> Any:
     """Return the default of a field, MISSING where it has none."""
     return setting.default if setting.default_factory is MISSING else setting.default_factory()
+
+
+def with_flags(text: str, command: Any) -> str:
+    """Return an error's text in which settings of a command, `batch_size`, are written as flags, `--batch-size`.
+
+    Names of one word stay: they may be words of the sentence.
+    """
+    flags = {name: flag for kind in get_args(command) or (command,) for name, flag in _flags(kind).items()}
+    flags |= {flag.removeprefix("--").replace("-", "_"): flag for flag in flags.values()}  # mqar.test_lengths, too
+    marked = sorted((name for name in flags if set("_.") & set(name)), key=len, reverse=True)
+    pattern = "|".join(map(re.escape, marked))
+    return re.sub(rf"(?<![\w/.-])({pattern})(?![\w/=-])", lambda found: flags[found[1]], text) if pattern else text
+
+
+def _flags(kind: Any, prefix: str = "--") -> dict[str, str]:
+    """Return the flag of each setting of a dataclass, by name; an outer one hides an inner one of its name."""
+    flags: dict[str, str] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        inner, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        group = next((each for each in (inner, *get_args(inner)) if is_dataclass(each)), None)
+        if group is None:
+            flags[name] = f"{prefix}{name.replace('_', '-')}"
+        else:
+            own = prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}."
+            flags = _flags(group, own) | flags
+    return flags
 
 
 def read_heads(words: Sequence[str]) -> tuple[Head, ...]:

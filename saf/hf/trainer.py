@@ -197,7 +197,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             adapter.check_next_token()
         layouts = [site.layout for site in adapter.sites()]
         if stored is None:  # others were checked when they began
-            check_heads(self.config, layouts)
+            check_heads(self.config, layouts, allow_empty=self.config.asks_for_none)
             if self.config.heads is not None:
                 check_measurable(adapter, self.config.heads)
             if self.config.operation == "freeze" and self.config.requested(sum(each.num_heads for each in layouts)):

@@ -274,7 +274,10 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
     length = {} if config.length is None else {"max_length": config.length}
     shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
     if shape.vocab_size < vocab_size:
-        raise InputError(f"vocab_size must be at least the data's {vocab_size}, got {shape.vocab_size}")
+        remedy = (
+            "lower mqar.vocabulary" if config.task == MQARTask.name else "prepare the data by the model's tokenizer"
+        )
+        raise InputError(f"vocab_size must be at least the data's {vocab_size}, got {shape.vocab_size}; {remedy}")
     if config.length is not None and shape.max_length < config.length:
         raise InputError(f"max_length must be at least the run's length {config.length}, got {shape.max_length}")
     return shape

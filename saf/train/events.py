@@ -113,7 +113,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
             accept_loss=False,
             score_inputs=inputs,
             max_heads=event.first,
-            allow_empty=event.below is not None or several or not freeze.requested(1_000_000),
+            allow_empty=event.below is not None or several or freeze.asks_for_none,
         )
     return Change(
         heads=report.heads,

@@ -142,7 +142,7 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
                     f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {asked}"
                 )
         elif resume and not (out / CHOICE).exists():
-            raise InputError(f"{out} holds no run to resume; check out, or leave resume out")
+            raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
         elif examples:
             if config.time_budget_seconds is not None or config.update_budget is not None:
                 raise InputError(

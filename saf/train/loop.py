@@ -150,7 +150,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         own_schedule = origin.state.get("schedule") if origin.resumed else None
         proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
         if config.freeze and proposer and not origin.resumed:
-            check_heads(config.freeze, layouts)
+            check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
         gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
         graphed = _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length)
     with all_ranks_or_raise():
@@ -205,7 +205,7 @@ def _check_folder(folder: Path, config: TrainConfig, *, resume: bool, now: str =
         raise InputError(f"out must be another folder than the data's, got {folder}")
     holds_run = (folder / "config.json").exists()
     if resume and not holds_run:
-        raise InputError(f"{folder} holds no run to resume; check out, or leave resume out")
+        raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
     if holds_run and not resume:
         raise InputError(f"{folder} holds a run {now}; resume it, or choose another folder")
     if resume:

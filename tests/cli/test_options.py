@@ -70,7 +70,7 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "ask for fewer"),
         ([*event, "--sequences", 10**6], "ask for fewer"),
         ([*train, "--length", 10**6], "a window of length"),
-        ([*train, "--batch-size", "0"], "batch_size must be at least 1"),
+        ([*train, "--batch-size", "0"], "--batch-size must be at least 1"),
         ([*train, "--sampler", "shuffled", "--task", "mqar", "--model", "small"], "model must be one of"),
         ([*train, "--freeze.rate", "2"], "rate"),
         ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "max_fit_kl must be positive, in nats"),
