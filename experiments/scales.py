@@ -114,7 +114,7 @@ SCALES = {
             settings={
                 **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2},
                 **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 80, "save_every": 160},
-                **{"log_every": 80, "calibration_sequences": 32, "token_losses": False},
+                **{"log_every": 80, "calibration_sequences": 32, "token_losses": False, "compile": "layers"},
             },
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
