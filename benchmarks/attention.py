@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import run
-from saf.bench.models import mixing_work, random_tokens
-from saf.bench.protocol import Arm, Point, Subject, Work
+from saf.bench.models import mixing_flops, random_tokens
+from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
 from saf.machine import Compile, GraphPool
@@ -35,7 +35,7 @@ class Attention(PassSpeed):
     """Layers are called as they are: a compiler would drop those whose outputs nothing reads."""
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         require(self.compile == "off", "compile must be off: a compiler would drop layers whose outputs nothing reads")
 
@@ -50,13 +50,12 @@ class Attention(PassSpeed):
         gc.collect()  # edited models are in cycles, whose other weights would stay
         return Passes(self, layers, (), execution, pool)
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of an arm's layers: their matrices, and the mixing."""
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the operations of an arm's layers: their matrices, and the mixing."""
         models = self.plan(point)
         entries, tokens = sum(map(models.shape.attention_entries, models.layouts(arm))), point.batch_size * point.length
-        mixing = mixing_work(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        weights = float(self.weights(self.dtype).itemsize * entries)
-        return Work(2.0 * tokens * entries + mixing.flops, weights + mixing.bytes)
+        mixing = mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
+        return 2.0 * tokens * entries + mixing
 
 
 class AttentionLayers(nn.Module):

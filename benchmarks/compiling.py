@@ -25,8 +25,8 @@ import saf
 from benchmarks import run
 from saf.bench import Update
 from saf.bench.models import ModelPlan, heads_per_layer, random_tokens, synthetic_patterns
-from saf.bench.processes import SPAWN
 from saf.bench.protocol import Arm, Point, Session
+from saf.bench.speed import SPAWN
 from saf.bench.whole import CLIP, PRELOADED, Preloaded, updates_in_a_row
 from saf.heads import Head, HeadSet
 from saf.machine import Execution

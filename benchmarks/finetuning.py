@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan
-from saf.bench.protocol import Arm, Point, Subject, Work
+from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import ModelSpeed, measure, require
 from saf.bench.timing import GRAPH, kernels_of
-from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, update_work, way_of
+from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, micro_batch_flops, way_of
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
@@ -72,7 +72,7 @@ class Finetuning(ModelSpeed):
         return self.batch_size or usual[0], self.accumulation or usual[1]
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         require(not self.points, "points must be left out: the task's examples make them")
         require(
             self.graphs == "off" or self.compile == "off",
@@ -120,11 +120,11 @@ class Finetuning(ModelSpeed):
         orders = {name: [(x.to(device), y.to(device)) for x, y in own] for name, own in self.batches.items()}
         return FinetuneSubject(self, self.plan(point).build(arm), orders)
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of one update, with all micro-batches as long as they are on average."""
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the operations of one update, with all micro-batches as long as they are on average."""
         length = round(statistics.fmean(inputs.shape[1] for each in self.batches.values() for inputs, _ in each))
         size, accumulation = self.sizes
-        return update_work(self.plan(point), arm, batch=size, length=length, accumulation=accumulation)
+        return accumulation * micro_batch_flops(self.plan(point), arm, batch=size, length=length)
 
 
 class FinetuneSubject(UpdateSubject):

@@ -1,4 +1,4 @@
-"""The models that benchmarks time: random presets or a folder's own, the heads that each arm freezes, and the work.
+"""The models that benchmarks time, presets or a folder's own: shapes, frozen heads of each arm, patterns, operations.
 
 Frozen heads of presets have synthetic patterns shaped like trained ones. A folder (a checkpoint, a run, the output of
 `saf.save` or `save_pretrained`) has its own heads and patterns: every arm has its weights, the ordinary ones with all
@@ -20,7 +20,7 @@ from scipy.special import expit, logit
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from saf.bench.protocol import FLEX, FREE, PRUNED, Arm, Work
+from saf.bench.protocol import FLEX, FREE, PRUNED, Arm
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, Head, HeadLayout, HeadSet
 from saf.hf.open_model import transformers_folders
@@ -39,7 +39,7 @@ from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 Placement = Literal["early", "even", "groups"]
 
 
-# Shapes
+# --- shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class ModelShape:
     """Matrix entries of a layer's MLP."""
 
     def attention_entries(self, layout: HeadLayout) -> int:
-        """Return the matrix entries of an attention layer: queries of live heads, their keys, the rest."""
+        """Count the matrix entries of an attention layer."""
         return self.hidden_size * self.head_dim * sum(map(len, layout.rows.values()))
 
     def model_entries(self, layouts: Iterable[HeadLayout]) -> int:
-        """Return the matrix entries of a model, its output layer once."""
+        """Count the matrix entries of a model, its output layer once."""
         layers = sum(self.attention_entries(layout) + self.mlp_entries for layout in layouts)
         return layers + self.vocab_size * self.hidden_size
 
@@ -83,7 +83,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShape:
-    """Return the shape of a preset at a context, or with other layers; InputError for an unknown name."""
+    """Return the shape of a preset at a context; raise InputError for an unknown name."""
     if name in TRANSFORMERS:
         sizes = TRANSFORMERS[name][1]
         return ModelShape(
@@ -112,7 +112,7 @@ def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
     return preset(name, max_length=length, **({} if num_layers is None else {"num_layers": num_layers}))
 
 
-# A folder's model
+# --- a folder's model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class FolderModel:
 
 
 def is_folder(model: str) -> bool:
-    """Return whether a benchmark's model is a folder or a name on the Hugging Face hub, and no preset."""
+    """Whether a benchmark's model is a folder or a name on the Hugging Face hub, and no preset."""
     return model not in PRESETS and model not in TRANSFORMERS and (Path(model).exists() or means_transformers(model))
 
 
@@ -142,7 +142,7 @@ def _open(folder: str, device: torch.device) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def read_folder(folder: str, device: torch.device) -> FolderModel:
-    """Return the shape and the edited heads of a folder's model; InputError where no head is edited."""
+    """Read the shape and the edited heads of a folder's model; raise InputError where no head is edited."""
     model = _open(folder, device)
     adapter = adapter_for(model)
     sites = adapter.sites()
@@ -205,7 +205,7 @@ def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
     return model
 
 
-# The models of one point
+# --- the models of one point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +255,7 @@ class ModelPlan:
         return edited / (self.shape.num_layers * self.shape.num_heads)
 
     def heads(self, arm: Arm) -> tuple[HeadSet, HeadSet]:
-        """Return the heads that an arm freezes, and those that it prunes."""
+        """Choose the heads that an arm freezes, and those that it prunes."""
         if arm.backend is None:
             return HeadSet(), HeadSet()
         if self.folder:
@@ -296,7 +296,7 @@ class ModelPlan:
         return {"heads": sum(counts), "per_layer": counts}
 
     def build(self, arm: Arm, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return an arm's model; all arms have the same weights.
+        """Build an arm's model; all arms have the same weights.
 
         Raises UnsupportedError for a backend or kernel that cannot run here.
         """
@@ -343,7 +343,7 @@ class ModelPlan:
         return synthetic_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed), self.device)
 
 
-# Which heads, and their patterns
+# --- which heads, and their patterns
 
 MEASURED_SHARES = np.array((8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0)) / 12
 """Share of each layer's heads that variance selection takes at 25% in a trained 124M model with rotary positions."""
@@ -352,7 +352,7 @@ SMALLEST_SHARE = 0.01
 
 
 def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: Literal["early", "even"]) -> list[int]:
-    """Return how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
+    """Choose how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
 
     "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its log odds shifted to the rate.
     """
@@ -377,7 +377,7 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: 
 def synthetic_patterns(
     count: int, length: int, generator: torch.Generator, device: torch.device | str = "cpu"
 ) -> CompactPattern:
-    """Return `count` compact patterns `[count, length]`: flat key logits with a sink, smooth decay, a rotary ripple.
+    """Draw `count` compact patterns `[count, length]`: flat key logits with a sink, smooth decay, a rotary ripple.
 
     `generator` lives on the CPU; normalisers are computed on `device`.
     """
@@ -394,19 +394,19 @@ def synthetic_patterns(
 def random_tokens(
     count: int, batch_size: int, length: int, vocab_size: int, generator: torch.Generator, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return `count` micro-batches of inputs and targets, each `[batch_size, length]`, on the device."""
+    """Draw `count` micro-batches of inputs and targets, each `[batch_size, length]`, on the device."""
     windows = torch.randint(vocab_size, (count, batch_size, length + 1), generator=generator).to(device)
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-# Flex attention as a baseline, and the free bound
+# --- flex attention as a baseline, and the free bound
 
 BLOCK = 128
 """Positions of a block of the mask, flex attention's default."""
 
 
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Return the causal block mask of `length` positions: blocks on the diagonal masked, blocks below it whole.
+    """Build the causal block mask of `length` positions: blocks on the diagonal masked, blocks below it whole.
 
     PyTorch's own builder would fill a matrix of length x length first.
     """
@@ -475,46 +475,29 @@ def free_backend() -> Iterator[None]:
         del BACKENDS[FREE]
 
 
-# The work that a call cannot do without
+# --- floating-point operations
 
 
-def attention_work(
-    *,
-    batch: int,
-    length: int,
-    dim: int,
-    live: int,
-    frozen: int,
-    kv_heads: int | None = None,
-    backward: bool,
-    element: int = 2,
-) -> Work:
-    """Return the work of one layer's mixing, each tensor read or written once.
+def attention_flops(*, batch: int, length: int, dim: int, live: int, frozen: int, backward: bool) -> float:
+    """Count the operations of one layer's mixing.
 
     A live head does two causal products forward and five backward (scores are computed again), a frozen head one and
-    one: 2/7 of it. `kv_heads` is how many key heads live heads use.
+    one: 2/7 of it.
     """
     product = batch * length * (length + 1) * dim
-    tensor = batch * length * dim * element
-    keys = live if kv_heads is None else kv_heads
-    flops = product * (live * (7 if backward else 2) + frozen * (2 if backward else 1))
-    # Forward: q, k, v in, output out. Backward: all four and the output's gradient in, three gradients out.
-    moved = (live + keys) * (6 if backward else 2) + frozen * (4 if backward else 2)
-    return Work(float(flops), float(tensor * moved))
+    return float(product * (live * (7 if backward else 2) + frozen * (2 if backward else 1)))
 
 
-def mixing_work(plan: ModelPlan, arm: Arm, *, batch: int, length: int, backward: bool) -> Work:
-    """Return the work of mixing in all layers of an arm; free heads do none."""
-    layers = [
-        attention_work(
+def mixing_flops(plan: ModelPlan, arm: Arm, *, batch: int, length: int, backward: bool) -> float:
+    """Count the operations of mixing in all layers of an arm; free heads do none."""
+    return sum(
+        attention_flops(
             batch=batch,
             length=length,
             dim=plan.shape.head_dim,
             live=layout.num_live,
             frozen=0 if arm.backend == FREE else layout.num_frozen,
-            kv_heads=plan.shape.num_kv_heads if layout.grouped else None,
             backward=backward,
         )
         for layout in plan.layouts(arm)
-    ]
-    return Work(sum(each.flops for each in layers), sum(each.bytes for each in layers))
+    )

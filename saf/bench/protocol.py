@@ -7,10 +7,10 @@ ordinary model, must come out at 1 within a tolerance; otherwise everything comp
 A record is one JSON object with the header of every result (`saf.records.result`) and
 
     finished, seconds   whether the benchmark reached its end, and how long it took
-    rows                one a comparison: `point`, `variant` (what was timed), `role`, `baseline`, `arm`, the fields of
+    rows                one a comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields of
                         `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
-                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s and roofline bounds of both; `heads`, and of
-                        models `model` and `per_layer`
+                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s of both; `heads`, and of models `model` and
+                        `per_layer`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
     left_out            `what` was not measured, and `why`
@@ -33,7 +33,7 @@ import torch
 from saf.bench.timing import attention_kernels, kernel_seen
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
 from saf.errors import InputError
-from saf.machine import Execution, Peak, nvidia_smi, peak_of
+from saf.machine import Execution, nvidia_smi
 from saf.ops.backends import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
@@ -120,7 +120,7 @@ def plan(
     free: bool,
     pruned: bool = False,
 ) -> list[Comparison]:
-    """Return all comparisons, controls first.
+    """List all comparisons, controls first.
 
     Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels, and of
     `others`, are compared with the first kernel's.
@@ -128,10 +128,8 @@ def plan(
     kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
     rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
     roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
-    if free:
-        roles.append((FREE, "free"))
-    if pruned:
-        roles.append((PRUNED, "pruned"))
+    roles += [(FREE, "free")] if free else []
+    roles += [(PRUNED, "pruned")] if pruned else []
     return [
         *(Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels),
         *(Comparison(first, Arm(kernel), "kernel") for kernel in rest),
@@ -142,21 +140,6 @@ def plan(
             for backend, role in roles
         ),
     ]
-
-
-class Work(NamedTuple):
-    """Floating-point operations and bytes that a timed call cannot do without."""
-
-    flops: float
-    bytes: float
-
-    def floor_ms(self, peak: Peak | None) -> float | None:
-        """Return the roofline bound: the larger of arithmetic and traffic at the device's peak rates."""
-        return None if peak is None else 1e3 * max(self.flops / peak.flops, self.bytes / peak.bandwidth)
-
-    def tflops(self, milliseconds: float) -> float:
-        """Return the TFLOP/s reached."""
-        return self.flops / milliseconds / 1e9
 
 
 class Subject(Protocol):
@@ -175,11 +158,11 @@ class Subject(Protocol):
         ...
 
 
-# Pairs
+# --- pairs
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
+    """Compute the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
     ratios = sorted(baseline / arm for baseline, arm in pairs)
     q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     baseline_ms, arm_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
@@ -190,7 +173,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def refused(control_ratio: float | None, tolerance: float) -> bool:
-    """Return whether a comparison is refused: its control is missing or further than `tolerance` from 1."""
+    """Whether a comparison is refused: its control is missing or further than `tolerance` from 1."""
     return control_ratio is None or abs(control_ratio - 1) > tolerance
 
 
@@ -230,10 +213,10 @@ def alternate(
     return {key: each for key, each in times.items() if len(each) >= fewest}
 
 
-# The record
+# --- the record
 
 
-def say_on_stderr(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a line of progress at once; standard output is for results."""
     print(line, file=sys.stderr, flush=True)
 
@@ -253,13 +236,13 @@ class Session:
         *,
         out: Path | None = None,
         seconds: float | None = None,
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = print_progress,
         **header: Any,
     ):
-        """Write nothing yet; raise InputError where `out` exists. `header` has hashes of checkpoints and data."""
+        """Write nothing yet; raise InputError where `out` exists. `header` goes to `result_header`."""
         if out is not None and out.exists():
             raise InputError(f"{out} exists already; remove it, or write to another file")
-        self.execution, self.peak = execution, peak_of(execution.device_name)
+        self.execution = execution
         self.rows: list[Row] = []
         self.lists: dict[str, list[Row]] = {"memory": [], "kernels": [], "left_out": []}
         self._out, self._say = (out, say) if is_rank0() else (None, lambda _: None)
@@ -268,7 +251,7 @@ class Session:
         """For compiled code that lives as long as the benchmark."""
         self._limit, self._began, self._saved = seconds, time.perf_counter(), -math.inf
         self._header: Row = result_header(kind, settings, **header) | {"finished": False}
-        self._header["provenance"] |= _environment(execution, self.peak)
+        self._header["provenance"] |= _environment(execution)
 
     def __enter__(self) -> "Session":
         self._record_clocks("before")
@@ -295,7 +278,7 @@ class Session:
         return None if self._limit is None else self._limit - self.spent
 
     def fits(self, seconds: float) -> bool:
-        """Return whether something of `seconds` would end in time, by the first process's clock."""
+        """Whether something of `seconds` would end in time, by the first process's clock."""
         return self._limit is None or on_rank0(lambda: (self.left or 0.0) > seconds)
 
     def describe(self, **header: Any) -> None:
@@ -345,10 +328,9 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
 
 
-def _environment(execution: Execution, peak: Peak | None) -> Row:
-    """Return what a benchmark adds to its provenance: device, driver, peak rates, memory, processes."""
+def _environment(execution: Execution) -> Row:
+    """Return what a benchmark adds to its provenance: device, driver, memory, processes."""
     result: Row = {"device": execution.device_name, "driver": None, "processes": rank_and_size()[1]}
-    result["peak"] = peak and {"flops": peak.flops, "bandwidth": peak.bandwidth, "source": peak.source}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
         result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
@@ -357,7 +339,7 @@ def _environment(execution: Execution, peak: Peak | None) -> Row:
 
 
 def _clocks(device: torch.device) -> dict[str, float]:
-    """Return a CUDA device's present clocks, MHz, and power limit, W, as far as the driver reports them."""
+    """Read a CUDA device's present clocks, MHz, and power limit, W, as far as the driver reports them."""
     if device.type != "cuda":
         return {}
     names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
@@ -367,7 +349,7 @@ def _clocks(device: torch.device) -> dict[str, float]:
     return {name: float(value) for name, value in values if value.replace(".", "", 1).isdecimal()}
 
 
-# Comparing the arms of one point
+# --- comparing the arms of one point
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,11 +362,10 @@ class Case:
     comparisons: Sequence[Comparison]
     build: Callable[[Arm], Subject]
     variants: Sequence[str]
-    work: Callable[[Arm, str], Work]
+    flops: Callable[[Arm, str], float]
+    """Floating-point operations of a timed call."""
     describe: Callable[[Arm, str], Mapping[str, Any]]
     """Entries of the rows of an arm."""
-    sixteen_bit: bool
-    """Whether roofline bounds are known: the device's peaks are those of 16-bit operands."""
 
 
 def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profile: bool) -> None:
@@ -405,7 +386,7 @@ def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profi
     first = len(session.rows)
 
     def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
-        session.rows[first:] = _rows(session, case, times, tolerance)
+        session.rows[first:] = _rows(case, times, tolerance)
         session.save(every=SAVE_EVERY)
 
     update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
@@ -441,25 +422,24 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
     return ready
 
 
-def _rows(
-    session: Session, case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolerance: float
-) -> list[Row]:
+def _rows(case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolerance: float) -> list[Row]:
     """Return the row of each comparison and variant."""
     sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
-    peak = session.peak if case.sixteen_bit else None
     rows = []
     for ((baseline, arm, role), variant), numbers in sums.items():
-        base, own = case.work(baseline, variant), case.work(arm, variant)
         control = controls.get((baseline, variant))
+        rates = {
+            f"{side}_tflops": case.flops(which, variant) / numbers[f"{side}_ms"] / 1e9
+            for side, which in (("baseline", baseline), ("arm", arm))
+        }
         rows.append(
             {
                 **case.fields,
                 **{"variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name, **asdict(arm)},
                 **numbers,
                 **{"control_ratio": control, "refused": refused(control, tolerance)},
-                **{"baseline_tflops": base.tflops(numbers["baseline_ms"]), "arm_tflops": own.tflops(numbers["arm_ms"])},
-                **{"baseline_floor_ms": base.floor_ms(peak), "arm_floor_ms": own.floor_ms(peak)},
+                **rates,
                 **case.describe(arm, variant),
             }
         )
@@ -481,9 +461,8 @@ def _record_kernels(session: Session, case: Case, arm: Arm, subject: Subject) ->
 def clean_process(*, compiles: bool = True) -> Iterator[None]:
     """Begin and end with an empty compiler and allocator cache.
 
-    Compiled forward and backward graphs are always traced anew: the attention kernel that an arm pins is no part of the
-    key under which the cache of such graphs would hand them to another arm. Where nothing is compiled the compiler is
-    not loaded, which takes seconds.
+    Compiled graphs are always traced anew: the pinned attention kernel is no part of the key of PyTorch's cache, which
+    would hand one arm's graph to another. Where nothing is compiled the compiler is not loaded, which takes seconds.
     """
 
     def forget() -> None:

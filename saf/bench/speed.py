@@ -1,5 +1,9 @@
-"""Settings of every speed benchmark, their checks, the arms of a point, and `measure`, which runs one."""
+"""Settings of every speed benchmark, their checks, `measure`, which runs one, and arms in processes of their own."""
 
+import multiprocessing
+import os
+import resource
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,7 +13,6 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from saf.bench.models import ModelPlan, Placement, free_backend, is_folder
-from saf.bench.processes import FreshSubject, measure_memory
 from saf.bench.protocol import (
     FLEX,
     OUT_OF_TIME,
@@ -19,22 +22,24 @@ from saf.bench.protocol import (
     Point,
     Session,
     Subject,
-    Work,
     clean_process,
     compare,
+    in_short,
     plan,
-    say_on_stderr,
+    print_progress,
 )
 from saf.bench.timing import ways_of
 from saf.distributed import all_ranks_or_raise, rank_and_size
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
+from saf.records.quantities import signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5
 """A point begins when this share of the longest before it is left; it then ends with fewer pairs."""
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def require(holds: bool, message: str) -> None:
@@ -71,7 +76,7 @@ class Speed:
     free: bool = True
     """Measure the free bound too: frozen heads whose mixing costs nothing."""
     pairs: int = 8
-    """Alternating pairs of each arm with its baseline; 0, beside --memory, times nothing."""
+    """Alternating pairs of each arm with its baseline; 0 with --memory times nothing."""
     repeats: int = 1
     """Timed calls in a timed block; the block's time is their median."""
     warmup: int = 3
@@ -81,7 +86,7 @@ class Speed:
     seed: int = 0
     """Random seed for weights, inputs, patterns and the choice of heads."""
     device: Device = "auto"
-    """Device to measure on: CUDA if there is one."""
+    """Device to measure on; auto is CUDA if there is one."""
     compile: Compile = "auto"
     """Compile with torch.compile: on for CUDA, off for a CPU. "layers" compiles decoder layers by themselves, for
     updates."""
@@ -101,37 +106,35 @@ class Speed:
         return self.execution.device.type == "cuda"
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         kernels, known = (*self.kernels, *(self.others or ())), ("auto", FLEX, *KERNELS, *self.more_kernels)
         for name in kernels:
-            require(name in known, f"attention kernel must be one of {', '.join(known)}; got {name!r}")
+            require(name in known, f"attention kernel must be one of {', '.join(known)}, got {name!r}")
         for name in self.backends:
-            require(name in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
-        require(all(0 < rate <= 1 for rate in self.rates), f"rates must be shares in (0, 1]; got {self.rates}")
+            require(name in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+        require(all(0 < rate <= 1 for rate in self.rates), f"rates must be shares in (0, 1], got {self.rates}")
         require(min(self.pairs, self.warmup) >= 0, "pairs and warmup must be at least 0")
-        require(self.repeats >= 1, f"repeats must be at least 1; got {self.repeats}")
+        require(self.repeats >= 1, f"repeats must be at least 1, got {self.repeats}")
         # Uncompiled it is no kernel but a matrix of scores: a baseline that nobody runs.
         uncompiled = FLEX in kernels and self.cuda and not self.execution.compile
         require(not uncompiled, "flex attention is a kernel only where it is compiled; use --compile on")
         require(self.compile != "layers" or self.kind == "update", "compile='layers' is for updates; use 'on' or 'off'")
-        require(
-            not (is_folder(self.model) and self.rates), "rates must be left out of a folder, which has its own heads"
-        )
+        require(not (is_folder(self.model) and self.rates), "rates must be left out: a folder has its own heads")
         require(rank_and_size()[1] == 1 or self.kind == "update", f"{self.kind} must be measured by one process")
 
     def parsed_points(self) -> list[Point]:
-        """Return the points; InputError for one that is not numbers joined by x."""
+        """Parse the points; raise InputError for one that is not numbers joined by x."""
         form = "4096x8" if self.micro_batches is None else "4096x8 or 4096x8x15"
         points = []
         for text in self.points:
             numbers = [int(part) if part.isdigit() else 0 for part in text.lower().split("x")]
             fits = 2 <= len(numbers) <= (2 if self.micro_batches is None else 3) and min(numbers) >= 1
-            require(fits, f"a point of {self.kind} must be written like {form}; got {text!r}")
+            require(fits, f"a point of {self.kind} must be written like {form}, got {text!r}")
             points.append(Point(numbers[0], numbers[1], self.micro_batches if len(numbers) == 2 else numbers[2]))
         return points
 
     def comparisons(self, rates: Sequence[float], *, own: str | None = None, pruned: bool = False) -> list[Comparison]:
-        """Return the comparisons of a point at some rates; `own` is the backend of a folder's heads."""
+        """List the comparisons of a point at some rates; `own` is the backend of a folder's heads."""
         others = self.others
         if others is None:
             others = [each for each in self.cuda_others if each != FLEX or self.execution.compile] if self.cuda else ()
@@ -149,7 +152,7 @@ class Speed:
         raise NotImplementedError
 
 
-def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], None] = say_on_stderr) -> dict[str, Any]:
+def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], None] = print_progress) -> dict[str, Any]:
     """Run a benchmark and return its record, written to `out` after every point.
 
     Raises:
@@ -172,7 +175,7 @@ def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], No
     return session.record
 
 
-# Whole models
+# --- whole models
 
 
 @dataclass(kw_only=True)
@@ -182,8 +185,8 @@ class ModelSpeed(Speed):
     num_layers: int | None = None
     """Layers, instead of the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
-    """Which layers have frozen heads: mostly early ones, as measured on trained models, or all alike; groups are whole
-    groups of heads that share keys, in early layers."""
+    """Layers that have frozen heads: mostly early ones, as measured on trained models; even takes as many in each;
+    groups takes whole groups of heads that share keys, in early layers."""
     pruned: bool = False
     """Measure each rate with the same heads pruned too: their values and output columns are gone."""
     graphs: Literal["off", "on", "both"] = "off"
@@ -194,11 +197,11 @@ class ModelSpeed(Speed):
     """Measure peak memory too, one arm a process."""
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         require(
             self.placement in ("early", "even", "groups"),
-            f"placement must be early, even or groups; got {self.placement!r}",
+            f"placement must be early, even or groups, got {self.placement!r}",
         )
         require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
@@ -223,11 +226,11 @@ class ModelSpeed(Speed):
         return self.parsed_points()
 
     def variants(self) -> tuple[str, ...]:
-        """Return what is timed of each arm; UnsupportedError for graphs without CUDA."""
+        """Name what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
         return ways_of(self.graphs, self.execution.device)
 
     def arms(self, point: Point) -> list[Comparison]:
-        """Return the comparisons of a point."""
+        """List the comparisons of a point."""
         models = self.plan(point)
         if models.folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
@@ -240,8 +243,8 @@ class ModelSpeed(Speed):
         """Return an arm that is ready to be warmed up in this process."""
         raise NotImplementedError
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of one timed call."""
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the floating-point operations of one timed call."""
         raise NotImplementedError
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
@@ -258,7 +261,7 @@ class ModelSpeed(Speed):
         comparisons = self.arms(point)
         if self.memory:
             arms = dict.fromkeys(arm for each in comparisons for arm in each[:2] if not arm.control)
-            measure_memory(session, self, point, list(arms))
+            _measure_memory(session, self, point, list(arms))
         if not self.pairs:
             return
         pool = GraphPool()
@@ -268,9 +271,112 @@ class ModelSpeed(Speed):
             comparisons=comparisons,
             build=lambda arm: FreshSubject(session, self, point, arm) if self.fresh else self.build(point, arm, pool),
             variants=self.variants(),
-            work=lambda arm, _: self.work(point, arm),
+            flops=lambda arm, _: self.flops(point, arm),
             describe=lambda arm, _: self.describe(point, arm),
-            sixteen_bit=(point.precision or session.execution.precision) != "fp32",
         )
         with clean_process(compiles=session.execution.compile):
             compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
+
+
+# --- single arms in processes of their own
+
+
+class FreshSubject:
+    """One arm whose every timed block runs in a new process; its compiled code stays on disk between them."""
+
+    def __init__(self, session: Session, settings: ModelSpeed, point: Point, arm: Arm):
+        self._session, self._settings, self._point, self._arm = session, settings, point, arm
+        self._kernels: list[dict[str, Any]] = []
+        self._blocks: dict[str, float] = {}
+
+    def warm_up(self) -> None:
+        """Run once, so that later processes load the compiled code."""
+        self._kernels = self._run(profile=self._settings.profile)["kernels"]
+
+    def timed_block(self, variant: str) -> float:
+        """Return one timed block's milliseconds; a process times every variant once, so it serves them all."""
+        if variant not in self._blocks:
+            self._blocks = self._run()["block_ms"]
+        return self._blocks.pop(variant)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the kernels of one pass."""
+        return self._kernels
+
+    def _run(self, *, profile: bool = False) -> dict[str, Any]:
+        return _run_arm(self._session, self._settings, self._point, self._arm, profile=profile)
+
+
+def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: Sequence[Arm]) -> None:
+    """Record the peak memory of each arm, what PyTorch's allocator handed out on CUDA; the first arm is ordinary."""
+    kind = "allocated" if settings.cuda else "resident"
+    ordinary = None
+    for arm in arms:
+        try:
+            peak = _run_arm(session, settings, point, arm)["bytes"]
+        except UnsupportedError as error:
+            session.leave_out(f"{point.name}: peak memory of {arm.name}", str(error))
+            continue
+        ordinary = peak if arm == arms[0] else ordinary
+        change = None if ordinary is None else 100 * (peak / ordinary - 1)
+        entry = {"arm": arm.name, "backend": arm.backend, "rate": arm.rate, "kind": kind}
+        session.lists["memory"].append({"point": point.to_dict(), **entry, "bytes": peak, "change_percent": change})
+        session.save()
+        compared = "" if change is None else f", {signed(change)} against ordinary"
+        session.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
+
+
+def _run_arm(
+    session: Session, settings: ModelSpeed, point: Point, arm: Arm, *, profile: bool = False
+) -> dict[str, Any]:
+    """Measure one arm in a process of its own; raise UnsupportedError where it fails.
+
+    Each arm has a compiler cache of its own, so that it takes no program compiled for another kernel.
+    """
+    receiver, sender = SPAWN.Pipe(duplex=False)
+    cache = f"{session.folder}/{arm.name.replace(' ', '-')}"
+    process = SPAWN.Process(target=_arm_process, args=(sender, settings, point, arm, profile, cache))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(None if session.left is None else max(0.0, session.left)):
+            raise UnsupportedError(OUT_OF_TIME)
+        reply = receiver.recv()
+    except EOFError:
+        process.join()
+        raise UnsupportedError(f"its process ended with code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if "error" in reply:
+        raise UnsupportedError(reply["error"])
+    return reply
+
+
+def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> None:
+    """Warm one arm up, take a timed block of each variant, and send them with the peak memory since the warm-up."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    try:
+        with clean_process(compiles=settings.execution.compile), free_backend():
+            subject = settings.build(point, arm, GraphPool())
+            subject.warm_up()
+            if settings.cuda:
+                torch.cuda.reset_peak_memory_stats()
+            block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
+            peak = torch.cuda.max_memory_allocated() if settings.cuda else _peak_resident()
+            kernels = subject.kernels() if profile else []
+        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels})
+    except Exception as error:
+        traceback.print_exc()
+        sender.send({"error": in_short(error)})
+
+
+def _peak_resident() -> int:
+    """Return the largest resident set of this process, bytes.
+
+    Linux reports it in /proc; `getrusage` begins at the parent's value, which Linux carries over to a child.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))

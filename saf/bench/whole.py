@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.bench.models import ModelPlan, mixing_work, random_tokens
-from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject, Work
+from saf.bench.models import ModelPlan, mixing_flops, random_tokens
+from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject
 from saf.bench.speed import DTYPES, ModelSpeed, require
 from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
 from saf.distributed import all_gather, rank_and_size
@@ -31,7 +31,7 @@ PRELOADED = 4
 """Micro-batches kept on the device and used in turn."""
 
 
-# Updates
+# --- updates
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Update(ModelSpeed):
         return Execution.of(self.device, compile=self.compile, activation_checkpointing=again)
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         self._parallel()
         alone = self.parallel == "none" or not (self.memory or self.fresh)
@@ -107,11 +107,11 @@ class Update(ModelSpeed):
         parallel = Parallel() if arm.apart else self._parallel()
         return UpdateSubject(self, model, execution, batches=batches, accumulation=accumulation, parallel=parallel)
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of one update of an arm, of which each process has its share."""
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the operations of one update of an arm, of which each process has its share."""
+        tokens = {"batch": point.batch_size, "length": point.length}
         accumulation = (point.accumulation or 1) // rank_and_size()[1]
-        shape = {"batch": point.batch_size, "length": point.length}
-        return update_work(self.plan(point), arm, **shape, accumulation=accumulation)
+        return accumulation * micro_batch_flops(self.plan(point), arm, **tokens)
 
 
 class NextTokenLoss(nn.Module):
@@ -195,21 +195,14 @@ def updates_in_a_row(updater: Updater, count: int) -> float:
     return row_block(lambda: updater.update(LEARNING_RATE), repeats=count, device=updater.execution.device)
 
 
-def update_work(models: ModelPlan, arm: Arm, *, batch: int, length: int, accumulation: int) -> Work:
-    """Return the work of one optimiser update: products of all matrices, attention, AdamW in float32.
-
-    Activations between layers are not counted as traffic: how often they move is the compiler's choice.
-    """
-    # An entry of a matrix: a multiplication and an addition, forward and for both gradients; 12 bytes a micro-batch:
-    # its 16 bits are read forward and backward and its float32 gradient is read and written; 28 bytes by AdamW, which
-    # reads weight, gradient and two moments and writes all but the gradient.
+def micro_batch_flops(models: ModelPlan, arm: Arm, *, batch: int, length: int) -> float:
+    """Count the operations of one micro-batch of an update, forward and backward."""
+    # A matrix entry multiplies and adds once forward and once for each of the two gradients.
     entries = models.shape.model_entries(models.layouts(arm))
-    mixing = mixing_work(models, arm, batch=batch, length=length, backward=True)
-    flops = accumulation * (6.0 * entries * batch * length + mixing.flops)
-    return Work(flops, accumulation * (12.0 * entries + mixing.bytes) + 28.0 * entries)
+    return 6.0 * entries * batch * length + mixing_flops(models, arm, batch=batch, length=length, backward=True)
 
 
-# Forward passes
+# --- forward passes
 
 
 @dataclass(kw_only=True)
@@ -324,14 +317,13 @@ class Prefill(PassSpeed):
         ((tokens, _),) = random_tokens(1, point.batch_size, point.length, vocabulary, generator, execution.device)
         return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool)
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of one forward pass with the output layer on the last token alone."""
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the operations of one forward pass with the output layer on the last token alone."""
         models, shape = self.plan(point), self.plan(point).shape
-        head, weight_bytes = shape.vocab_size * shape.hidden_size, PRECISIONS[str(point.precision)][1].itemsize
+        head = shape.vocab_size * shape.hidden_size
         entries = shape.model_entries(models.layouts(arm))
-        mixing = mixing_work(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        products = 2.0 * point.batch_size * ((entries - head) * point.length + head)
-        return Work(products + mixing.flops, weight_bytes * entries + mixing.bytes)
+        mixing = mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
+        return 2.0 * point.batch_size * ((entries - head) * point.length + head) + mixing
 
 
 @dataclass(kw_only=True)
@@ -360,7 +352,7 @@ class Decode(PassSpeed):
     graphs: Literal["off", "on", "both"] = "both"
 
     def check(self) -> None:
-        """Raise InputError for settings that would be passed over, or fail only after a while."""
+        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         own = any(self.plan(point).own_decoder for point in self.cases())
         require(not own, f"{self.model} has no cache; take a model of transformers, such as llama-124m")
@@ -379,16 +371,13 @@ class Decode(PassSpeed):
         position = self.plan(point).shape.head_dim * self.weights(self.dtype).itemsize
         return sum(map(len, rows)) * point.batch_size * point.length * position
 
-    def work(self, point: Point, arm: Arm) -> Work:
-        """Return the work of one step: every matrix and the cache read once; free heads read no values of their own."""
-        models, free = self.plan(point), arm.backend == FREE
-        layouts, shape, element = models.layouts(arm), models.shape, self.weights(self.dtype).itemsize
-        entries, tokens = shape.model_entries(layouts), point.batch_size * point.length * shape.head_dim
-        live, frozen = sum(each.num_live for each in layouts), sum(each.num_frozen for each in layouts)
-        mixing = 2.0 * tokens * (2 * live + (0 if free else frozen))
-        unread = sum(len(each.rows["value"]) - len(each.rows["key"]) for each in layouts) if free else 0
-        cached = self.cache_bytes(point, arm) - unread * tokens * element
-        return Work(2.0 * point.batch_size * entries + mixing, float(element * entries + cached))
+    def flops(self, point: Point, arm: Arm) -> float:
+        """Count the operations of one step."""
+        shape, layouts = self.plan(point).shape, self.plan(point).layouts(arm)
+        live = sum(layout.num_live for layout in layouts)
+        frozen = 0 if arm.backend == FREE else sum(layout.num_frozen for layout in layouts)
+        mixing = 2.0 * point.batch_size * point.length * shape.head_dim * (2 * live + frozen)
+        return 2.0 * point.batch_size * shape.model_entries(layouts) + mixing
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
         """Return the entries of a row about an arm: its heads, the bytes of its cache and of the baseline's."""

@@ -27,8 +27,11 @@ COMMANDS = {
 }
 NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
-EXTRAS = {"tyro": "cli", "rich": "cli", "tokenizers": "cli", "tensorboard": "cli", "transformers": "hf"}
-"""The extra of this package that installs each package that commands need."""
+EXTRAS = {
+    **dict.fromkeys(("tyro", "docstring_parser", "rich", "tokenizers", "tensorboard", "matplotlib", "jinja2"), "cli"),
+    **{"transformers": "hf", "accelerate": "hf", "datasets": "data", "pyarrow": "data", "lm_eval": "eval"},
+}
+"""The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUMABLE = ("pretrain", "finetune")
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130

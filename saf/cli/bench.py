@@ -1,7 +1,7 @@
-"""`saf bench`: does freezing pay on this device, for this model, at these lengths? Ratios of paired measurements."""
+"""`saf bench`: time a frozen model against an ordinary one, in pairs, on this device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import tyro
 
 from saf import bench
 from saf.cli.output import show
-from saf.cli.parsing import parse
+from saf.cli.parsing import parse_one_of
 from saf.distributed import is_rank0, process_group
 from saf.errors import UnsupportedError
 from saf.records.provenance import clock_words
@@ -54,52 +54,21 @@ class _Bench:
 
 
 def _machine(provenance: dict[str, Any]) -> str:
-    """Return a line on the device, versions, driver and clocks of a record."""
+    """Name the device, versions, driver and clocks of a record in a line."""
     versions = provenance["versions"]
     words = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
     words += [f"driver {provenance['driver']}"] * bool(provenance["driver"]) + [clock_words(provenance)]
     return ", ".join(filter(None, [provenance["device"], *words]))
 
 
-@dataclass(kw_only=True)
-class Update(_Bench, bench.Update):
-    """Time whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; no data loading.
-
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster. With --parallel, the processes that
-    `torchrun --nproc-per-node N -m saf bench update ...` started share updates.
-    """
+def _command(kind: type[bench.Speed]) -> type[_Bench]:
+    """Add the flags of `_Bench` to the settings of a benchmark."""
+    return make_dataclass(kind.__name__, [], bases=(_Bench, kind), namespace={"__doc__": kind.__doc__}, kw_only=True)
 
 
-@dataclass(kw_only=True)
-class Prefill(_Bench, bench.Prefill):
-    """Time forward passes over whole prompts, with the output layer on the last token alone.
-
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
-    """
-
-
-@dataclass(kw_only=True)
-class Decode(_Bench, bench.Decode):
-    """Time one more token of every sequence after a filled cache, and report the cache's bytes.
-
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
-    """
-
-
-@dataclass(kw_only=True)
-class Op(_Bench, bench.Op):
-    """Time one layer's attention without projections: frozen heads alone, and the mixed layer.
-
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
-    """
-
-
-COMMANDS: dict[str, type[_Bench]] = {"update": Update, "prefill": Prefill, "decode": Decode, "op": Op}
+COMMANDS = {name: _command(kind) for name, kind in bench.KINDS.items()}
 
 
 def parse_words(words: Sequence[str]) -> _Bench:
-    """Return the benchmark's command."""
-    if words and words[0] in COMMANDS:
-        kind = COMMANDS[words[0]]
-        return parse(kind, words[1:], prog=f"saf bench {words[0]}", first=FIRST)
-    return parse(Update | Prefill | Decode | Op, words, prog="saf bench")
+    """Parse the benchmark's command."""
+    return parse_one_of(COMMANDS, words, prog="saf bench", first=FIRST)

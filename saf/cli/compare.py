@@ -29,9 +29,9 @@ class Command:
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ORDINARY")]
-    """Folder of the finished run without frozen heads, or of its evaluation."""
+    """Take this finished run, or evaluation, of the model without frozen heads as the baseline."""
     frozen: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROZEN")]
-    """Folder of the finished run with frozen heads, or of its evaluation."""
+    """Compare this finished run, or evaluation, of the model with frozen heads."""
     out: Path | None = None
     """Write compare.json into this folder; by default into the frozen run's, and for evaluations nowhere."""
     allow_differences: bool = False

@@ -1,29 +1,38 @@
 """`saf data prepare` and `saf data info`: make a data folder, show one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
 from saf.cli.output import show
+from saf.cli.parsing import parse_one_of
 from saf.data import PARTITIONS, PrepareConfig, TokenData, prepare
 from saf.models import PRESETS
 from saf.records.table import Part, Table
 from saf.train import TrainConfig
 
 MAX_ROWS = 20
-"""Rows of the table of skipped files: a terminal shows as many beside the table of partitions."""
+"""Rows of the table of skipped files."""
+FIRST = (
+    *("sources", "out", "overwrite", "json", "settings.tokenizer", "settings.vocab_size", "settings.heldout"),
+    *("settings.heldout_fraction", "settings.calibration_from", "settings.split_characters", "settings.text_field"),
+    *("settings.max_bytes", "settings.seed"),
+)
+"""The flags that `saf data prepare --help` shows."""
 
 
 @dataclass(kw_only=True)
 class Prepare:
     """Make a data folder of tokens from text: read, tokenise, divide into partitions, shuffle."""
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional] = ("python",)
-    """`python` (its own library's text), files of text, JSON Lines, .csv, .tsv or .parquet, each but the last also as
-    .gz, .zst or .xz, folders of these, folders saved by `datasets`, or OWNER/NAME[:CONFIG[:SPLIT]] of Hugging Face."""
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ("python",)
+    """Read these: files of text, JSON Lines, .csv, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
+    folders of these, folders saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the
+    text of Python's own library."""
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
-    """How text becomes tokens."""
+    """These settings say how text becomes tokens."""
     out: str
     """Write this folder; it appears only once it is complete."""
     overwrite: bool = False
@@ -41,8 +50,8 @@ class Prepare:
 class Info:
     """Show the contents of a data folder, checking its files."""
 
-    folder: Annotated[str, tyro.conf.Positional]
-    """A folder made by `saf data prepare`."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Show this folder made by `saf data prepare`."""
     verify: bool = False
     """Check every file's SHA-256 too."""
     json: bool = False
@@ -53,7 +62,12 @@ class Info:
         return _show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
-Command = Prepare | Info
+COMMANDS = {"prepare": Prepare, "info": Info}
+
+
+def parse_words(words: Sequence[str]) -> Prepare | Info:
+    """Parse the command."""
+    return parse_one_of(COMMANDS, words, prog="saf data", first=FIRST if words[:1] == ["prepare"] else ())
 
 
 def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any]:

@@ -28,45 +28,45 @@ FIRST = (
 
 @dataclass(kw_only=True)
 class Command:
-    """Measure the perplexity of a model on held-out text it was neither trained nor tuned on, and zero-shot accuracy.
+    """Measure the perplexity of a model on held-out text, and its zero-shot accuracy.
 
-    Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A model of transformers answers
-    them without data, too.
-    Several processes share the batches when `torchrun --nproc-per-node N -m saf evaluate ...` starts them.
+    Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A Hugging Face model answers them
+    without data, too. Several processes share the batches when they are started by
+    `torchrun --nproc-per-node N -m saf evaluate ...`.
     """
 
-    model: Annotated[Path, tyro.conf.Positional]
-    """A checkpoint (step-N), a run (its newest checkpoint), a folder written by saf.save, or a model of transformers:
-    its folder, or its name on the hub."""
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Evaluate this checkpoint (step-N), run (its newest checkpoint), folder written by saf.save, or Hugging Face model
+    (its folder, or its name on the hub)."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; by default the one that the model was trained on. For a model of transformers
-    its tokenizer must be the model's (`--tokenizer FOLDER`); a file of text will do, too."""
+    """Read this folder made by `saf data prepare`; by default the one that the model was trained on. For a Hugging Face
+    model its tokenizer must be the model's (`saf data prepare --tokenizer MODEL`); it may be a file of text, too."""
     tasks: tuple[TaskName, ...] = ()
-    """Zero-shot tasks to answer."""
+    """Answer these zero-shot tasks."""
     task_data: Path | None = None
-    """Folder of the tasks' public files, such as hellaswag/hellaswag_val.jsonl; by default those of the hub."""
+    """Read the tasks' public files, such as hellaswag/hellaswag_val.jsonl, from this folder, not from the hub."""
     questions: int | None = None
-    """Number of questions of each task; by default all."""
+    """Answer this many questions of each task; by default all."""
     too_long: TooLong = "refuse"
-    """Treatment of questions longer than the model takes: refuse them, or cut their beginning, as lm-eval does."""
+    """Refuse questions longer than the model takes, or cut their beginning, as lm-eval does."""
     out: Path | None = None
     """Write evaluation.json and log_probs.safetensors, and for tasks zero_shot.json and zero_shot.jsonl, into this
     folder, which may hold nothing else."""
     partition: Literal["report", "controller", "calibration", "train"] = "report"
-    """Partition of the text to read."""
+    """Read this partition of the text."""
     bos: bool = False
     """Begin each window of text with the beginning-of-text token (BOS) of the model's tokenizer, as Gemma and Llama
-    were trained. Tasks have it as the tokenizer adds it."""
+    were trained. Tasks have it where the tokenizer adds it."""
     length: int | None = None
-    """Tokens of context in a window of text, and at most in a question; by default the model's longest."""
+    """Use this many tokens of context in a window, and at most in a question; by default the model's longest."""
     batch_size: int = 8
-    """Windows in a forward pass, or sequences of one length."""
+    """Number of windows in a forward pass, or of sequences of one length."""
     limit: int | None = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is CUDA if there is one."""
+    """Compute on this device; auto is CUDA if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision to compute in: auto is bf16 autocast on CUDA and fp32 on CPU. Weights in 16 bits run in their own
+    """Compute in this precision; auto is bf16 autocast on CUDA and fp32 on CPU. Weights in 16 bits run in their own
     dtype, and fp32 opens them in float32."""
     json: bool = False
     """Print JSON instead of a table."""

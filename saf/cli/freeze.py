@@ -29,8 +29,9 @@ class Command(CheckpointFreezing):
     model OUT is a folder that from_pretrained opens, after `import saf.integrations.transformers`.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional]
-    """Checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its name on the hub)."""
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    """Freeze heads of this checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its
+    name on the hub)."""
     config: Annotated[FreezeConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=FreezeConfig)
     """These settings say how heads are frozen."""
     json: bool = False

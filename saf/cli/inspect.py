@@ -22,8 +22,8 @@ Contents = Mapping[str, Any]
 class Command:
     """Show the contents of a checkpoint, run, data folder or saved model, checking every recorded checksum."""
 
-    path: Annotated[Path, tyro.conf.Positional]
-    """A folder written by saf, or of a model of transformers."""
+    path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Inspect this folder written by saf, or of a Hugging Face model."""
     json: bool = False
     """Print JSON instead of tables."""
 

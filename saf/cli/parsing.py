@@ -1,14 +1,17 @@
-"""Parsing of the command line: tyro on a verb's dataclass, help in two tiers, and the types that tyro cannot read."""
+"""Parse the command line: tyro on a verb's dataclass, help in two tiers, and the types that tyro cannot read."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import docstring_parser
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
@@ -19,41 +22,63 @@ from saf.records.files import read_json_value
 from saf.scores import Score
 from saf.targets import Seed
 
-Command = TypeVar("Command")
 RULES = ConstructorRegistry()
 
 
 def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None, first: Sequence[str] = ()) -> Any:
-    """Return the command of `words`, with the values of `default` for settings left out.
+    """Parse the command of `words`; settings left out take the values of `default`.
 
     With `first`, `--help` shows these settings alone, and `--help-all` every one. Ends the process after the help, with
     exit code 0, and for bad arguments, with 2.
     """
     options: dict[str, Any] = {"prog": prog, "registry": RULES, "config": (tyro.conf.CascadeSubcommandArgs,)}
-    if first and {"-h", "--help"} & set(words):
-        return tyro.cli(_shortened(command, first), args=["--help"], **options)
+    asked = {"-h", "--help", "--help-all"} & set(words)
+    if asked and is_dataclass(command):
+        short = first if "--help-all" not in asked else ()
+        text = cleandoc(command.__doc__ or "") + ("\n\nMore settings: --help-all." if short else "")
+        width = get_terminal_size().columns
+        print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
+        command, words, options["description"] = _help_form(command, short), ["--help"], ""
+        if default is not None:
+            default = command(**{each.name: getattr(default, each.name) for each in fields(command)})
     words = ["--help" if word == "--help-all" else word for word in words]
     return tyro.cli(command, args=words, **options, **({} if default is None else {"default": default}))
 
 
-def _shortened(kind: Any, names: Sequence[str]) -> Any:
-    """Return a dataclass whose help shows the fields of these names, `group.name` for those of a group."""
+def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: Sequence[str]) -> Any:
+    """Parse the words of one of several commands, which the first word names."""
+    if words and words[0] in commands:
+        return parse(commands[words[0]], words[1:], prog=f"{prog} {words[0]}", first=first)
+    return parse(Union[tuple(commands.values())], words, prog=prog)  # noqa: UP007 (made of a mapping)
+
+
+def _help_form(kind: Any, names: Sequence[str]) -> Any:
+    """Build a dataclass for help: only the fields of these names (`group.name` in a group), or all, texts unbroken.
+
+    tyro itself breaks a text wherever the line of a docstring ends.
+    """
+    docs = {
+        doc.arg_name: " ".join((doc.description or "").split())
+        for base in reversed(kind.__mro__[:-1])
+        for doc in docstring_parser.parse_from_object(base).params
+    }
     hints, members = get_type_hints(kind, include_extras=True), []
     for each in fields(kind):
+        hint, default = hints[each.name], partial(_default, each)
+        group, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{each.name}.")]
-        if inner:
-            group, *marks = get_args(hints[each.name]) or (hints[each.name],)
-            short, default = _shortened(group, inner), _default(each)
-            values = {it.name: getattr(default, it.name) for it in fields(group)} if isinstance(default, group) else {}
-            members.append(
-                (each.name, Annotated[(short, *marks, None)], field(default_factory=partial(short, **values)))
-            )
-        elif each.name not in names:
-            hidden = Annotated[hints[each.name], tyro.conf.Suppress]
-            members.append((each.name, hidden, field(default_factory=partial(_default, each))))
-    namespace = {"__doc__": f"{cleandoc(kind.__doc__)}\n\nMore settings: --help-all."}
+        if is_dataclass(group) and (inner or not names or each.name in names):
+            form, own = _help_form(group, inner), _default(each)
+            values = {it.name: getattr(own, it.name) for it in fields(group)} if isinstance(own, group) else {}
+            hint, default = Annotated[(form, *marks, None)], partial(form, **values)
+        elif names and each.name not in names:
+            hint = Annotated[hint, tyro.conf.Suppress]
+        else:
+            hint = Annotated[hint, tyro.conf.arg(help=docs.get(each.name))]
+        setting = field() if _default(each) is MISSING else field(default_factory=default)
+        members.append((each.name, hint, setting))
     frozen = kind.__dataclass_params__.frozen
-    return make_dataclass(kind.__name__, members, bases=(kind,), namespace=namespace, kw_only=True, frozen=frozen)
+    return make_dataclass(kind.__name__, members, bases=(kind,), namespace={"__doc__": ""}, kw_only=True, frozen=frozen)
 
 
 def _default(setting: Field[Any]) -> Any:
@@ -62,7 +87,7 @@ def _default(setting: Field[Any]) -> Any:
 
 
 def with_flags(text: str, command: Any) -> str:
-    """Return an error's text in which settings of a command, `batch_size`, are written as flags, `--batch-size`.
+    """Write settings of a command in an error's text, `batch_size`, as flags, `--batch-size`.
 
     Names of one word stay: they may be words of the sentence.
     """
@@ -70,7 +95,7 @@ def with_flags(text: str, command: Any) -> str:
     flags |= {flag.removeprefix("--").replace("-", "_"): flag for flag in flags.values()}  # mqar.test_lengths, too
     marked = sorted((name for name in flags if set("_.") & set(name)), key=len, reverse=True)
     pattern = "|".join(map(re.escape, marked))
-    return re.sub(rf"(?<![\w/.-])({pattern})(?![\w/=-])", lambda found: flags[found[1]], text) if pattern else text
+    return re.sub(rf"(?<![\w/.-])({pattern})(?![\w/=-])", lambda match: flags[match[1]], text) if pattern else text
 
 
 def _flags(kind: Any, prefix: str = "--") -> dict[str, str]:

@@ -16,9 +16,9 @@ from saf.report.page import write_report
 class Command:
     """Write one self-contained HTML page: about runs, or about a Hugging Face model with frozen heads."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders; the first ordinary one is the baseline. Or a Hugging Face folder, then its evaluations before and
-    after (`saf evaluate --out`)."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Show these run folders; the first ordinary one is the baseline. Or show a Hugging Face folder, with its
+    evaluations before and after (`saf evaluate --out`)."""
     out: Path | None = None
     """Write this .html file, or report.html into this folder; by default into the last run's, or the model's."""
     picture: Path | None = None

@@ -1,7 +1,7 @@
-"""Text in, a data folder out: read, tokenise, divide into partitions by document, shuffle, write, publish.
+"""Turn text into a data folder: read, tokenise, divide into partitions by document, shuffle, write.
 
-A document's partition depends on content and seed: each document has a seeded key, and whole documents are held out in
-the order of their keys, balanced by tokens. So nearly all held-out documents stay so when others are added.
+A document's partition depends on its content and the seed. Each document has a seeded key; whole documents are held out
+in the order of their keys, balanced by tokens. So nearly all held-out documents stay so when others are added.
 """
 
 import heapq
@@ -31,22 +31,22 @@ from saf.records.folders import locked_beside, new_folder, restore_replaced_
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
-# What one thread tokenises at once: shared out evenly, and small because it takes 150 times its size in memory.
-_BATCH_CHARACTERS, _BATCH_TEXTS = 2**19, 1024
+# What one thread tokenises at once: small, because tokenising takes some 150 times a text's size in memory. That also
+# limits a document.
+_BATCH_CHARACTERS, _BATCH_TEXTS, _LONGEST_DOCUMENT = 2**19, 1024, 2**23
 _BLOCK = 2**20
 # Longest piece of a document in the tokenizer's sample, and how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
 # The longest document that is held out, as a share of held-out text, and the same where that leaves too little; the
-# share of the tokens asked for that is enough. Round numbers, not measured.
+# share of the requested tokens that is enough. Round numbers, not measured.
 _LONGEST_HELD_OUT, _ENOUGH_HELD_OUT = (1 / 8, 1 / 3), 0.9
-# Expected size from which a pool of low keys is left to chance. Of lengths as different as those of books and notes
-# (log-normal, sigma 1.5) a pool of 100 held enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of 200 in
-# 295.
+# With more documents below the key limit than this, chance gives enough of them. For log-normal lengths with sigma 1.5
+# (books and notes) a pool of 100 held enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of 200 in 295.
 _MANY_HELD_OUT = 200
-# Margin of the pool of few documents: it is measured in bytes, of which tokens have more or fewer by document.
+# Margin of the pool of few documents: it is measured in bytes, and tokens have more or fewer by document.
 _MARGIN = 1.25
 _DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?"), ("digest", "16u1"), ("loose", "16u1")])
-"""A distinct document: its place in the seeded order, its size, its group, its digest, and that without spaces."""
+"""A distinct document: its key in the seeded order, size, group, digest, and digest without white space and case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,47 +54,47 @@ class PrepareConfig:
     """How text becomes a data folder."""
 
     heldout: tuple[str, ...] = ()
-    """Sources of held-out text. Without any, a fraction of the documents is held out."""
+    """Take held-out text from these sources; by default a fraction of the documents is held out."""
     heldout_fraction: float | None = None
-    """Share of all tokens to hold out, in (0, 0.5]; 0.05 when `heldout` is empty."""
+    """Hold out this share of all tokens, in (0, 0.5]; by default 0.05, without held-out sources."""
     heldout_shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """How held-out tokens are divided over calibration, controller and report."""
+    """Divide held-out tokens over calibration, controller and report in these proportions."""
     calibration_from: Literal["heldout", "train"] = "heldout"
-    """Where calibration windows come from; `train` leaves the calibration partition empty."""
+    """Draw calibration windows from held-out or from training text; train leaves the calibration partition empty."""
     tokenizer: str = "bpe"
-    """`bpe` (trained on the training text), `gpt2` (downloaded), a folder with tokenizer.json or GPT-2's files, or the
-    name of a model on the Hugging Face hub, OWNER/NAME, whose tokenizer is downloaded."""
+    """Tokenise with bpe (trained on the training text), gpt2 (downloaded), the tokenizer.json or GPT-2 files of this
+    folder, or the tokenizer of a model on the Hugging Face hub, OWNER/NAME."""
     vocab_size: int = 4096
-    """Size of the vocabulary trained by `bpe`, end-of-text token included."""
+    """Train bpe to this size of vocabulary, end-of-text token included."""
     tokenizer_bytes: int = 16 * 2**20
-    """Most bytes of training text that `bpe` learns from."""
+    """Train bpe on at most this many bytes of text."""
     max_documents: int | None = None
-    """Stop reading the sources, and likewise the held-out sources, after this many documents."""
+    """Stop reading the sources, and the held-out sources, after this many documents."""
     max_bytes: int | None = None
-    """Stop reading the sources, and likewise the held-out sources, once this many bytes of text are read; a document
-    longer than that by itself is cut there."""
+    """Stop reading the sources, and the held-out sources, after this many bytes of text; one longer document is cut
+    there."""
     text_field: str = "text"
-    """The field of JSON Lines, column of CSV or Parquet, or feature of a dataset that is the text."""
+    """Read the text from this field of JSON Lines, column of CSV or Parquet, or feature of a dataset."""
     split_characters: int | None = None
-    """Cut longer documents into pieces of at most this many characters, each then a document of its own."""
+    """Cut documents into pieces of at most this many characters, each a document of its own."""
     seed: int = 0
-    """Seed of the order of documents and of what is held out."""
+    """Random seed for the order of documents and for the choice of those held out."""
     workers: int | None = None
-    """Tokenising threads; the number of usable CPU cores when not given. Never changes the result."""
+    """Tokenise with this many threads, by default one a CPU core; the result does not depend on it."""
 
     def __post_init__(self):
         for name in ("vocab_size", "tokenizer_bytes", "max_documents", "max_bytes", "split_characters", "workers"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}")
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed must be in [0, 2^63), got {self.seed}")
-        check_name("calibration_from", self.calibration_from, ("heldout", "train"))
+            raise InputError(f"--seed must be in [0, 2^63), got {self.seed}")
+        check_name("--calibration-from", self.calibration_from, ("heldout", "train"))
         if self.heldout and self.heldout_fraction is not None:
-            raise InputError("heldout_fraction must be left out with held-out sources, got both")
+            raise InputError("--heldout-fraction must be left out with --heldout, got both")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction <= 0.5:
-            raise InputError(f"heldout_fraction must be in (0, 0.5], got {self.heldout_fraction}")
+            raise InputError(f"--heldout-fraction must be in (0, 0.5], got {self.heldout_fraction}")
         if len(self.heldout_shares) != 3 or not all(0 < share < float("inf") for share in self.heldout_shares):
-            raise InputError(f"heldout_shares must be three positive numbers, got {self.heldout_shares}")
+            raise InputError(f"--heldout-shares must be three positive numbers, got {self.heldout_shares}")
 
     @property
     def fraction(self) -> float | None:
@@ -144,7 +144,8 @@ def prepare(
         raise InputError("sources must name at least one source of text, got none")
     for name in ("vocab_size", "tokenizer_bytes"):
         if config.tokenizer != "bpe" and getattr(config, name) != getattr(PrepareConfig, name):
-            raise InputError(f"{name} must be left out with a given tokenizer, got {getattr(config, name)}")
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} must be left out with --tokenizer, got {getattr(config, name)}")
     out = Path(out).resolve()
     groups = {
         group: [Source(name, text_field=config.text_field, max_bytes=config.max_bytes) for name in members]
@@ -175,7 +176,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     except DataError as error:
         raise DataError(f"{out}: something that is not a data folder is there ({error}); choose another") from error
     if not overwrite:
-        raise DataError(f"{out}: a finished data folder is there; name another, or replace it (overwrite, --overwrite)")
+        raise DataError(f"{out}: a finished data folder is there; name another --out, or add --overwrite")
     if foreign := sorted({path.name for path in out.iterdir()} - files_of(index).keys()):
         names = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
         raise DataError(f"{out} also holds what `saf data prepare` did not write: {names}; move it, or choose another")
@@ -191,7 +192,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
     reader = _Reader(groups, config, lambda count: bar.advance(task, count))
     spool = _Spool(folder / "spool.bin", tokenizer)
-    spool.fill(_encoded(reader.pieces(tokenizer), tokenizer, config.workers))
+    spool.fill(_encoded(reader.texts(), tokenizer, config.workers))
     bar.add_task("writing", total=None)
     documents, tokens = reader.documents, np.array(spool.tokens)
     partition = _assign(documents, tokens, config)
@@ -236,7 +237,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
 
 
 class _Reader:
-    """Read the distinct documents of all sources, and keep what is known of each and of each source."""
+    """Read the distinct documents of all sources; record the facts of each document and of each source."""
 
     def __init__(self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]):
         self.groups, self.config, self.advance = groups, config, advance
@@ -246,11 +247,11 @@ class _Reader:
 
     @property
     def documents(self) -> np.ndarray:
-        """The documents that were read, in reading order, of type `_DOCUMENT`."""
+        """The documents that were read, in reading order, dtype `_DOCUMENT`."""
         return np.frombuffer(self._rows, _DOCUMENT)
 
-    def pieces(self, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-        """Yield the distinct documents in pieces, each with whether it ends its document."""
+    def texts(self) -> Iterator[str]:
+        """Yield the distinct documents; raise DataError for one that is too long to tokenise."""
         seen: dict[bytes, str] = {}
         for group, sources in self.groups.items():  # held-out text first: a document that is in both stays held out
             for text in _read(sources, self.config, self.sources[group], self.skipped, self.advance):
@@ -261,10 +262,12 @@ class _Reader:
                 seen[digest] = group
                 row = (_order_key(digest, self.config.seed), len(text.encode()), group == "heldout")
                 self._rows += struct.pack("<Qq?16s16s", *row, digest, _loose_digest(text))
-                length = 0
-                for piece in tokenizer.pieces(text):
-                    length += len(piece)
-                    yield piece, length == len(text)
+                if len(text) > _LONGEST_DOCUMENT:
+                    raise DataError(
+                        f"a document must have at most {_LONGEST_DOCUMENT:,} characters, got {len(text):,} "
+                        f"({text[:40]!r}); cut it with --split-characters"
+                    )
+                yield text
 
 
 def _read(
@@ -314,34 +317,29 @@ def _digest(text: str) -> bytes:
 
 
 def _loose_digest(text: str) -> bytes:
-    """Digest that texts share which are equal but for white space and case."""
-    digest = blake2b(digest_size=DIGEST_BYTES)
-    for start in range(0, len(text), _BLOCK):  # the words of a long text take many times its memory
-        digest.update("".join(text[start : start + _BLOCK].split()).casefold().encode())
-    return digest.digest()
+    """Hash a text without white space and case."""
+    return _digest("".join(text.split()).casefold())
 
 
 def _order_key(digest: bytes, seed: int) -> int:
-    """A document's place in the seeded order, uniform in [0, 2^64), from its content alone."""
+    """Return a document's key in the seeded order, uniform in [0, 2^64), from its content alone."""
     return int.from_bytes(blake2b(digest, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
-def _encoded(
-    pieces: Iterable[tuple[str, bool]], tokenizer: Tokenizer, workers: int | None
-) -> Iterator[tuple[list[int], bool]]:
-    """Yield the token ids of each piece with its mark, in order, encoded a few batches ahead by several threads."""
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer, workers: int | None) -> Iterator[list[int]]:
+    """Yield the token ids of each text, in order, encoded a few batches ahead by several threads."""
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pending: deque[Future[list[tuple[list[int], bool]]]] = deque()
-    batch, size = list[tuple[str, bool]](), 0
+    pending: deque[Future[list[list[int]]]] = deque()
+    batch, size = list[str](), 0
 
-    def encode(batch: list[tuple[str, bool]]) -> list[tuple[list[int], bool]]:
-        return [(tokenizer.encode(text), end) for text, end in batch]  # of several texts it would use all cores
+    def encode(batch: list[str]) -> list[list[int]]:
+        return [tokenizer.encode(text) for text in batch]  # a batch of the tokenizer's own would use all cores
 
     with ThreadPoolExecutor(workers) as pool:
-        for piece in pieces:
-            batch.append(piece)
-            size += len(piece[0])
+        for text in texts:
+            batch.append(text)
+            size += len(text)
             if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_TEXTS:
                 pending.append(pool.submit(encode, batch))
                 batch, size = [], 0
@@ -361,22 +359,18 @@ class _Spool:
         self.tokens = array("q")
         """Tokens of each document, end-of-text included."""
 
-    def fill(self, encoded: Iterable[tuple[list[int], bool]]) -> None:
-        """Write pieces of documents, and end-of-text after each that ends one."""
-        length = 0
+    def fill(self, encoded: Iterable[list[int]]) -> None:
+        """Write documents, each followed by end-of-text."""
         with open(self.path, "wb", buffering=_BLOCK) as file:
-            for ids, ends in encoded:
-                file.write(np.array([*ids, self.eot_id] if ends else ids, dtype=self.dtype).tobytes())
-                length += len(ids) + ends
-                if ends:
-                    self.tokens.append(length)
-                    length = 0
+            for ids in encoded:
+                file.write(np.array([*ids, self.eot_id], dtype=self.dtype).tobytes())
+                self.tokens.append(len(ids) + 1)
 
     def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
-        """Write the tokens of documents in an order; return their number, a sum, the entropy of their frequencies."""
+        """Write the tokens of documents in an order; return their number, SHA-256 and unigram entropy."""
         sizes = np.array(self.tokens) * self.dtype.itemsize
         starts, digest = np.cumsum(sizes) - sizes, sha256()
-        # Read rather than mapped: what is mapped of a file of gigabytes would count as memory.
+        # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
         with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
             for document in order.tolist():
                 spool.seek(int(starts[document]))
@@ -393,15 +387,15 @@ class _Spool:
 
 
 def _lowest_keys(fraction: float) -> int:
-    """The key below which a document may be held out: twice the fraction of all keys."""
+    """Return the key below which a document may be held out: twice the fraction of all keys."""
     return min(int(2 * fraction * 2**64), 2**64 - 1)
 
 
 def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """Mask of the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
+    """Mask the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
 
-    The tokenizer learns only from the others. They are those with keys below `_lowest_keys`; of few documents, which
-    may hold too little text, also those with the next keys until it suffices, but for too long ones.
+    The tokenizer learns only from the others. The pool is the documents with keys below `_lowest_keys`. Few documents
+    may hold too little text; then the next keys join until it suffices, but for too long documents.
     """
     pool, target = keys < np.uint64(_lowest_keys(fraction)), fraction * sizes.sum()
     short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * target
@@ -414,7 +408,7 @@ def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np
 
 
 def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.ndarray) -> np.ndarray:
-    """Mask of the documents held out: the lowest keys of a pool, up to `fraction` of all tokens.
+    """Mask the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
 
     A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
     that leaves too little, the limit is a third. All arrays are `[documents]`.
@@ -435,7 +429,7 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
 
 
 def _divide(keys: np.ndarray, tokens: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
-    """The part, 0 to len(shares) - 1, of each document: the longest first, to the part furthest behind.
+    """Give each document its part, 0 to len(shares) - 1: the longest first, to the part furthest behind.
 
     So every part gets its share of long and of short documents. A share of zero gets none.
     """
@@ -450,9 +444,9 @@ def _divide(keys: np.ndarray, tokens: np.ndarray, shares: tuple[float, ...]) -> 
 
 
 def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) -> np.ndarray:
-    """Each document's partition, an index into PARTITIONS `[documents]`.
+    """Give each document its partition, an index into PARTITIONS `[documents]`.
 
-    Warns where less is held out than was asked for; raises DataError when a partition gets no document.
+    Warns where much less is held out than requested; raises DataError when a partition gets no document.
     """
     keys, heldout = documents["key"], documents["heldout"]
     if config.fraction is not None:
@@ -466,13 +460,13 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
         if share > 0 and count == 0:
             raise DataError(
                 f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give more "
-                "(a file of text is one), a larger heldout_fraction, or cut long documents with split_characters"
+                "(a file of text is one), a larger --heldout-fraction, or cut long ones with --split-characters"
             )
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
         warnings.warn(
-            f"{held:.1%} of the tokens are held out, {config.fraction:.1%} were asked for: longer documents stay in "
-            "training; cut them with split_characters, or name held-out sources (heldout)",
+            f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in training; "
+            "cut them with --split-characters, or name --heldout sources",
             SafWarning,
             stacklevel=4,
         )
@@ -488,13 +482,13 @@ def _leave_out_near_(partition: np.ndarray, loose: np.ndarray) -> int:
     train = np.flatnonzero(partition == 0)
     near = train[np.array([bytes(row) in heldout for row in loose[train]], dtype=bool)]
     if len(near) == len(train):
-        raise DataError("every training document is also held out, but for white space and case; give other text")
+        raise DataError("every training document is also held out, apart from white space and case; give other text")
     partition[near] = -1
     return len(near)
 
 
 def _choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple[Tokenizer, dict[str, int] | None]:
-    """The tokenizer that the settings name, and what it was trained on (None for a given one)."""
+    """Load or train the tokenizer that the settings name; also return the size of its training text, if any."""
     name = "openai-community/gpt2" if config.tokenizer == "gpt2" else config.tokenizer
     if name != "bpe":
         on_hub = name.count("/") == 1 and not Path(name).exists()
@@ -505,10 +499,10 @@ def _choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple
 
 
 def _sample(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[str], int]:
-    """Draw pieces of training text, at most `tokenizer_bytes`; also return from how many bytes they were drawn.
+    """Draw pieces of training text, at most `tokenizer_bytes`; also return the bytes that they were drawn from.
 
     Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. A
-    document that may be held out is never used; where there are few, all are read to know which may.
+    document that may be held out is never used; where documents are few, all are read to know which may.
     """
     fraction, read = config.fraction, list[dict[str, Any]]()
     lowest, many = (0, 0.0) if fraction is None else (_lowest_keys(fraction), _MANY_HELD_OUT / (2 * fraction))

@@ -1,6 +1,6 @@
-"""Readers of text: files of every format, folders, datasets and Python's own library, as documents or records.
+"""Read text from files of every format, folders, datasets and Python's own library, as documents or records.
 
-An error names the file, and the line where there are lines. JSON Lines and tables are streamed, one record at a time.
+An error names the file, and the line where there are lines. JSON Lines and tables are streamed, a record at a time.
 """
 
 import codecs
@@ -26,9 +26,9 @@ from saf.records.paths import kind_of
 Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line numbers."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-# Files that must be readable. Any other file of a folder may turn out not to be text, and is then left out.
+# Files of these suffixes must be readable. Any other file of a folder may turn out to be no text, and is then skipped.
 _TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
-_COMPRESSION = {".gz": "gzip", ".zst": "zstandard", ".xz": "xz"}
+_COMPRESSED = (".gz", ".zst", ".xz")
 _EXPECTED = "a file of text, JSON Lines, .csv or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
 _BOM = "\ufeff".encode()
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
@@ -37,13 +37,13 @@ _PARQUET_ROWS = 16  # at once; a row may be a book
 _NOT_PROSE = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
-class MissingField(DataError):
+class MissingFieldError(DataError):
     """A record has no field of the name that holds the text."""
 
 
 def bare_suffix(path: Path) -> str:
-    """A file's suffix in lower case, without that of its compression."""
-    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSION else path).suffix.lower()
+    """Return a file's suffix in lower case, without that of its compression."""
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
 
 
 def is_blank(text: str) -> bool:
@@ -51,16 +51,12 @@ def is_blank(text: str) -> bool:
     return not text or text.isspace()
 
 
-def _package(name: str, reader: Path | str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DataError(f"{reader}: reading it needs the package {name}: pip install 'saf[data]'") from error
+# --- files
 
 
 @contextmanager
-def _open(path: Path, position: Callable[[], str] = str) -> Iterator[Any]:
-    """Open a file for reading bytes, decompressed; an error of a damaged one says `position`, how far reading came."""
+def _open(path: Path) -> Iterator[Any]:
+    """Open a file for reading bytes, decompressed; turn faults of the file into DataError."""
     suffix = path.suffix.lower()
     try:
         with open(path, "rb", buffering=2**17) as file:
@@ -70,19 +66,25 @@ def _open(path: Path, position: Callable[[], str] = str) -> Iterator[Any]:
                 yield lzma.LZMAFile(file)  # noqa: SIM115 (the file that it reads is closed)
             elif suffix == ".zst":
                 arrow = _package("pyarrow", path)
-                # Unlike the readers of the zstandard package, Arrow's notices a file that is cut off.
+                # Unlike the readers of the zstandard package, Arrow's notices a truncated file.
                 yield io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"), 2**17)
             else:
                 yield file
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if suffix not in _COMPRESSION or isinstance(error, PermissionError | FileNotFoundError):
+        if suffix not in _COMPRESSED or isinstance(error, PermissionError | FileNotFoundError):
             raise DataError(f"{path}: cannot be read ({error})") from error
-        kind = _COMPRESSION[suffix]
-        raise DataError(f"{path}: truncated or damaged {kind} file{position()} ({error}); copy it again") from error
+        raise DataError(f"{path}: truncated or damaged {suffix} file ({error}); copy it again") from error
+
+
+def _package(name: str, reader: Path | str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(f"{reader}: reading it needs the package {name}: pip install 'saf[data]'") from error
 
 
 def read_text(path: Path, *, limit: int | None = None) -> str:
-    """Read a UTF-8 text file as one string, without a byte order mark; of a long one some `limit` bytes."""
+    """Read a UTF-8 text file as one string, without a byte order mark; with a `limit`, its first bytes."""
     with _open(path) as file:
         data = file.read(-1 if limit is None else limit + 8).removeprefix(_BOM)
     if (at := data.find(b"\0")) >= 0:
@@ -96,10 +98,8 @@ def read_text(path: Path, *, limit: int | None = None) -> str:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a UTF-8 file with their numbers, line ends included, without a byte order mark."""
-    number = 0
-    with _open(path, lambda: f" after line {number}") as file:
-        for line in file:
-            number += 1
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
             try:
                 yield number, (line.removeprefix(_BOM) if number == 1 else line).decode()
             except UnicodeDecodeError as error:
@@ -107,16 +107,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_json_lines(path: Path) -> Records:
-    """Yield the objects of a JSON Lines file; blank lines are passed over."""
+    """Yield the objects of a JSON Lines file; blank lines are skipped."""
     for number, line in read_lines(path):
         if line.strip():
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                start = line.strip() if len(line) <= 160 else f"{line[:160]}..."
-                raise DataError(
-                    f"{path}, line {number}: not JSON ({error}); expected one JSON object a line, got {start}"
-                ) from error
+                raise DataError(f"{path}, line {number}: not JSON ({error}), got {line.strip()[:80]}") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
             yield number, record
@@ -164,8 +161,7 @@ def read_table(path: Path) -> Records:
         for row in rows:
             if len(row) != len(names):
                 raise DataError(
-                    f"{path}, line {number}: a row must have {len(names)} fields, got {len(row)}; quote fields with "
-                    "separators or line ends in a .csv, or write JSON Lines"
+                    f"{path}, line {number}: a row must have {len(names)} fields, got {len(row)}; quote them"
                 )
             yield number, dict(zip(names, row, strict=True))
     except csv.Error as error:
@@ -190,7 +186,7 @@ def _read_parquet(path: Path, field: str) -> Records:
 def _text_of(record: dict[str, Any], place: str, field: str) -> str:
     if field not in record:
         fields = ", ".join(sorted(map(str, record))) or "none"
-        raise MissingField(f"{place}: no field {field!r}; fields found: {fields}; name one with text_field")
+        raise MissingFieldError(f"{place}: no field {field!r}; fields found: {fields}; name one with --text-field")
     if not isinstance(text := record[field], str):
         raise DataError(f"{place}: {field} must be a string, got {type(text).__name__}")
     try:
@@ -201,8 +197,8 @@ def _text_of(record: dict[str, Any], place: str, field: str) -> str:
 
 
 def _file_documents(path: Path, field: str, limit: int | None) -> Iterator[str]:
-    """Yield the documents of one file: of each record its `field`; other text whole, or its first bytes."""
-    suffix, records = bare_suffix(path), None
+    """Yield the documents of one file: the `field` of each record; other text whole, or its first bytes."""
+    suffix, records, unit = bare_suffix(path), None, "line"
     if suffix in JSON_LINES:
         records = read_json_lines(path)
     elif suffix == ".json":
@@ -210,16 +206,18 @@ def _file_documents(path: Path, field: str, limit: int | None) -> Iterator[str]:
     elif suffix in (".csv", ".tsv"):
         records = read_table(path)
     elif suffix == ".parquet":
-        records = _read_parquet(path, field)
+        records, unit = _read_parquet(path, field), "row"
     if records is None:
         yield read_text(path, limit=limit)
     else:
-        unit = "row" if suffix == ".parquet" else "line"
         yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
 
 
+# --- sources
+
+
 class Source:
-    """The documents that one name means.
+    """The documents of one named source.
 
     A name is `python`, a file, a folder of files, a folder saved by `datasets`, or OWNER/NAME[:CONFIG[:SPLIT]] of a
     dataset on the hub. Raises DataError when there is nothing of that name.
@@ -241,8 +239,7 @@ class Source:
         elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
             self._kind = "hub dataset"
         else:
-            name = name or "a source"
-            raise DataError(f"{name}: no such file or folder; expected `python`, {_EXPECTED}, or OWNER/NAME")
+            raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, OWNER/NAME")
 
     @property
     def size(self) -> int | None:
@@ -254,15 +251,12 @@ class Source:
 
         `advance` is called with numbers of bytes that add up to `size`.
         """
-        if self._kind == "files":
-            documents = self._folder_documents(advance)
-        else:
-            documents = _python_documents() if self._kind == "python" else self._dataset_documents()
+        read = {"files": lambda: self._folder_documents(advance), "python": _python_documents}
         any_text = False
-        for text in documents:
+        for text in read.get(self._kind, self._dataset_documents)():
             any_text = any_text or not is_blank(text)
             if self.max_bytes is not None and len(data := text.encode()) > self.max_bytes:
-                self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (max_bytes)"
+                self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (--max-bytes)"
                 text = data[: self.max_bytes].decode(errors="ignore")
             yield text
         if not any_text:
@@ -270,7 +264,7 @@ class Source:
             raise DataError(f"{self.name}: no text in it; expected {_EXPECTED}{reasons}")
 
     def _walk(self, folder: Path) -> Iterator[Path]:
-        """Yield the files below a folder in sorted order, without what is not looked into."""
+        """Yield the files below a folder in sorted order; note those that are skipped."""
         try:
             paths = sorted(folder.iterdir())
         except OSError as error:
@@ -285,7 +279,7 @@ class Source:
                 yield path
 
     def _folder_documents(self, advance: Callable[[int], Any]) -> Iterator[str]:
-        """Yield the documents of one file after the other; a folder's file that is no text is left out."""
+        """Yield the documents of each file; a folder's file that turns out to be no text is skipped."""
         for file in self._files:
             remaining, begun = file.stat().st_size, False
             try:
@@ -296,7 +290,7 @@ class Source:
                     remaining -= read
                     advance(read)
             except DataError as error:
-                must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingField)
+                must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingFieldError)
                 if begun or must_be_text or file == Path(self.name):
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
@@ -314,12 +308,12 @@ class Source:
         except Exception as error:
             raise DataError(
                 f"{self.name}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check "
-                "the path, or the name (owner/name:config:split) and the network"
+                "its name (OWNER/NAME:CONFIG:SPLIT) and the network"
             ) from error
 
 
 def _skip_reason(path: Path) -> str | None:
-    """Why a file or folder inside a source is not looked into; None where it is."""
+    """Say why a file or folder inside a source is not read; None where it is."""
     if path.name.startswith("."):
         return "hidden"
     if not path.is_dir():

@@ -1,7 +1,6 @@
 """The tokenizer of a data folder: one in the `tokenizers` file format, or byte-level BPE trained on the text."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,11 @@ from saf.errors import DataError, InputError
 from saf.records.files import read_json, write_json
 
 EOT = "<|endoftext|>"
-# Names of the token that ends a document, for tokenizer files that no other file names it for.
+# Usual names of the token that ends a document, for tokenizer files without another file that names it.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 CONFIG_FILE = "tokenizer_config.json"
 _MAP_FILE = "special_tokens_map.json"
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-# Tokenising takes some 150 times a text's size in memory, so longer documents are cut; the second limit is how far a
-# place to cut is looked for. It must keep the pre-tokens of the characters on each side of it.
-_PIECE, _UNCUT, _CONTEXT = 2**19, 2**23, 1024
-_WORD_END = re.compile(r"(?<=[^\W_])(?=[^\w'\u2019])")
 
 
 class Tokenizer:
@@ -46,8 +41,8 @@ class Tokenizer:
         self.eot_token = next((token for token in names if token in vocabulary), "")
         if not self.eot_token:
             raise DataError(
-                f"{name}: no end-of-text token; its vocabulary must have one of {', '.join(names)}, or the eos_token "
-                f"of a {CONFIG_FILE} beside it"
+                f"{name}: no end-of-text token; its vocabulary must have one of {', '.join(names)}, or a {CONFIG_FILE} "
+                "must name its eos_token"
             )
         self.eot_id: int = vocabulary[self.eot_token]
         self.vocab_size: int = max(vocabulary.values()) + 1
@@ -58,7 +53,7 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, or a folder with one or with GPT-2's two files; raise DataError when there is none.
 
-        The end-of-text token is the one that tokenizer_config.json or special_tokens_map.json beside it names.
+        The end-of-text token is the one that tokenizer_config.json or special_tokens_map.json in its folder names.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -84,8 +79,7 @@ class Tokenizer:
         except Exception as error:
             raise DataError(
                 f"{repository}: no such folder here, and its tokenizer could not be downloaded "
-                f"({type(error).__name__}: {error}); offline, give a folder with tokenizer.json, or with "
-                "encoder.json and vocab.bpe, instead"
+                f"({type(error).__name__}: {error}); offline, give --tokenizer a folder with tokenizer.json"
             ) from error
         return cls.load(folder)
 
@@ -98,64 +92,24 @@ class Tokenizer:
         write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def same(self, other: "Tokenizer") -> bool:
-        """Whether another one makes the same tokens of every text, however its file is laid out."""
+        """Whether another tokenizer gives the same tokens for every text, however its file is laid out."""
         return self._backend.to_str() == other._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, nothing added."""
+        """Return the token ids of a text, nothing added."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, computed on all cores."""
+        """Return the token ids of several texts, computed on all cores."""
         return [row.ids for row in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens spelled out."""
+        """Return the text of token ids, special tokens spelled out."""
         return self._backend.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    def pieces(self, text: str) -> Iterator[str]:
-        """Cut a long text into pieces that have the tokens of the whole.
-
-        A cut is the end of a word where normaliser and pre-tokenizer part the text anyway. Raises DataError where 8
-        million characters have none.
-        """
-        start, reach = 0, _PIECE
-        while start + reach < len(text):
-            if (end := self._cut(text, start + reach - _PIECE // 2, start + reach)) is not None:
-                yield text[start:end]
-                start, reach = end, _PIECE
-            elif (reach := reach + _PIECE // 2) > _UNCUT:
-                raise DataError(
-                    f"a document of {len(text):,} characters cannot be cut within {_UNCUT:,} of them from {start:,} on "
-                    f"({text[start : start + 40]!r}); cut it into several, for example with split_characters"
-                )
-        yield text[start:]
-
-    def _cut(self, text: str, low: int, high: int) -> int | None:
-        """A place between two in a text where it may be cut, or None."""
-        added = self._backend.get_added_tokens_decoder().values()
-        # Added tokens that are not special are taken out first, with what is around them.
-        if self._backend.pre_tokenizer is None or any(
-            token.rstrip or token.single_word or _WORD_END.search(token.content) for token in added if not token.special
-        ):
-            return None
-        for end in range(high, low, -_CONTEXT):
-            places = [match.start() for match in _WORD_END.finditer(text, max(low, end - _CONTEXT), end)]
-            # Before white space rather than before a mark, and as far on as can be.
-            for place in sorted(places[-16:], key=lambda place: (not text[place].isspace(), -place)):
-                before, after = text[max(0, place - _CONTEXT) : place], text[place : place + _CONTEXT]
-                if self._pre_tokens(before) + self._pre_tokens(after) == self._pre_tokens(before + after):
-                    return place
-        return None
-
-    def _pre_tokens(self, text: str) -> list[str]:
-        if self._backend.normalizer is not None:
-            text = self._backend.normalizer.normalize_str(text)
-        return [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _eos_token(folder: Path) -> str | None:
-    """The eos_token that the files of transformers beside a tokenizer name; None without them."""
+    """Return the eos_token that a tokenizer's other files name; None without them."""
     for name in (CONFIG_FILE, _MAP_FILE):
         if (folder / name).is_file():
             token = read_json(folder / name, error=DataError).get("eos_token")
@@ -166,7 +120,7 @@ def _eos_token(folder: Path) -> str | None:
 
 
 def _byte_level(*files: Path) -> Any:
-    """A BPE that parts bytes into words as GPT-2 does; untrained, or from GPT-2's vocabulary and merges."""
+    """Build a BPE that splits bytes into words as GPT-2 does; untrained, or from GPT-2's vocabulary and merges."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -188,7 +142,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     from tokenizers import pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise InputError(f"vocab_size must be at least 257 (256 bytes and end-of-text), got {vocab_size}")
+        raise InputError(f"--vocab-size must be at least 257 (256 bytes and end-of-text), got {vocab_size}")
     backend = _byte_level()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

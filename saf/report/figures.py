@@ -177,7 +177,7 @@ def scores(run: RecordedRun, *, name: str) -> str:
                 axis.plot(*zip(*points, strict=True), "o", color=colour(shown), markersize=4, label=kind)
         if ranked and ranked[0][0] > 0:
             axis.set_yscale("log")
-        axis.set(xlabel="heads by score", title=str(freeze["score_name"]).replace("_", " "))
+        axis.set(xlabel="heads by score", title=f"Score of each head: {freeze['score_name']}".replace("_", " "))
         axis.legend()
 
     return svg(draw, height=3.3, name=name)

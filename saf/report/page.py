@@ -206,13 +206,15 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
         "calibrated on": f"{freeze['num_sequences']} × {number(freeze.get('length'))} tokens"
         if freeze.get("num_sequences")
         else None,
-        "KL of the fits, median": f"{number(median(kls.values()), 3)} nats" if kls else None,
-        "KL of the fits, largest": f"{number(max(kls.values()), 3)} nats" if kls else None,
-        "held-out loss around it": _losses(event.values) if event else None,
+        "KL of fits, median": f"{number(median(kls.values()), 3)} nats" if kls else None,
+        "KL of fits, largest": f"{number(max(kls.values()), 3)} nats" if kls else None,
+        "held-out loss, before and after": _losses(event.values) if event else None,
     }
     if costs := _event_seconds(run):
         facts["freezing took"] = seconds(sum(costs.values()))
-        facts["parts of it"] = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
+        facts["freezing, by part"] = ", ".join(
+            f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items()
+        )
     rejected = freeze.get("rejected", ())
     return {
         "title": f"Heads of {name}" if several else "Heads",
@@ -246,7 +248,13 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
             kl = kls.get(place, rejected.get(place))
             kind = kinds.get(place, "does not fit" if place in rejected else "live")
             rows.append([f"{layer}.{head}", kind, number(score), number(kl, 3), number(spread)])
-    columns = ("layer.head", "is", str(freeze.get("score_name", "score")), "KL of the fit, nats", "row entropy, nats")
+    columns = (
+        "layer.head",
+        "state",
+        str(freeze.get("score_name", "score")),
+        "KL of the fit, nats",
+        "row entropy, nats",
+    )
     return Table.of("", columns, rows).used()
 
 

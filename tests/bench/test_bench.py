@@ -9,8 +9,8 @@ import torch
 import saf
 from saf import bench
 from saf.bench.models import ModelPlan, is_folder, synthetic_patterns
-from saf.bench.processes import FreshSubject
 from saf.bench.protocol import Arm, Point, Session
+from saf.bench.speed import FreshSubject
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import Execution
@@ -100,7 +100,7 @@ def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch):
     monkeypatch.setattr("saf.bench.layer.frozen_attention", lambda value, frozen: value * 1.01)
     sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
     record = bench.op("tiny", **sizes, **TOY)
-    assert "outputs are wrong" in record["left_out"][0]["why"]
+    assert "error against float64" in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"]} == {"control"}
 
 
@@ -188,7 +188,7 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("update", {"model": "124n"}, InputError, "model must be"),
     ("op", {"model": "124n"}, InputError, "model must be"),
     ("update", {"points": ("4096",)}, InputError, "4096x8x15"),
-    ("prefill", {"points": ("4096x8x4",)}, InputError, "like 4096x8;"),
+    ("prefill", {"points": ("4096x8x4",)}, InputError, "like 4096x8,"),
     ("prefill", {"rates": (1.5,)}, InputError, "rates"),
     ("prefill", {"kernels": ("cudn",)}, InputError, "attention kernel"),
     ("prefill", {"backends": ("toepliz",)}, InputError, "backend"),

@@ -1,4 +1,4 @@
-"""What arms consist of: where heads are frozen, flex and free heads, and the work that times are divided by."""
+"""What arms consist of: where heads are frozen, flex and free heads, and their operations."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from saf.bench.models import (
     MEASURED_SHARES,
     FlexAttention,
     ModelPlan,
-    attention_work,
+    attention_flops,
     causal_blocks,
     free_backend,
     heads_per_layer,
 )
 from saf.bench.protocol import Arm
-from saf.bench.whole import Update, update_work
+from saf.bench.whole import Update, micro_batch_flops
 from saf.models import preset
 from saf.ops import BACKENDS
 
@@ -61,21 +61,19 @@ def test_free_heads_pass_values_through_and_are_known_while_measuring_alone():
     assert "free" not in BACKENDS
 
 
-def test_the_work_of_an_update_is_that_of_the_model():
+def test_the_operations_of_an_update_are_those_of_the_model():
     """Beside the FLOPs that training counts: 6 a weight and token, and half of the causal products' squares."""
     length, batch = 4096, 8
     plan = Update(model="124m").plan(Update(points=(f"{length}x{batch}x1",)).parsed_points()[0])
-    found = update_work(plan, Arm("auto"), batch=batch, length=length, accumulation=2)
+    found = micro_batch_flops(plan, Arm("auto"), batch=batch, length=length)
     config = preset("124m", max_length=length)
     # Training counts six causal products a head, here the scores that the backward pass computes again are a seventh.
     mixing = 12 * 12 * 64 * 7 * length * (length + 1) * batch
-    matrices = config.flops_per_token(0) * length * batch
-    assert found.flops == pytest.approx(2 * (matrices + mixing), rel=1e-12)
-    pruned = update_work(plan, Arm("auto", "pruned", 0.25), batch=batch, length=length, accumulation=2)
-    assert pruned.flops < found.flops
+    assert found == pytest.approx(config.flops_per_token(0) * length * batch + mixing, rel=1e-12)
+    assert micro_batch_flops(plan, Arm("auto", "pruned", 0.25), batch=batch, length=length) < found
 
 
-def test_a_frozen_head_has_two_sevenths_of_a_live_heads_work():
+def test_a_frozen_head_has_two_sevenths_of_a_live_heads_operations():
     shape = {"batch": 2, "length": 64, "dim": 16, "backward": True}
-    live, frozen = (attention_work(**shape, live=1 - n, frozen=n) for n in (0, 1))
-    assert frozen.flops / live.flops == pytest.approx(2 / 7)
+    live, frozen = (attention_flops(**shape, live=1 - n, frozen=n) for n in (0, 1))
+    assert frozen / live == pytest.approx(2 / 7)

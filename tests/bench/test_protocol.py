@@ -56,7 +56,6 @@ def test_rows_have_the_ratio_the_control_and_the_work(tmp_path):
         "ordinary cudnn", "frozen", 4, 36,
     )  # fmt: skip
     assert quarter["arm_tflops"] == pytest.approx(2e12 / quarter["arm_ms"] / 1e9)
-    assert quarter["arm_floor_ms"] == pytest.approx(20.0)  # 2e12 FLOPs at 1e14 FLOP/s
     assert [each["arm"] for each in content["kernels"]] == [name for name in TIMES if "control" not in name]
 
 

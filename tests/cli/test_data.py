@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.cli.data import Command
-from saf.cli.parsing import parse
+from saf.cli.data import parse_words
 from saf.data import TokenData
 from saf.errors import DataError
 
@@ -19,7 +18,7 @@ def text(tmp_path):
 
 
 def run(name: str, *arguments: str) -> dict:
-    return parse(Command, [name, *arguments], prog="saf data").run()
+    return parse_words([name, *arguments]).run()
 
 
 def test_prepare_then_info(text, tmp_path, capsys):

@@ -70,7 +70,7 @@ def test_compressed_files(tmp_path, suffix):
     path.write_bytes(pack(corpus[:half]) + pack(corpus[half:]))  # two streams, one behind the other
     assert read(path) == ROWS
     path.write_bytes(pack(corpus * 200)[:-20])
-    with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged \w+ file after line \d+"):
+    with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged"):
         read(path)
     path.write_bytes(corpus)
     with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged"):
@@ -141,7 +141,7 @@ def test_a_text_of_more_than_max_bytes_is_cut_at_a_character(tmp_path):
     for limit in (9_999, 10_000):
         source = Source(str(tmp_path / "a.txt"), max_bytes=limit)
         assert "".join(source.documents()) == text.encode()[:limit].decode(errors="ignore")
-        assert "max_bytes" in source.left_out[source.name]
+        assert "--max-bytes" in source.left_out[source.name]
 
 
 def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path, monkeypatch):

@@ -85,14 +85,6 @@ def test_documents_end_with_the_token_that_the_tokenizers_own_files_name(backend
         Tokenizer.load(folder)
 
 
-def test_gpt2s_two_files_may_have_another_token(backend, tmp_path):
-    model = json.loads(backend.to_str())["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps({**model["vocab"], "<fin>": 400}))
-    (tmp_path / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
-    assert Tokenizer.load(tmp_path).eot_token == "<fin>"
-
-
 def test_unusable_tokenizers_are_named(tmp_path, backend):
     with pytest.raises(DataError, match=r"no tokenizer there; give --tokenizer a folder with tokenizer.json"):
         Tokenizer.load(tmp_path)
@@ -112,7 +104,7 @@ def test_unusable_tokenizers_are_named(tmp_path, backend):
         Tokenizer.load(tmp_path)
     with pytest.raises(InputError, match="at least 257"):
         train_bpe(["text"], vocab_size=256)
-    with pytest.raises(DataError, match=r"could not be downloaded .*encoder.json"):  # tests are offline
+    with pytest.raises(DataError, match=r"could not be downloaded .*tokenizer.json"):  # tests are offline
         prepare("python", tmp_path / "data", tokenizer="someone/no-such-model")
 
 
@@ -124,26 +116,6 @@ def test_text_is_whole_although_the_tokenizer_file_cuts_and_pads(texts, bpe, bac
     assert tokenizer.encode_batch(texts[:3]) == bpe.encode_batch(texts[:3])
     tokenizer.save(tmp_path / "saved.json")
     assert Tokenizer.load(tmp_path / "saved.json").encode(texts[0]) == bpe.encode(texts[0])
-
-
-@pytest.mark.parametrize("added", ["no pre-tokenizer", "a token of two words"])
-def test_a_tokenizer_that_may_join_words_gets_long_documents_whole(tmp_path, added):
-    """Cut at the end of a word, this document of 0.55 MB would have other tokens."""
-    train_bpe(["over the "], vocab_size=257).save(tmp_path / "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    if added == "a token of two words":
-        backend.add_tokens([tokenizers.AddedToken("over the")])
-    else:
-        backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    text = "word over the word more, " * 22_000
-    tokenizer = Tokenizer.load(tmp_path)
-    assert [token for piece in tokenizer.pieces(text) for token in tokenizer.encode(piece)] == tokenizer.encode(text)
-
-
-def test_a_document_that_cannot_be_cut_is_refused_rather_than_taken_into_memory(bpe):
-    with pytest.raises(DataError, match=r"cannot be cut .*split_characters"):
-        list(bpe.pieces("x" * 9_000_000))
 
 
 def test_a_large_vocabulary_takes_four_bytes(source, backend, tmp_path):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from saf.bench import Speed, Update
-from saf.bench.protocol import Arm, Case, Point, Session, Work, compare, plan
-from saf.machine import Peak
+from saf.bench.protocol import Arm, Case, Point, Session, compare, plan
 
 POINT = Point(4096, 8, 4)
 TIMES = {
@@ -63,7 +62,6 @@ def record(
 
     kinds = {"backends": settings.backends or ("toeplitz",), "rates": [0.25, 0.5], "free": settings.free}
     with Session(settings.kind, asdict(settings), MACHINE, out=path, say=lambda _: None) as session:
-        session.peak = Peak(1e14, 1e12, "made up")
         for point in points:
             case = Case(
                 name=point.name,
@@ -71,9 +69,8 @@ def record(
                 comparisons=plan(kernels=["cudnn"], others=others, **kinds),
                 build=build,
                 variants=variants,
-                work=lambda arm, _: Work(2e12, 1e9),
+                flops=lambda arm, _: 2e12,
                 describe=lambda arm, _: {"heads": round(144 * arm.rate)},
-                sixteen_bit=True,
             )
             compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
         for rate, size in (memory or {}).items():
