@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use.
 
 A process that holds weights and moments whole writes `model.safetensors` and `optimizer.safetensors`; ranks that hold
-them in shards write a file each by PyTorch's distributed checkpoint. Whoever opens a checkpoint need not know which.
+them in shards write a file each by PyTorch's distributed checkpoint. Readers take both forms.
 """
 
 import json
@@ -24,80 +24,13 @@ from saf.distributed import all_gather, in_group, on_rank0, rank0_context, rank_
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import load_weights_, restore_, state_of
 from saf.models import GPT, GPTConfig
-from saf.records.files import read_json, read_metadata, read_tensors
+from saf.records.files import read_json, read_tensors
 from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
 from saf.records.paths import Kind, expect, kind_of
 
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, under its own names."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A verified checkpoint; `state` is its state.json."""
-
-    path: Path
-    hash: str
-    parent: str | None
-    state: dict[str, Any]
-
-    @property
-    def update(self) -> int:
-        """How many updates were done."""
-        return int(self.state["update"])
-
-    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:
-        """Build the model with its frozen heads and weights; unless `filled`, weights hold anything.
-
-        Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
-        """
-        model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
-        heads = read_json(self.path / "saf.json", error=CheckpointError)
-        patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
-        restore_(model, heads, patterns, backend=backend)
-        if filled:
-            load_weights_(model, self.tensors("model", device), self.path)
-        return model
-
-    def optimizer(self, model: GPT, *, filled: bool = True) -> AdamW:
-        """Build the optimiser of `model` with its moments; unless `filled`, without."""
-        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer") if filled else {})
-
-    def fill_(self, module: nn.Module, optimizer: AdamW | None) -> None:
-        """Fill the shards of weights, and of the optimiser's moments, that this rank holds; every rank calls this.
-
-        Raises CheckpointError for a tensor that is missing or of another shape.
-        """
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
-        targets: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
-        stored = _shard_reader(self.path).read_metadata().state_dict_metadata
-        for name, parameter in parameters.items():
-            if optimizer is None or f"{name}.{STEP}" not in stored:
-                continue
-            state = {STEP: torch.zeros((), device=parameter.device)}
-            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            optimizer.state[parameter] = state
-            targets |= {f"{name}.{key}": tensor.detach() for key, tensor in state.items()}
-        _read_shards_(targets, self.path)
-
-    def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the "model" or "optimizer" tensors, whole, whichever way they were written."""
-        path = self.path / f"{name}.safetensors"
-        if path.is_file() or not list(self.path.glob("shard-*.safetensors")):
-            return read_tensors(path, device=device, error=CheckpointError)
-        metadata = _shard_reader(self.path).read_metadata()
-        sources = {index.fqn: Path(at.relative_path).name for index, at in metadata.storage_data.items()}
-        own = sorted(each for each, file in sources.items() if file.startswith("shard-"))
-        names = [each for each in own if _is_moment(each) == (name == "optimizer")]
-        stored: dict[str, Any] = metadata.state_dict_metadata
-        tensors = {each: torch.empty(stored[each].size, dtype=stored[each].properties.dtype) for each in names}
-        _read_shards_(tensors, self.path)
-        return tensors
-
-
-def _is_moment(name: str) -> bool:
-    return name.rpartition(".")[2] in (STEP, *MOMENTS)
 
 
 # --- writing
@@ -132,19 +65,17 @@ def save_checkpoint(
     sharded = any(is_sharded(tensor) for tensor in tensors["model"].values())
 
     def write(folder: Path, shards: list[str]) -> str:
-        """Write the files of rank 0, the manifest last."""
         if missing := sorted({*shards} - {file.name for file in folder.iterdir()}):
             raise CheckpointError(f"{path} must be on a disk that all ranks share; rank 0 does not find {missing[0]}")
         for name, held in {} if sharded else tensors.items():
             save_file(_on_cpu(held), folder / f"{name}.safetensors")
         heads, patterns = state_of(model)
         save_file(_on_cpu(patterns), folder / "saf.safetensors")
-        _write_json(folder / "saf.json", heads)
-        _write_json(folder / "state.json", {**state, "optimizer_groups": groups})
+        # Not by write_json: a schedule's state may hold infinities and NaN, which come back only as Python writes them.
+        for name, values in {"saf": heads, "state": {**state, "optimizer_groups": groups}}.items():
+            (folder / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
         if record is not None:
             record(folder)
-        for file in folder.glob("*.safetensors"):
-            read_metadata(file, error=CheckpointError)  # refuses what is no safetensors
         return write_manifest(folder, update=int(state["update"]), parent=parent)
 
     try:
@@ -165,9 +96,101 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    # A schedule's state may hold infinities and NaN, which come back exactly only as Python writes them.
-    path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+# --- reading
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint; `state` is its state.json."""
+
+    path: Path
+    hash: str
+    parent: str | None
+    state: dict[str, Any]
+
+    @property
+    def update(self) -> int:
+        """How many updates were done."""
+        return int(self.state["update"])
+
+    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:
+        """Build the model with its frozen heads and weights; unless `filled`, weights hold anything.
+
+        Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
+        """
+        model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
+        heads = read_json(self.path / "saf.json", error=CheckpointError)
+        patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
+        restore_(model, heads, patterns, backend=backend)
+        if filled:
+            load_weights_(model, self.tensors("model", device), self.path)
+        return model
+
+    def optimizer(self, model: GPT, *, filled: bool = True) -> AdamW:
+        """Build the optimiser of `model` with its moments; unless `filled`, without."""
+        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer") if filled else {})
+
+    def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Return the "model" or "optimizer" tensors, whole, in whichever form they were written."""
+        path = self.path / f"{name}.safetensors"
+        if path.is_file() or not list(self.path.glob("shard-*.safetensors")):
+            return read_tensors(path, device=device, error=CheckpointError)
+        metadata = _shard_reader(self.path).read_metadata()
+        files = {index.fqn: Path(at.relative_path).name for index, at in metadata.storage_data.items()}
+        moments = {each for each in files if each.rpartition(".")[2] in (STEP, *MOMENTS)}
+        names = [each for each in sorted(files) if files[each].startswith("shard-")]
+        stored: dict[str, Any] = metadata.state_dict_metadata
+        tensors = {
+            each: torch.empty(stored[each].size, dtype=stored[each].properties.dtype)
+            for each in names
+            if (each in moments) == (name == "optimizer")
+        }
+        _read_shards_(tensors, self.path)
+        return tensors
+
+    def fill_(self, module: nn.Module, optimizer: AdamW | None) -> None:
+        """Fill the shards of weights, and of the optimiser's moments, that this rank holds; every rank calls this.
+
+        Raises CheckpointError for a tensor that is missing or of another shape.
+        """
+        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
+        targets: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
+        stored = _shard_reader(self.path).read_metadata().state_dict_metadata
+        for name, parameter in parameters.items():
+            if optimizer is None or f"{name}.{STEP}" not in stored:
+                continue
+            state = {STEP: torch.zeros((), device=parameter.device)}
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            optimizer.state[parameter] = state
+            targets |= {f"{name}.{key}": tensor.detach() for key, tensor in state.items()}
+        _read_shards_(targets, self.path)
+
+
+def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
+    """Verify a checkpoint's sums and read its state; with `optimizer=False` the optimiser's file may be missing.
+
+    Raises:
+        CheckpointError: No checkpoint, or a file is missing or damaged; the message names the file and the newest
+            earlier checkpoint that is whole.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).is_file():
+        expect(path, Kind.CHECKPOINT, error=CheckpointError)
+    try:
+        manifest = verify(path, without=None if optimizer else "optimizer")
+    except CheckpointError as error:
+        advice = f"To go on from it, move {path.name} away" if newest(path.parent) == path else ""
+        raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
+    state = read_json(path / "state.json", error=CheckpointError)
+    return Checkpoint(path, manifest["hash"], manifest["parent"], state)
+
+
+def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
+    """Return the model of a verified checkpoint, frozen heads included."""
+    return open_checkpoint(path, optimizer=False).model(device, backend=backend)
+
+
+# --- shards, by PyTorch's distributed checkpoint
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -184,9 +207,6 @@ def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # The writer pickles what is no tensor into a file that is named safetensors.
-    if wrong := [name for name, value in tensors.items() if not isinstance(value, Tensor)]:
-        raise CheckpointError(f"checkpoints must hold tensors, got {wrong[0]} of another type")
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _first_failure(lambda: save(tensors, storage_writer=writer))
     own = [path.name for path in folder.glob(f"shard-{rank_and_size()[0] + 1:05}-*")]
@@ -232,11 +252,11 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
     for group in optimizer.param_groups:
         if unknown := [list(p.shape) for p in group["params"] if p not in names]:
             raise CheckpointError(f"the optimiser holds parameters of shapes {unknown} that are not the model's")
-        members = [names[parameter] for parameter in group["params"]]
-        kept = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
-        groups.append({"names": members, **kept})
-        for name, parameter in zip(members, group["params"], strict=True):
-            tensors |= {f"{name}.{key}": value for key, value in parameter_state(optimizer, parameter).items()}
+        settings = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
+        groups.append({"names": [names[parameter] for parameter in group["params"]], **settings})
+        for parameter in group["params"]:
+            state = parameter_state(optimizer, parameter)
+            tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
     return groups, tensors
 
 
@@ -261,13 +281,13 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
     Raises:
         CheckpointError: The state names other parameters or other shapes than the model's.
     """
-    parameters = dict(model.named_parameters())
-    if unknown := [name for group in groups for name in group["names"] if name not in parameters]:
+    parameters, names = dict(model.named_parameters()), [name for group in groups for name in group["names"]]
+    if unknown := [name for name in names if name not in parameters]:
         raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
-    found = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
+    own = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
     beta1, beta2 = groups[0]["betas"]
-    optimizer = AdamW([group for group in found if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
-    for name in (name for group in groups for name in group["names"]):
+    optimizer = AdamW([group for group in own if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
+    for name in names:
         parameter = parameters[name]
         state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
         for key in MOMENTS:
@@ -279,39 +299,11 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
     return optimizer
 
 
-# --- finding and opening
-
-
-def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
-    """Verify a checkpoint's sums and read its state; with `optimizer=False` the optimiser's file may be missing.
-
-    Raises:
-        CheckpointError: No checkpoint, or a file is missing or damaged; the message names the file and the newest
-            earlier checkpoint that is whole.
-    """
-    path = Path(path)
-    if not (path / MANIFEST).is_file():
-        expect(path, Kind.CHECKPOINT, error=CheckpointError)
-    try:
-        manifest = verify(path, without=None if optimizer else "optimizer")
-    except CheckpointError as error:
-        advice = f"To go on from it, move {path.name} away" if newest(path.parent) == path else ""
-        raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
-    state = read_json(path / "state.json", error=CheckpointError)
-    return Checkpoint(path, manifest["hash"], manifest["parent"], state)
-
-
-def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
-    """Return the model of a verified checkpoint, frozen heads included."""
-    return open_checkpoint(path, optimizer=False).model(device, backend=backend)
+# --- the checkpoints of a folder
 
 
 def find_checkpoint(path: Path | str) -> Path | None:
-    """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither.
-
-    Raises:
-        InputError: A run without a complete checkpoint.
-    """
+    """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither."""
     path, kind = Path(path), kind_of(path)
     if kind is Kind.RUN and (found := latest(path / "checkpoints")) is not None:
         return found
@@ -344,7 +336,7 @@ def _order(path: Path) -> tuple[int, ...]:
 
 
 def newest(folder: Path | str) -> Path | None:
-    """Return the newest checkpoint in `folder`, complete or not, or None: a damaged one is refused, not passed over."""
+    """Return the newest checkpoint in `folder` or None; a damaged one too, which is then refused by its name."""
     return next(reversed(step_folders(folder)), None)
 
 

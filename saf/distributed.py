@@ -23,21 +23,10 @@ Outcome = TypeVar("Outcome")
 PATIENCE = timedelta(days=7)
 """How long ranks wait for rank 0's work; a group's own limit, 10 minutes for NCCL, is for messages."""
 LAST_WORDS = timedelta(seconds=20)
-"""How long a rank that failed waits for the others to hear why; with the 30 seconds that `torchrun` then gives them,
-less than a minute."""
+"""How long a rank that failed waits for the others to receive its error. `torchrun` then gives them 30 seconds."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-
-def let_rank0_speak(*, seconds: float = 20.0) -> None:
-    """Outside of a group, wait for rank 0 to print an error that all ranks raise by themselves, such as a setting.
-
-    `torchrun` ends this rank as soon as rank 0 has ended. Where that one does not, this returns, and the error is this
-    rank's own to print.
-    """
-    if in_group() or not all(name in os.environ for name in _TORCHRUN) or os.environ["RANK"] == "0":
-        return
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    time.sleep(seconds)
+# --- the group
 
 
 def in_group() -> bool:
@@ -59,10 +48,10 @@ _GLOO: "WeakKeyDictionary[distributed.ProcessGroup, distributed.ProcessGroup]" =
 
 
 def gloo_group() -> "distributed.ProcessGroup":
-    """Return the group of the default group's ranks by which they exchange what is no tensor of a model.
+    """Return the group by which ranks exchange everything but tensors of a model.
 
-    All ranks create it once. Its connections then tell at once when a rank ends; a group that is only being created
-    would wait for that one.
+    All ranks create it once, at the start: a group that is only being created would wait for a rank that has ended,
+    where its open connections tell at once.
     """
     world = distributed.group.WORLD
     assert world is not None, "there is no group"
@@ -75,8 +64,8 @@ def gloo_group() -> "distributed.ProcessGroup":
 def process_group(device: str) -> Iterator[None]:
     """Join the group that `torchrun` announced, if it did, and leave it in the end; do nothing inside of one.
 
-    On CUDA a rank takes the GPU of its number on the machine and tensors there go by NCCL; tensors of the CPU go by
-    gloo. Only rank 0 shows the project's warnings. When another rank ends, the next message to it raises SafError.
+    On CUDA a rank takes the GPU of its number on the machine. Only rank 0 shows the project's warnings. When another
+    rank ends, the next message to it raises SafError.
 
     Raises:
         InputError: More processes on a machine than it has GPUs.
@@ -98,7 +87,7 @@ def process_group(device: str) -> Iterator[None]:
         try:
             yield
         except SafError as error:
-            # Of an error that all raise by themselves, such as a loss that is not finite, one rank tells people.
+            # Where all ranks raise an error by themselves, such as a loss that is not finite, one of them prints it.
             if not _is_shared(error):
                 with suppress(RuntimeError):  # the others may be elsewhere, or gone
                     _exchange(error)
@@ -108,9 +97,20 @@ def process_group(device: str) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+def let_rank0_speak(*, seconds: float = 20.0) -> None:
+    """Outside of a group, wait for rank 0 to print an error that all ranks raise by themselves, such as a setting.
+
+    `torchrun` ends this rank as soon as rank 0 has ended. If that takes longer, this returns, and this rank prints it.
+    """
+    if in_group() or not all(name in os.environ for name in _TORCHRUN) or os.environ["RANK"] == "0":
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+    time.sleep(seconds)
+
+
 @contextmanager
 def _lost_peers_explained() -> Iterator[None]:
-    """Raise SafError in place of what PyTorch says when a message to another rank fails."""
+    """Raise SafError in place of PyTorch's error when a message to another rank fails."""
     try:
         yield
     except RuntimeError as error:
@@ -130,12 +130,15 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
 
 
+# --- failing together
+
+
 @contextmanager
 def all_ranks_or_raise() -> Iterator[None]:
     """Complete a block on every rank, or raise on every one; without a group, just run it.
 
     The rank whose block raises keeps its own error; the others raise the same kind of SafError, or a SafError that
-    names another kind. They hear of it wherever they next exchange anything through this module, within the block too.
+    names another kind. They receive it wherever they next exchange anything through this module, within the block too.
     """
     if rank_and_size()[1] == 1:
         yield
@@ -153,7 +156,7 @@ def all_ranks_or_raise() -> Iterator[None]:
 def _exchange(error: Exception | None) -> None:
     """Send every rank this one's error, or None; raise the first rank's error on those that have none.
 
-    Every exchange of this module begins with this, so that a rank that failed is heard wherever the others are.
+    Every exchange of this module begins with this, so that an error arrives wherever the other ranks are.
     """
     own = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
     rank, size = rank_and_size()
@@ -182,12 +185,12 @@ def _shared(error: Exception, *, heard: bool) -> Exception:
 
 
 def _is_shared(error: BaseException | None) -> bool:
-    """Return whether every rank raises an error, or that in whose place it was raised."""
+    """Return whether every rank raises an error, or the one that it replaced."""
     return error is not None and (getattr(error, "shared_by_ranks", False) or _is_shared(error.__context__))
 
 
 def _same_error(name: str, words: str, *, rank: int) -> SafError:
-    """Return the error of another rank anew: its kind of SafError, or a SafError that names its kind."""
+    """Return a copy of another rank's error: its kind of SafError, or a SafError that names its kind."""
     kind = getattr(saf.errors, name, None)
     return SafError(f"process {rank} failed: {name}: {words}") if kind is None else kind(words)
 
@@ -208,8 +211,8 @@ def all_gather(own: Any) -> list[Any]:
 def map_over_ranks(work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
     """Apply `work` to each item on one rank and return all outcomes, in order, on every rank.
 
-    Rank r of N takes every N-th item, from the r-th. Every rank must call this with as many. The outcomes' tensors
-    should be on the CPU. An error of one rank is raised on all, as by `all_ranks_or_raise`.
+    Rank r of N takes every N-th item, from the r-th. Every rank must call this with as many, and its outcomes' tensors
+    should be on the CPU. An error of one rank is raised on all.
     """
     rank, size = rank_and_size()
     with all_ranks_or_raise():
@@ -237,7 +240,7 @@ def on_rank0(work: Callable[[], Outcome]) -> Outcome:
 
 @contextmanager
 def rank0_context(context: AbstractContextManager[Outcome]) -> Iterator[Outcome]:
-    """Enter a context on rank 0 alone and leave it once every rank is through the block; all get its value.
+    """Enter a context on rank 0 alone and leave it once every rank has ended the block; all get its value.
 
     Where one rank raises, all do, and rank 0 leaves the context with an error.
     """

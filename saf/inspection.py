@@ -79,7 +79,7 @@ def _run(path: Path) -> dict[str, Any]:
         "verified": all(entry["problem"] is None for entry in checkpoints),
         "arm": run.arm,
         "finished": run.result is not None,
-        "lacks": [*run.lacks, *(words for event in run.events for words in event.lacks)],
+        "missing": run.missing,
         "updates": final.get("updates", last.get("update")),
         "tokens": final.get("tokens", last.get("tokens")),
         "report_perplexity": final.get("report_perplexity"),

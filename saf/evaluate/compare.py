@@ -119,7 +119,7 @@ def _compare_perplexity(
         "intervention_seconds": (results[1].get("intervention") or {}).get("seconds"),
         "run_seconds_ordinary": {clock: ordinary.seconds(clock) for clock in ("everything", "warm")},
         "run_seconds_frozen": {clock: frozen.seconds(clock) for clock in ("everything", "warm")},
-        "missing": {name: run.lacks for name, run in (("ordinary", ordinary), ("frozen", frozen)) if run.lacks},
+        "missing": {name: run.missing for name, run in (("ordinary", ordinary), ("frozen", frozen)) if run.missing},
         "differences": lines,
         "update_time_bound": free_heads_bound(heads, num_heads),
     }

@@ -395,7 +395,7 @@ def _missing(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
     """List what runs do not record, each thing once with the runs it is missing from."""
     missing: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
-        for what in run.lacks:
+        for what in run.missing:
             missing.setdefault(what, []).append(name)
     return [f"Not known of {', '.join(names)}: {what}." for what, names in missing.items()]
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.records.files import (
     append_line,
-    check_file,
-    file_hash,
     read_json,
     read_lines,
     read_tensors,
@@ -31,8 +29,6 @@ from saf.records.paths import Kind, kind_of
 from saf.records.text import natural_order
 
 EVENTS = "events.jsonl"
-SUM = "tensors_sha256"
-"""Entry of an event's line: the SHA-256 of the file of its tensors."""
 STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
 """What the heads of each kind of event are after it."""
 
@@ -80,33 +76,12 @@ class EventRecord:
         name = self.values.get("tensors")
         return self.folder / name if name and (self.folder / name).is_file() else None
 
-    @property
-    def lacks(self) -> list[str]:
-        """A line about the file of its tensors, if that is gone."""
-        name = self.values.get("tensors")
-        if not name or self.tensors_path is not None:
-            return []
-        return [f"events: {name} is missing, so the patterns and statistics of event {self.number} are not known"]
-
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name; empty when it has none, or their file is gone.
 
         A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
-        Raises InputError for a file that differs from its recorded sum.
         """
-        path = self.checked_tensors_path()
-        return {} if path is None else read_tensors(path)
-
-    def tensors_hash(self) -> str | None:
-        """Return the recorded SHA-256 of the file of its tensors; None without one."""
-        return None if self.tensors_path is None else self.values.get(SUM)
-
-    def checked_tensors_path(self) -> Path | None:
-        """Return `tensors_path` after comparing the file with its sum; raise InputError as `tensors` does."""
-        if self.tensors_path is not None:
-            advice = "move it away to go on without patterns and statistics"
-            check_file(self.tensors_path, sha256=self.values[SUM], advice=advice)
-        return self.tensors_path
+        return {} if self.tensors_path is None else read_tensors(self.tensors_path)
 
 
 # --- reading
@@ -235,7 +210,7 @@ def append_event(
     line: dict[str, Any] = {"number": number, "kind": kind}
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"
-        line[SUM] = file_hash(write_tensors(folder / line["tensors"], tensors))
+        write_tensors(folder / line["tensors"], tensors)
     event = EventRecord(folder, to_json({**line, **values, "undone_by": None}))
     if "undoes" in values:
         _write(folder, [*read_events(folder), event])  # the line of the undone event changes with it
@@ -259,7 +234,7 @@ def inherit_events(source: Path, folder: Path) -> None:
     keep_events_(folder, lambda event: False)
     events = read_events(source)
     for event in events:
-        if (path := event.checked_tensors_path()) is not None:
+        if (path := event.tensors_path) is not None:
             write_atomically(folder / path.name, path.read_bytes())
     _write(folder, [EventRecord(folder, {**event.values, "inherited": True}) for event in events])
 

@@ -1,6 +1,5 @@
 """`RecordedRun` reads the folder of a run: settings, metrics, events, evaluation and final numbers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +19,9 @@ from saf.records.events import (
     heads_in_words,
     read_events,
 )
-from saf.records.files import check_file, read_json, read_lines
+from saf.records.files import read_json, read_lines
 from saf.records.paths import Kind, expect
 from saf.records.result import read_result
-
-RECORDS = ("config.json", "metrics.jsonl", "evaluations.jsonl", EVENTS, "clock.jsonl")
-"""Files of a run whose SHA-256 its result holds, by their names."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +38,13 @@ class RecordedRun:
 
     @classmethod
     def open(cls, folder: Path | str) -> "RecordedRun":
-        """Read a run folder.
-
-        Raises InputError for another folder, and for a file that differs from its sum in the run's result. A missing
-        file is named in `lacks`.
-        """
+        """Read a run folder; raise InputError for another folder."""
         folder = Path(folder)
         expect(folder, Kind.RUN)
         result, evaluation = (
             read_result(folder / name) if (folder / name).exists() else None
             for name in ("result.json", "evaluation.json")
         )
-        for name, expected in _sums(result).items():
-            if (folder / name).is_file():
-                advice = "restore it, or move result.json away and resume the run"
-                check_file(folder / name, sha256=expected, advice=advice)
         # The last line of each update: a resumed run writes some twice.
         metrics = {int(line["update"]): line for line in read_lines(folder / "metrics.jsonl")}
         return cls(
@@ -83,15 +71,14 @@ class RecordedRun:
         return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
 
     @property
-    def lacks(self) -> list[str]:
-        """What the folder of a finished run does not hold, in words."""
+    def missing(self) -> list[str]:
+        """Parts that a finished run's settings ask for and its records do not have, in words."""
         if self.result is None:
             return []
-        gone = [name for name in _sums(self.result) if not (self.folder / name).is_file()]
-        lines = [*self.result.get("lacks", []), *(f"{name}: the file is missing" for name in gone if name != EVENTS)]
+        lines = list(self.result.get("missing", []))
         inherited = "weights_of_update" in (self.config.get("parent") or {})
         if self.edited_heads and not self.events and not inherited:
-            lines.append(f"events: {EVENTS} is missing, so what was measured, chosen and fitted is not known")
+            lines.append(f"events: {EVENTS} is missing, so the statistics, scores and fits are not known")
         return lines
 
     # --- heads
@@ -192,9 +179,3 @@ class RecordedRun:
             else:
                 joined.pop(name, None)
         return joined
-
-
-def _sums(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the SHA-256 of a run's files that its result holds, by name."""
-    sums = ((result or {}).get("provenance") or {}).get("files") or {}
-    return {name: value for name, value in sums.items() if name in RECORDS}

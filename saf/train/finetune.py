@@ -173,14 +173,16 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
     development = replace(config.finetuning, judge="development")
     alike = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
-    for epoch, updates in enumerate(_distinct_updates(config), 1):
+    counts = _distinct_updates(config)
+    on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # by which choosing can go on
+    for epoch, updates in enumerate(counts, 1):
         out = folder / f"epoch-{epoch}"
         one = replace(alike, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
         if resume and (out / "result.json").is_file():
             check_same_run(one, read_run_config(out)["settings"])
             result = read_json(out / "result.json")
         else:
-            result = _train_epoch(config, one, resume=resume)
+            result = pretrain(one, resume=resume and (out / "config.json").exists())
         if "stopped_at" in result:
             return result
         tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
@@ -223,22 +225,6 @@ def choosing(out: Path | str) -> TrainConfig | None:
     """Return the settings of a run that was choosing its epochs when it ended, or None."""
     path = Path(out) / CHOICE / SETTINGS
     return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
-
-
-def _train_epoch(config: TrainConfig, epoch: TrainConfig, *, resume: bool) -> dict[str, Any]:
-    """Train one epoch, with the settings of the run to come recorded; a run that cannot begin leaves nothing behind."""
-    folder = Path(config.out) / CHOICE
-    path, first = folder / SETTINGS, folder / "epoch-1" / "config.json"
-    on_rank0(lambda: None if path.is_file() and first.is_file() else write_json(path, config.to_dict()))
-    try:
-        return pretrain(epoch, resume=resume and (Path(epoch.out) / "config.json").exists())
-    except Exception:
-        if is_rank0() and not first.exists():
-            path.unlink(missing_ok=True)
-            for each in (folder, folder.parent):
-                if not any(each.iterdir()):
-                    each.rmdir()
-        raise
 
 
 def _distinct_updates(config: TrainConfig) -> list[int]:

@@ -1,7 +1,6 @@
 """The logs of a run: elapsed seconds by part, JSON lines, TensorBoard, and progress on the terminal."""
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,7 +107,6 @@ class Progress:
         self.total, self.every, self.quiet = total, every, quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
         self._ends = None if seconds is None else time.monotonic() + seconds
-        self._recent: deque[float] = deque(maxlen=50)
         self._bar: Bar | None = None
         if self._console.is_terminal and not quiet:
             counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
@@ -116,21 +114,18 @@ class Progress:
             self._task = self._bar.add_task("training", total=total, completed=done, text="")
             self._bar.start()
 
-    def advance(self, record: dict[str, Any], *, speed: float, utilisation: float | None, compiled: bool) -> None:
-        """Show one update; one that compiled does not count in the estimate of the time left."""
+    def advance(self, record: dict[str, Any], *, speed: float, utilisation: float | None, left: float | None) -> None:
+        """Show one update, with the seconds left if they are known."""
         if self.quiet:
             return
         update = record["update"]
-        if not compiled:
-            self._recent.append(record["update_seconds"])
         parts = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
         if utilisation is not None:
             parts.append(f"MFU {utilisation:.1%}")
         if self._ends is not None:
-            parts.append(f"{duration(self._ends - time.monotonic())} left")
-        elif self._recent:
-            median = sorted(self._recent)[len(self._recent) // 2]
-            parts.append(f"{duration(median * (self.total - update))} left")
+            left = self._ends - time.monotonic()
+        if left is not None:
+            parts.append(f"{duration(left)} left")
         if self._bar:
             self._bar.update(self._task, completed=update, text="  ".join(parts))
         elif update % self.every == 0 or update == self.total:
@@ -184,8 +179,8 @@ class Observer:
 
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_update)
 
-    def updated(self, record: dict[str, Any], *, compiled: bool = False) -> None:
-        """Record one update, a line of metrics.jsonl."""
+    def updated(self, record: dict[str, Any], *, update_seconds: float | None) -> None:
+        """Record one update, a line of metrics.jsonl; `update_seconds` are those expected of later ones, if known."""
         self._metrics.append(record)
         update, seconds = record["update"], record["update_seconds"]
         speed, utilisation = self._tokens / seconds, self._peak_share and self._peak_share / seconds
@@ -195,7 +190,8 @@ class Observer:
             self._board.add_scalar("speed/tokens_per_second", speed, update)
             if utilisation is not None:
                 self._board.add_scalar("speed/model_flop_utilisation", utilisation, update)
-        self.progress.advance(record, speed=speed, utilisation=utilisation, compiled=compiled)
+        left = None if update_seconds is None else update_seconds * (self.progress.total - update)
+        self.progress.advance(record, speed=speed, utilisation=utilisation, left=left)
 
     def evaluated(self, update: int, loss: float, when: str) -> None:
         """Record one loss on the controller partition."""

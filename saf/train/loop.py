@@ -27,7 +27,7 @@ from saf.distributed import (
     process_group,
     rank_and_size,
 )
-from saf.errors import CheckpointError, DivergenceError, InputError
+from saf.errors import CheckpointError, DivergenceError, InputError, UnsupportedError
 from saf.freeze_config import check_heads
 from saf.machine import Execution, rated_flops
 from saf.models import GPT, GPTConfig
@@ -43,7 +43,7 @@ from saf.train.config import TrainConfig, check_same_run, context_length, model_
 from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
 from saf.train.logs import Elapsed, Observer, Progress
 from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
-from saf.train.result import finish, report_between, warn_of_gaps
+from saf.train.result import finish, report_between
 from saf.train.run import Run
 from saf.train.step import (
     CERTAIN_SHARE,
@@ -51,7 +51,6 @@ from saf.train.step import (
     Updater,
     build_optimizer,
     check_graphs,
-    graphs_unsupported,
     trains_patterns,
     update_memory,
 )
@@ -79,7 +78,6 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
     with process_group(config.device), ExitStack() as locks:
         with StopRequest() as stop:
             run = start_run(config, resume=resume, locks=locks)
-            warn_of_gaps(run)
             try:
                 with run.full_disk_explained("logs"):
                     finished = _train(run, stop)
@@ -141,7 +139,10 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         shape = model_config(config, vocab_size=task.vocab_size)
         _check_same_settings({**config.to_dict(), "data's fingerprint": task.fingerprint})
     with all_ranks_or_raise():
-        parallel, reason = _parallel(config, execution, shape)
+        trained = config.freeze is not None and config.freeze.trainable
+        parallel, reason = parallel_of(
+            config.parallel, parameters=shape.num_parameters, execution=execution, trained_patterns=trained
+        )
         _check_early(config, execution, task, parallel)
         _check_memory(config, execution, shape, parallel)
         origin = _origin(config, folder, shape, task, resume=resume)
@@ -231,13 +232,6 @@ def _check_same_settings(settings: dict[str, Any]) -> None:
             raise InputError(f"all processes must have the same settings and data; process {rank} has {words}")
 
 
-def _parallel(config: TrainConfig, execution: Execution, shape: GPTConfig) -> tuple[Parallel, str]:
-    """Return how ranks train together, and the reason."""
-    trained = config.freeze is not None and config.freeze.trainable
-    size = sum(parameter.numel() for parameter in GPT.undrawn(shape, "meta").parameters()) if in_group() else 0
-    return parallel_of(config.parallel, parameters=size, execution=execution, trained_patterns=trained)
-
-
 def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel: Parallel) -> None:
     """Raise before training for what would fail at the first event or update."""
     freeze = config.freeze
@@ -271,10 +265,14 @@ def _graphed(config: TrainConfig, execution: Execution, parallel: Parallel, mode
     """Return whether the run replays its micro-batches, each of so many tokens, as CUDA graphs."""
     if config.graphs != "auto":
         return config.graphs == "on"
+    if config.finetuning is not None or tokens * model.config.hidden_size > FEW:
+        return False
     trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-    many = config.finetuning is not None
-    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
-    return reason is None and not many and tokens * model.config.hidden_size <= FEW
+    try:
+        check_graphs(execution, parallel.kind, trained_patterns=trained)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:

@@ -334,14 +334,12 @@ def _pick(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
 
 
 def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:
-    """Return how many of an update's micro-batches each process takes; raise InputError when the shares are uneven.
+    """Return how many of an update's micro-batches each process takes; InputError when the shares are uneven.
 
     >>> micro_batches_of_one(8, 4, batch_size=2)
     2
     """
     if accumulation % processes:
-        windows = accumulation * batch_size
-        fits = f"accumulation={processes} and batch_size={windows // processes}"
-        advice = f", such as {fits}" if windows % processes == 0 else "; or start another number of processes"
-        raise InputError(f"accumulation must be a multiple of {processes} processes, got {accumulation}{advice}")
+        fits = f"accumulation={processes} and batch_size={max(1, accumulation * batch_size // processes)}"
+        raise InputError(f"accumulation must be a multiple of {processes} processes, got {accumulation}; try {fits}")
     return accumulation // processes

@@ -1,10 +1,9 @@
 """result.json and the reports before it: the final numbers of a run, from its files and its last model."""
 
 import hashlib
-import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
@@ -18,7 +17,6 @@ from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.folders import MANIFEST
 from saf.records.result import result_header
-from saf.records.run import RECORDS
 from saf.surgery import pattern_parameters
 from saf.train.run import Run
 
@@ -42,7 +40,7 @@ def finish(run: Run) -> dict[str, Any]:
     """Evaluate the reporting partition, write result.json and return it; every rank calls this.
 
     `train_loss` averages the last twentieth of the updates (at most 100). `time` has both totals, with and without
-    loading and compilation, and the parts. `lacks` names in words the parts of the record that are not known.
+    loading and compilation, and the parts. `missing` names events, reports and seconds that differ from the settings.
 
     Raises:
         InputError: The run's time was over before the first update.
@@ -70,12 +68,10 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     reports = {update: report if update == run.update else _earlier_report(run, update) for update in config.report_at}
     head = _header(run, final)
     head["provenance"] |= {
-        "config_hash": config_hash(read_json(folder / "config.json")),
         "patterns_hash": _patterns_hash(events),
         "heads": frozen,
         "pruned": pruned,
         "seed": config.seed,
-        "files": {name: file_hash(folder / name) for name in RECORDS if (folder / name).is_file()},
     }
     result = {
         **head,
@@ -89,7 +85,7 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
         "update_seconds": update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.elapsed.record(),
-        "lacks": list(_missing(run, metrics, reports)),
+        "missing": list(_missing(run, reports)),
         "intervention": intervention_record(events) if events else None,
         "checkpoint": str(final),
     }
@@ -120,16 +116,8 @@ def _earlier_report(run: Run, update: int) -> dict[str, Any] | None:
 # --- parts of the record that are missing
 
 
-def warn_of_gaps(run: Run) -> None:
-    """Warn of lost parts of the record of the updates before the one that the run goes on from."""
-    updates = range(run.start + 1, run.update + 1)
-    lost = missing_lines(read_lines(run.folder / "metrics.jsonl"), updates, "metrics.jsonl")
-    for words in [*lost, *(words for event in run.events for words in event.lacks)]:
-        warnings.warn(f"{run.folder} lost a part of its record: {words}", SafWarning, stacklevel=3)
-
-
-def _missing(run: Run, metrics: list[dict[str, Any]], reports: dict[int, Any]) -> Iterator[str]:
-    """Yield in words the parts of the record that are not known, or that differ from what the settings ask for."""
+def _missing(run: Run, reports: dict[int, Any]) -> Iterator[str]:
+    """Yield differences from the settings: time beyond the budget, events without effect, reports not made."""
     budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
@@ -139,20 +127,6 @@ def _missing(run: Run, metrics: list[dict[str, Any]], reports: dict[int, Any]) -
     if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
         yield f"events: the run ended after update {run.update}, before all events of its schedule"
     yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
-    own, every = range(run.start + 1, run.update + 1), run.config.eval_every
-    yield from missing_lines(metrics, own, "metrics.jsonl")
-    periodic = [line for line in read_lines(run.folder / "evaluations.jsonl") if line["when"] == "periodic"]
-    yield from missing_lines(periodic, [each for each in own if every and each % every == 0], "evaluations.jsonl")
-
-
-def missing_lines(lines: list[dict[str, Any]], due: Iterable[int], file: str) -> list[str]:
-    """Return a message about the due updates that have no line in a log; empty when all have.
-
-    >>> missing_lines([{"update": 1}, {"update": 4}], range(1, 6), "metrics.jsonl")
-    ['metrics.jsonl: no line of 3 updates, the first one 2']
-    """
-    missing = sorted({*due} - {line["update"] for line in lines})
-    return [f"{file}: no line of {len(missing)} updates, the first one {missing[0]}"] if missing else []
 
 
 def _why_nothing_froze(run: Run) -> str:
@@ -201,16 +175,8 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
     }
 
 
-def config_hash(config: dict[str, Any]) -> str:
-    """Return the SHA-256 of the settings that decide a run's outcome: model, training, freezing, data and parent."""
-    decisive = {name: config[name] for name in ("model", "train", "freeze")}
-    decisive["data"] = config["data"]["fingerprint"]
-    decisive["parent"] = config["parent"]["hash"] if config["parent"] else None
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
 def _patterns_hash(events: list[EventRecord]) -> str | None:
     """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
-    hashes = [event.tensors_hash() for event in events if event.undone_by is None]
-    known = [each for each in hashes if each is not None]
-    return hashlib.sha256("".join(known).encode()).hexdigest() if len(known) > 1 else next(iter(known), None)
+    paths = [event.tensors_path for event in events if event.undone_by is None]
+    hashes = [file_hash(path) for path in paths if path is not None]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)

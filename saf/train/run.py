@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -145,7 +146,7 @@ class Run:
         record = {"update": self.update, "tokens": self.tokens, "loss": done.loss, "lr": rate}
         record |= {"grad_norm": done.grad_norm, "update_seconds": done.seconds}
         if self.observer:
-            self.observer.updated(record, compiled=compiling)
+            self.observer.updated(record, update_seconds=median(self.recent) if self.recent else None)
         return record
 
     # --- logs and checkpoints

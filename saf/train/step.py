@@ -226,22 +226,16 @@ def padded_length(length: int, longest: int | None = None) -> int:
     return rounded if longest is None else min(rounded, max(longest, length))
 
 
-def graphs_unsupported(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool) -> str | None:
-    """Return the reason why micro-batches cannot be captured, or None; `kind` is of their `Parallel`."""
+def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
+    """Raise UnsupportedError where micro-batches cannot be captured; `kind` is of their `Parallel`."""
     reasons = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
         "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
         "they are for one process": kind != Parallel.kind,
         "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
-        "they know no patterns that are trained; freeze with fixed ones": trained_patterns,
+        "they need fixed patterns; leave freeze.trainable out": trained_patterns,
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
-    """Raise UnsupportedError where micro-batches cannot be captured."""
-    reason = graphs_unsupported(execution, kind, trained_patterns=trained_patterns, many_lengths=many_lengths)
-    if reason is not None:
+    if reason := next((reason for reason, applies in reasons.items() if applies), None):
         raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {reason}")
 
 
@@ -314,9 +308,10 @@ def _fill_(memory: Tensor, rows: Tensor, padding: int) -> None:
 
 LOGIT_BYTES = 8
 """Bytes of a logit with its gradient."""
-CERTAIN_SHARE = 2 / 3
-"""Share of the estimate that an update certainly takes. Peaks measured on an H200 are 0.98 to 1.03 of it for
-1B and 124M (results/bench), 0.9 for 8 layers of 512 channels (results/small-75M), 0.75 with half its heads pruned."""
+CERTAIN_SHARE = 0.6
+"""Share of the estimate that an update certainly takes. Peaks measured on an H200 are 0.98 to 1.03 of the estimate for
+1B and 124M (results/bench), and for 8 layers of 512 channels 0.9, with half of the heads pruned 0.75
+(results/small-75M)."""
 
 
 class UpdateMemory(NamedTuple):

@@ -109,12 +109,6 @@ def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_
     write_json(other / "config.json", config)
     code, _, err = saf("compare", arms[0], other)
     assert code == 2
-    assert "config.json is damaged: expected SHA-256" in err
-    result = read_json(other / "result.json")
-    del result["provenance"]["files"]
-    write_json(other / "result.json", result)
-    code, _, err = saf("compare", arms[0], other)
-    assert code == 2
     assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in err
     assert not (other / "compare.json").exists()
     assert len(saf_json("compare", arms[0], other, "--allow-differences")["differences"]) == 1

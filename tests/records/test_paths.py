@@ -28,19 +28,13 @@ def test_a_folder_is_known_by_its_files(kind, tmp_path):
     assert kind_of(written(tmp_path / "it", *FILES[kind])) is kind
 
 
-def test_what_save_wrote_stays_a_saved_model_beside_checkpoints_of_a_trainer(tmp_path):
-    folder = written(tmp_path / "it", "saf.json", sha256={})
-    (folder / "checkpoints").mkdir()
-    assert kind_of(folder) is Kind.HEADS
-
-
-def test_a_checkpoint_without_its_manifest_and_a_run_without_its_checkpoints_keep_their_kind(tmp_path):
-    assert kind_of(written(tmp_path / "checkpoint", "state.json", "saf.json")) is Kind.CHECKPOINT
-    assert kind_of(written(tmp_path / "run", "config.json", "result.json")) is Kind.RUN
-
-
-def test_a_model_of_another_library_is_none_of_ours(tmp_path):
-    assert kind_of(written(tmp_path / "it", "config.json", "model.safetensors")) is None
+def test_folders_with_less_or_more_than_these_files(tmp_path):
+    assert kind_of(written(tmp_path / "without-manifest", "state.json", "saf.json")) is Kind.CHECKPOINT
+    assert kind_of(written(tmp_path / "without-checkpoints", "config.json", "result.json")) is Kind.RUN
+    assert kind_of(written(tmp_path / "another-library", "config.json", "model.safetensors")) is None
+    beside = written(tmp_path / "beside-checkpoints-of-a-trainer", "saf.json", sha256={})
+    (beside / "checkpoints").mkdir()
+    assert kind_of(beside) is Kind.HEADS
 
 
 def test_a_wrong_path_is_told_with_what_is_there(tmp_path):

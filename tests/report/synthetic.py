@@ -63,7 +63,7 @@ def write_run(
         "update_seconds": {"median": 0.5 / speedup, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
         "peak_memory_bytes": 15_560_000_000 - 500_000_000 * frozen,
         "time": times(frozen=frozen),
-        "lacks": [],
+        "missing": [],
         "intervention": intervention,
         "provenance": _provenance(folder, intervention["heads"] if intervention else []),
     }

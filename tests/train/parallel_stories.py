@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 import saf
 import saf.freezing as recipe
 import saf.train.loop as loop
-from saf.bench import Update, measure
 from saf.checkpoint import _write_shards
 from saf.data import TokenData
 from saf.distributed import _lost_peers_explained, all_gather, on_rank0
@@ -129,20 +127,12 @@ def two(rank: int, folder: str, settings: dict) -> None:
                 watching = Watching(patch)
                 told[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
                 told[f"{name} {kind} hash"] = hash_of(watching.run)
-        again = config(f"again {kind}", parallel=kind, activation_checkpointing=True)
-        story(again, "gradual")
     told["writes"] = watching.run.observer is not None
     levelled(config("levelled fsdp", parallel="fsdp"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # programs as traced, in seconds
-        story(config("layers", parallel="fsdp", compile="layers"), "gradual")
     pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
     resumed_elsewhere(rank, told, config)
     told["bytes"] = bytes_held()
     told["evaluated"] = [evaluated(settings["data"], f"{folder}/evaluated"), answered()]
-    bench = {"model": "tiny", "device": "cpu", "pairs": 2, "warmup": 1, "tolerance": 1e9, "profile": False}
-    timed = Update(points=("16x1x2",), rates=(0.5,), free=False, repeats=1, parallel="fsdp", **bench)
-    told["timed"] = [row["pair_ms"] for row in measure(timed, say=lambda line: None)["rows"]]
     refusals(rank, told, config)
     failures(rank, told, config, lambda: Path(folder, f"{rank}.json").write_text(json.dumps(told)))
     os._exit(0)  # the group is broken: nothing is left to leave in order

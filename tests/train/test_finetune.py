@@ -1,6 +1,5 @@
 """Finetuning from end to end: a user's own task, its arms and epochs, the exact loss, QuALITY, associative recall."""
 
-import gzip
 import json
 import math
 import random
@@ -25,8 +24,7 @@ from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.run import RecordedRun
-from saf.surgery import pattern_parameters
-from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
+from saf.tasks import FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, finetune, latest, pretrain
 from saf.train.run import Run
 from tests.train.conftest import SMALL
@@ -56,9 +54,9 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parents(data, tmp_path_factory):
-    """Last checkpoints of an ordinary and a frozen run, and of one whose patterns train."""
+    """Last checkpoints of an ordinary and a frozen run."""
     found = {}
-    for name, freeze in (("ordinary", None), ("freeze", FREEZE), ("trained", replace(FREEZE, trainable=True))):
+    for name, freeze in (("ordinary", None), ("freeze", FREEZE)):
         out = str(tmp_path_factory.mktemp("parents") / name)
         pretrain(TrainConfig(data=str(data), out=out, length=64, updates=4, freeze=freeze, **SMALL))
         found[name] = latest(f"{out}/checkpoints")
@@ -95,7 +93,7 @@ def test_a_users_own_task_in_three_commands(command, capsys):
     assert not list(ordinary.folder.glob("epochs/*/checkpoints/*")), "weights and moments of epochs are removed"
     frozen = command("like", "--like", ordinary.folder, parent="freeze", task=False)
     assert order_of(ordinary) == order_of(frozen)
-    assert frozen.lacks == ordinary.lacks == []
+    assert frozen.missing == ordinary.missing == []
     capsys.readouterr()
     assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
     assert "McNemar" in capsys.readouterr().out
@@ -158,22 +156,6 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(
     tried = [read_json(folder / "epochs" / "choice.json")["tried"] for folder in (whole.folder, tmp_path / "run")]
     assert tried[0] == tried[1]
     assert read_json(tmp_path / "run" / "config.json")["settings"]["keep"] == 3
-
-
-def test_trained_patterns_train_on_a_task_and_do_not_decay(command, parents):
-    """Whatever the weight decay is, the first update moves patterns to the same bits; matrices it does not."""
-    patterns, weights = [], []
-    for decay in ("0", "0.5"):
-        one = ("--epochs", "1", "--save-every", "1", "--keep", "0", "--peak-lr", "1e-3", "--weight-decay", decay)
-        folder = command(f"trained {decay}", *one, parent="trained").folder / "checkpoints"
-        model = load_model(folder / "step-1")
-        patterns.append([logits.detach() for logits in pattern_parameters(model)])
-        weights.append(model.embed.weight.detach())
-    assert patterns[0]
-    assert all(torch.equal(*pair) for pair in zip(*patterns, strict=True))
-    assert not torch.equal(*weights)
-    before = pattern_parameters(load_model(parents["trained"]))
-    assert all(not torch.equal(*pair) for pair in zip(before, patterns[0], strict=True))
 
 
 def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path):
@@ -267,31 +249,6 @@ def test_so_do_those_of_several_processes(unequal):
     together(2, in_pairs, unequal)
     for kind in ("ddp", "fsdp"):
         assert_mean_over_tokens(unequal, Path(unequal.out, kind))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quality_cuts_articles_alone_and_trains_on_the_answers_letter(shared, data, tmp_path):
-    with gzip.open(shared / "data" / "tasks" / "quality" / "quality.htmlstripped.jsonl.gz", "rt") as stream:
-        articles = sorted(map(json.loads, stream), key=lambda each: len(each["article"]))
-    for name, article in (("train", articles[0]), ("test", articles[1])):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**article, "questions": article["questions"][:4]}) + "\n")
-    own = FinetuneSettings(
-        test=str(tmp_path / "test.jsonl"), tokenizer=str(data), max_tokens=2_000, too_long="shorten", development=0.25
-    )
-    config = TrainConfig(
-        data=str(tmp_path / "train.jsonl"), out="x", task="quality", finetuning=own, batch_size=3, device="cpu"
-    )
-    task = TASKS["quality"](config, length=4_096)
-    assert (len(task.examples), len(task.development), len(task.test), task.length) == (3, 1, 4, 1_999)
-    inputs, targets = task.training(0, torch.device("cpu")).take()
-    for row, number in enumerate(task.numbers(0, 3)):
-        example = task.examples[number]
-        assert (len(example.sequence), example.shortened) == (2_000, True)
-        assert task.tokenizer.decode(example.prompt).endswith("\nAnswer:")
-        places = (targets[row] != -100).nonzero().flatten().tolist()
-        letter = task.tokenizer.decode([int(targets[row, place]) for place in places])
-        assert letter == " " + "ABCD"[example.example.answer]
-        assert task.tokenizer.decode(inputs[row, : places[0] + 1].tolist()).endswith("\nAnswer:")
 
 
 # --- associative recall

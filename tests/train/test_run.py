@@ -3,10 +3,9 @@
 import errno
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import saf.train.logs
 import saf.train.loop
 import saf.train.result
 from saf.data import TokenData
-from saf.errors import CheckpointError, DataError, DivergenceError, InputError, SafWarning, UnsupportedError
+from saf.errors import CheckpointError, DataError, DivergenceError, InputError, UnsupportedError
 from saf.evaluate.compare import differences
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freeze_config import FreezeConfig
@@ -24,9 +23,9 @@ from saf.models.adapter import adapter_for
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
-from saf.schedules import Freeze, Gradual, OneTime, Prune, TrainLoss, Undo, ValidationBudget
+from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
-from saf.train import continue_from, latest, load_model, open_checkpoint, pretrain
+from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.train.helpers import brisk, events_of, killed_and_resumed
 
@@ -62,7 +61,7 @@ def test_the_folder_of_a_run(settings):
     assert result["tokens"] == 12 * 4 * 2 * 32
     assert result["provenance"]["heads"] == result["intervention"]["heads"] == read_events(config.out)[0].heads
     assert len(result["provenance"]["heads"]) == 2
-    assert (result["lacks"], result["arm"]) == ([], "frozen")
+    assert (result["missing"], result["arm"]) == ([], "frozen")
     time = result["time"]
     assert time["parts"].keys() == {"load", "train", "compile", "freeze", "evaluate", "checkpoint"}
     assert time["everything"]["seconds"] == pytest.approx(sum(time["parts"].values()))
@@ -149,27 +148,18 @@ def test_a_fresh_run_takes_weights_and_heads_alone(settings, finished):
     result = pretrain(config)
     record = read_json(Path(config.out, "config.json"))["parent"]
     assert (record["update"], record["weights_of_update"]) == (0, 12)
-    assert (result["arm"], result["lacks"], result["time"]["parent_parts"]) == ("frozen", [], None)
+    assert (result["arm"], result["missing"], result["time"]["parent_parts"]) == ("frozen", [], None)
     before, after = load_model(parent), open_checkpoint(result["checkpoint"])
     assert all(torch.equal(after.model().state_dict()[name], tensor) for name, tensor in before.state_dict().items())
     assert all(float(state["step"]) == 1 for state in after.optimizer(after.model()).state.values())
 
 
-def test_micro_batches_add_up_and_bf16_stays_close(settings):
+def test_bf16_stays_close_and_the_seed_decides(settings):
     runs = {
         name: pretrain(settings(name, updates=2, eval_every=0, **changes))
-        for name, changes in {
-            "one": {"batch_size": 8, "accumulation": 1},
-            "four": {"batch_size": 2, "accumulation": 4},
-            "bf16": {"batch_size": 8, "accumulation": 1, "precision": "bf16"},
-            "seed": {"batch_size": 8, "accumulation": 1, "seed": 7},
-        }.items()
+        for name, changes in {"one": {}, "bf16": {"precision": "bf16"}, "seed": {"seed": 7}}.items()
     }
-    one, four, seed = (metrics(settings(name).out) for name in ("one", "four", "seed"))
-    for left, right in zip(one, four, strict=True):
-        assert left["loss"] == pytest.approx(right["loss"], rel=1e-5)
-        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-4)
-    assert one[0]["loss"] != seed[0]["loss"]
+    assert metrics(settings("one").out)[0]["loss"] != metrics(settings("seed").out)[0]["loss"]
     assert runs["bf16"]["report_loss"] != runs["one"]["report_loss"]
     assert runs["bf16"]["report_loss"] == pytest.approx(runs["one"]["report_loss"], rel=0.01)
     assert {tensor.dtype for tensor in load_model(runs["bf16"]["checkpoint"]).state_dict().values()} == {torch.float32}
@@ -210,7 +200,7 @@ def test_gradient_scores_read_the_average_of_all_updates_and_an_arm_its_parents(
         pretrain(continue_from(untracked, out=settings("none").out, freeze=freeze))
 
 
-@pytest.mark.parametrize("score", ["residual_cosine", "gate_taylor", "random"])
+@pytest.mark.parametrize("score", ["residual_cosine", "gate_taylor"])
 def test_scores_that_read_more_than_statistics_freeze_and_prune_in_a_run(settings, score):
     few = {"heldout_sequences": 3, "updates": 2, "save_every": 0, "eval_every": 0}
     for operation, fit in (("freeze", {"max_fit_kl": 10.0}), ("prune", {})):
@@ -300,75 +290,6 @@ def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(setting
     assert "after 9 updates the loss is 0.4" in read_events(quick("whole").out)[1].values["reason"]
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A schedule of one's own: the events of a list, each at its update."""
-
-    name: ClassVar[str] = "listed"
-    chooses_once: ClassVar[bool] = True
-    several_events: ClassVar[bool] = False
-    events: tuple = ()
-
-    def first_update(self, updates):
-        return self.events[0][0]
-
-    def start(self, *, updates, heads, limit):
-        return ListedProposer(self.events)
-
-
-class ListedProposer:
-    def __init__(self, events):
-        self.events, self.count = events, 0
-
-    @property
-    def finished(self):
-        return self.count == len(self.events)
-
-    def observe(self, update, loss):
-        assert loss > 0
-
-    def propose(self, update):
-        return [] if self.finished or self.events[self.count][0] > update else [self.events[self.count][1]]
-
-    def done(self, event, outcome):
-        assert (outcome.number, outcome.seconds > 0) == (self.count + 1, True)
-        self.count += 1
-
-    def state_dict(self):
-        return {"name": "listed", "count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
-def test_freezes_prunes_and_undos_of_either_mix_and_resume(settings, outcome):
-    several = Listed(((3, Freeze(count=2)), (6, Prune(count=2)), (6, Undo(event=1)), (9, Undo(event=2))))
-    changes = {"freeze": FreezeConfig(rate=0.5), "schedule": several, "keep": 0}
-    config = settings("whole", **changes)
-    result = pretrain(config)
-    first, second, *_ = events = read_events(config.out)
-    assert [event.kind for event in events] == ["freeze", "prune", "undo", "undo"]
-    assert not set(map(tuple, first.heads)) & set(map(tuple, second.heads))
-    after = adapter_for(load_model(f"{config.out}/checkpoints/step-9"))
-    assert (after.heads("frozen").to_list(), after.heads("pruned").to_list()) == ([], second.heads)
-    assert (result["intervention"]["events"], result["intervention"]["heads"]) == (4, [])
-    rises = [event.values["loss_after"] - event.values["loss_before"] for event in events]
-    assert result["intervention"]["loss_rise"] == pytest.approx(sum(rises))
-    killed = settings("killed", **changes)
-    killed_and_resumed(killed, Run, "run_update", 8)
-    assert outcome(killed.out) == outcome(config.out)
-
-
-def test_an_event_that_cannot_happen_leaves_no_record(settings):
-    config = settings(freeze=FREEZE, schedule=Listed(((3, Undo(event=1)),)))
-    with pytest.raises(InputError, match=r"must be one of \[\], got 1"):
-        pretrain(config)
-    assert (read_events(config.out), latest(f"{config.out}/checkpoints").name) == ([], "step-3")
-    listed = Listed(((6, Freeze(count=2, below=-1.0)),))
-    with pytest.warns(SafWarning, match="only 0 of 2 heads could be frozen"):
-        assert pretrain(settings("none", freeze=FREEZE, schedule=listed))["arm"] == "ordinary"
-
-
 # --- time and updates of its own
 
 
@@ -393,23 +314,9 @@ def test_a_time_budget_is_never_exceeded_and_the_rate_follows_it(settings, secon
     with pytest.warns(UserWarning, match="before its freezing point at update 5000"):
         result = pretrain(never)
     assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
-    assert any("before all events of its schedule" in words for words in result["lacks"])
+    assert any("before all events of its schedule" in words for words in result["missing"])
     with pytest.raises(InputError, match="must allow an update"):
         pretrain(settings("none", time_budget_seconds=0.5))
-
-
-def test_an_event_that_exceeds_the_time_budget_is_told(settings, second_per_look, monkeypatch):
-    def slow(run, event, *, real=saf.train.loop.apply_event):
-        for _ in range(500):
-            saf.train.logs.time.perf_counter()
-        return real(run, event)
-
-    monkeypatch.setattr(saf.train.loop, "apply_event", slow)
-    result = pretrain(
-        settings(time_budget_seconds=200.0, updates=100, eval_every=0, freeze=FREEZE, schedule=OneTime(3))
-    )
-    assert result["updates"] == 3
-    assert any(words.startswith("time: the budget was 200.00 s, and the run used ") for words in result["lacks"])
 
 
 def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, finished, second_per_look):

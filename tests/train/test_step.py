@@ -144,7 +144,7 @@ def test_where_graphs_cannot_be_captured_is_said():
     for execution, kind, trained, words in (
         (cpu, "none", False, "need a CUDA device"),
         (cuda, "ddp", False, "one process"),
-        (cuda, "none", True, "no patterns that are trained"),
+        (cuda, "none", True, "need fixed patterns"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             check_graphs(execution, kind, trained_patterns=trained)
