@@ -22,7 +22,7 @@ import torch  # noqa: F401 (for the processes that are forked off)
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTING = Path(__file__).with_suffix(".toml")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?: - |$)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 
 def copy_tree(folder: Path) -> None:

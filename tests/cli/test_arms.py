@@ -147,20 +147,6 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
     assert data["fingerprint"] == checkpoint["data_fingerprint"]
 
 
-def test_inspect_shows_tables(saf, arms, text_data):
-    state = arms[1] / "checkpoints" / "step-24" / "saf.json"
-    for path, word in (
-        (state.parent, f"{state.stat().st_size} bytes"),
-        (arms[1], "whole"),
-        (arms[1], "one_time: update 12 is done"),
-        (arms[1] / "checkpoints" / "step-24", "dense by layer"),
-        (text_data, "report"),
-    ):
-        code, out, _ = saf("inspect", path)
-        assert code == 0
-        assert word in out
-
-
 def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
     event = read_events(arms[1])[0].values
     printed = saf_json("inspect", arms[1])

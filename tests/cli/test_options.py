@@ -82,11 +82,6 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
         assert (code, message in " ".join(err.split())) == (2, True), err
 
 
-def test_settings_left_out_are_the_defaults():
-    assert freeze() == FreezeConfig()
-    assert pretrain() == TrainConfig(data="d", out="out")
-
-
 def test_heads_come_from_words_and_files(tmp_path):
     (tmp_path / "pairs.json").write_text("[[2, 1], [0, 3]]")
     (tmp_path / "freeze.json").write_text(json.dumps({"heads": [[1, 2]]}))
@@ -112,10 +107,6 @@ def test_heads_come_from_words_and_files(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             read_heads([str(word)])
-
-
-def test_options_are_pairs():
-    assert freeze("--fitter", "adam", "--fitter-options", "steps", "2").fitter_options == {"steps": 2}
 
 
 def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(saf, arms, tmp_path):

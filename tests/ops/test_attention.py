@@ -12,8 +12,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, mixed_attention
-from saf.ops.fused.op import are_few
-from saf.ops.heads import cached_order, even_queries
+from saf.ops.heads import cached_order
 from saf.ops.positions import CachePosition
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from saf.surgery import install_
@@ -89,15 +88,6 @@ def test_gradients_of_few_rows_are_those_of_whole_sequences(generator):
     outputs = frozen_attention(value, frozen, rows=3), frozen_attention(value, frozen)[:, :, -3:]
     gradients = [torch.autograd.grad(output.square().sum(), value)[0] for output in outputs]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-
-def test_uneven_groups_of_few_queries_are_made_even_by_computing_some_twice(generator):
-    query = torch.randn(1, 4, 1, DIM, generator=generator)
-    assert even_queries(query, (0, 0, 1, 1)) == (query, None)
-    even, own = even_queries(query, (0, 1, 1, 1))
-    assert own is not None
-    assert even.shape[1] == 6
-    assert torch.equal(even[:, list(own)], query)
 
 
 @pytest.mark.parametrize("backend", ["toeplitz", "reference"])
@@ -346,25 +336,6 @@ def test_a_models_layers_run_what_their_head_map_says():
         for weight in (attention.q_proj.weight, attention.k_proj.weight):
             assert weight.shape[0] == attention.layout.num_live * 8
             assert weight.numel() == 0 or weight.grad.abs().sum(1).all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "replayed", "few"),
-    [
-        ((2, 12, 1024, 64), True, True),
-        ((8, 12, 512, 64), True, True),
-        ((4, 12, 1024, 64), True, False),
-        ((1, 12, 1025, 64), True, False),
-        ((1, 12, 512, 129), True, False),
-        ((2, 12, 4096, 64), False, True),
-        ((2, 12, 4096, 64), True, False),
-        ((3, 12, 4096, 64), False, False),
-        ((1, 1, 4097, 64), False, False),
-    ],
-)
-def test_one_launch_serves_the_few_tokens_for_which_it_was_measured(shape, replayed, few):
-    """Up to 1,024 tokens where the device sets the pace, up to two sequences of 4,096 where the host does."""
-    assert are_few(torch.empty(shape, device="meta"), shape[1], replayed=replayed) == few
 
 
 @pytest.mark.parametrize(
