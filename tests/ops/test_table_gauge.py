@@ -132,6 +132,16 @@ def test_what_tables_cannot_hold_is_never_silent(name, generator):
     assert relative(found, weights(exact[0][0], exact[1][0]) @ value.double()) <= BUDGET[torch.float64]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_the_rounded_tables_sum_to_one(dtype, generator):
+    """To a rounding of float32, whatever rounding exp(rho) to 16 bits took from them."""
+    alpha, rho = logits("bump", 200, generator)
+    distance, key_scale, row_scale = (x[0].double() for x in compact_tables(alpha[None], rho[None] / 9, dtype))
+    lag = torch.arange(200)[:, None] - torch.arange(200)
+    executed = torch.where(lag >= 0, distance[lag.clamp(min=0)], 0) @ key_scale
+    torch.testing.assert_close(executed * row_scale, torch.ones(200).double(), rtol=0, atol=2.0**-22)
+
+
 def test_patterns_that_a_dtype_cannot_hold_are_stored_entry_by_entry():
     """exp(-25) is nothing in float16, whose smallest number is exp(-16.6)."""
     soft = CompactPattern.from_parameters(torch.zeros(64), -0.1 * torch.arange(64))
