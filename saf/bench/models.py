@@ -32,7 +32,7 @@ from saf.ops import BACKENDS
 from saf.ops.backend import Backend, Tables
 from saf.ops.heads import take_heads
 from saf.ops.positions import QueryRows
-from saf.patterns import CompactPattern, Pattern
+from saf.patterns import CompactPattern, ExponentialPattern, Pattern
 from saf.records.paths import means_transformers
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 
@@ -308,7 +308,7 @@ class ModelPlan:
             prune_(model, pruned)
             finalize_(model)
         if len(frozen):
-            install_(model, frozen, self._patterns(frozen), backend=str(arm.backend))
+            install_(model, frozen, self._patterns(frozen, arm.backend), backend=str(arm.backend))
         adapter = adapter_for(model)
         adapter.attend_through_seam()  # ordinary arms too: the same function, without frozen heads
         for site in adapter.sites():
@@ -336,10 +336,12 @@ class ModelPlan:
             family, max_length=self.length, device=self.device, dtype=dtype, generator=generator, **sizes
         )
 
-    def _patterns(self, heads: HeadSet) -> Any:
-        """Return the patterns of frozen heads: the folder's, or synthetic ones."""
+    def _patterns(self, heads: HeadSet, backend: str | None) -> Any:
+        """Return the patterns of frozen heads: the folder's, or synthetic ones, for `linear` exponential."""
         if self.folder:
             return [self.folder.frozen[head] for head in heads]
+        if backend == "linear":
+            return exponential_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed))
         return synthetic_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed), self.device)
 
 
@@ -389,6 +391,22 @@ def synthetic_patterns(
     alpha = 0.1 * torch.randn(count, length, dtype=torch.float64, generator=generator).to(device)
     alpha[:, 0] += 3.0
     return CompactPattern.from_parameters(alpha, rho)
+
+
+def exponential_patterns(
+    count: int, length: int, generator: torch.Generator, *, band: int = 128, poles: int = 16
+) -> ExponentialPattern:
+    """Return `count` exponential patterns: a sink, a band, two decays and damped cosines of a third of their weight."""
+    damping, frequency, cosine, sine = torch.rand(4, count, poles, dtype=torch.float64, generator=generator)
+    damping, frequency = damping / 400 + 1 / 4000, 0.4 * frequency
+    cosine, sine = (0.2 / poles) * (2 * cosine - 1), (0.2 / poles) * (2 * sine - 1)
+    damping[:, 0], damping[:, 1], frequency[:, :2], sine[:, :2] = 1 / 4000, 1 / 40, 0, 0
+    cosine[:, :2] = torch.tensor([0.3, 0.7])
+    near = 3 - (torch.arange(min(band, length)) / 8).clamp(max=3).double()
+    alpha = 0.1 * torch.randn(count, min(16, length), dtype=torch.float64, generator=generator)
+    alpha[:, 0] += 3.0
+    trend, rate = alpha.new_zeros(count, 1), alpha.new_ones(count, 1)
+    return ExponentialPattern(alpha, near.repeat(count, 1), damping, frequency, cosine, sine, length, trend, rate)
 
 
 def random_tokens(
@@ -489,14 +507,14 @@ def attention_flops(*, batch: int, length: int, dim: int, live: int, frozen: int
 
 
 def mixing_flops(plan: ModelPlan, arm: Arm, *, batch: int, length: int, backward: bool) -> float:
-    """Count the operations of mixing in all layers of an arm; free heads do none."""
+    """Count the operations of mixing in all layers of an arm; free heads do none, linear ones next to none."""
     return sum(
         attention_flops(
             batch=batch,
             length=length,
             dim=plan.shape.head_dim,
             live=layout.num_live,
-            frozen=0 if arm.backend == FREE else layout.num_frozen,
+            frozen=0 if arm.backend in (FREE, "linear") else layout.num_frozen,
             backward=backward,
         )
         for layout in plan.layouts(arm)

@@ -18,6 +18,8 @@ from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
 from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
 from saf.ops import for_graphs
+from saf.ops.heads import cached_order
+from saf.ops.linear.tables import CHUNK
 from saf.ops.live import FLASH_DECODE
 from saf.prefill import LastToken
 from saf.train.parallel import Parallel, micro_batches_of_one, parallel_of
@@ -366,16 +368,22 @@ class Decode(PassSpeed):
         return Passes(self, step, (), replace(self.execution, precision="fp32"), pool)
 
     def cache_bytes(self, point: Point, arm: Arm) -> int:
-        """Return the bytes of the keys and values of every layer, over all positions."""
-        rows = [layout.rows[role] for layout in self.plan(point).layouts(arm) for role in ("key", "value")]
-        position = self.plan(point).shape.head_dim * self.weights(self.dtype).itemsize
-        return sum(map(len, rows)) * point.batch_size * point.length * position
+        """Return the bytes of the keys and values of every layer, over all positions, and of recurrent states."""
+        layouts, element = self.plan(point).layouts(arm), self.weights(self.dtype).itemsize
+        channels = point.batch_size * self.plan(point).shape.head_dim
+        if arm.backend != "linear":
+            rows = [layout.rows[role] for layout in layouts for role in ("key", "value")]
+            return sum(map(len, rows)) * channels * point.length * element
+        frozen = sum(layout.num_frozen for layout in layouts)
+        values = [cached_order(each.kv_head, each.num_frozen, tuple(range(each.num_frozen))) for each in layouts]
+        rows = sum(map(len, values)) + sum(len(layout.rows["key"]) for layout in layouts)
+        return channels * (rows * point.length * element + frozen * (4 * CHUNK * element + 2 * 2 * 16 * 4))
 
     def flops(self, point: Point, arm: Arm) -> float:
         """Count the operations of one step."""
         shape, layouts = self.plan(point).shape, self.plan(point).layouts(arm)
         live = sum(layout.num_live for layout in layouts)
-        frozen = 0 if arm.backend == FREE else sum(layout.num_frozen for layout in layouts)
+        frozen = 0 if arm.backend in (FREE, "linear") else sum(layout.num_frozen for layout in layouts)
         mixing = 2.0 * point.batch_size * point.length * shape.head_dim * (2 * live + frozen)
         return 2.0 * point.batch_size * shape.model_entries(layouts) + mixing
 

@@ -122,9 +122,9 @@ def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) ->
 
 
 def turn(state: Tensor, factor: Tensor) -> Tensor:
-    """Return states `[..., F, 2P, D]` turned and decayed by `factor [F, 2, P]`."""
+    """Return states `[..., F, *, 2P, D]` turned and decayed by `factor [F, *, 2, P]`."""
     cosines, sines = state.chunk(2, -2)
-    real, imaginary = factor[:, 0, :, None], factor[:, 1, :, None]
+    real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
     return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
 
 
@@ -132,11 +132,13 @@ def chunk_sums(scaled: Tensor, tables: LinearTables) -> Tensor:
     """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `scaled [B, F, n * C, D]`."""
     wide = tables.turns.dtype
     chunks = scaled.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
-    added = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
-    states = [added[:, :, 0]]
-    for chunk in range(1, added.shape[2]):
-        states.append(turn(states[-1], tables.turns[:, 0]) + added[:, :, chunk])
-    return torch.stack(states, 2)
+    states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
+    # After the k-th round a state holds 2**k chunks: few large operations in place of one a chunk.
+    for power in range((states.shape[2] - 1).bit_length()):
+        back = 1 << power
+        later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
+        states = torch.cat([states[:, :, :back], later], 2)
+    return states
 
 
 def chunked_product(
