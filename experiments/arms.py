@@ -65,6 +65,8 @@ def percent(rate: float) -> str:
 
 HELD_OUT = {"paper": {"calibration_source": "calibration"}}
 """The paper's controls calibrate on held-out text; its other runs do on training text."""
+CONTROLS = {"paper": {"sampler": "shuffled", "batch_size": 8, "accumulation": 15}}
+"""The paper's controls, each with ordinary runs of its own: 491,520 tokens an update as everywhere at its scale."""
 STRICT = {"paper": {"calibration_source": "calibration", "freeze": {"strict": True}}}
 """In its controls every one of the lowest-scoring heads must fit; none is replaced by the next."""
 PRUNE = {"freeze": {"operation": "prune"}}
@@ -157,14 +159,16 @@ def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
 def _contexts() -> Iterator[Arm]:
     """Yield the arms of the main question at each context: frozen and pruned, at matched tokens and matched time."""
     for k, context in CONTEXTS.items():
-        trunk = f"{k}-ordinary"
         at: Settings = {"context": context}
-        yield Arm(name=trunk, **at)
+        yield Arm(name=f"{k}-ordinary", **at)
+        if k == "4k":
+            yield Arm(name=control_trunk(k), scaled=CONTROLS, elsewhere="4k-ordinary", **at)
         if k == "1k":
             continue
         for name, rate in RATES.items():
             if rate in SPEEDS[context, "freeze"]:
                 yield from _paired(k, context, name, rate)
+        trunk = control_trunk(k)
         timed: Settings = {**at, "parent": trunk, "match": trunk}
         yield Arm(name=f"{k}-ordinary-time", scaled=matched(context, None), **timed)
         yield Arm(name=f"{k}-ordinary-time-reordered", scaled=matched(context, None), reseed=1_000, **timed)
@@ -172,11 +176,17 @@ def _contexts() -> Iterator[Arm]:
         yield from _raw_clock(k, context)
 
 
+def control_trunk(k: str) -> str:
+    """Return the ordinary arm of a context that its controls continue from."""
+    return "4k-control-ordinary" if k == "4k" else f"{k}-ordinary"
+
+
 def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
-    trunk, freeze = f"{k}-ordinary", {"freeze": {"rate": rate}}
-    at: Settings = {"context": context, "parent": trunk}
+    freeze = {"freeze": {"rate": rate}}
+    at: Settings = {"context": context, "parent": f"{k}-ordinary"}
     yield Arm(name=f"{k}-mean-{name}", settings=freeze, **at)
     yield Arm(name=f"{k}-pruned-{name}", settings=PRUNE, heads=f"{k}-mean-{name}", **at)
+    trunk = at["parent"] = control_trunk(k)
     control = f"{k}-mean-{name}-control"
     yield Arm(name=control, settings=freeze, scaled=STRICT, elsewhere=f"{k}-mean-{name}", **at)
     yield Arm(
@@ -201,7 +211,7 @@ def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
 def _raw_clock(k: str, context: int) -> Iterator[Arm]:
     """Yield arms that are charged their own seconds as they are; half of a small run is shorter than compiling it."""
     trunk = f"{k}-raw-reference"
-    yield Arm(name=trunk, context=context, scaled={"small": {"compile": "off"}})
+    yield Arm(name=trunk, context=context, scaled=both(CONTROLS if k == "4k" else {}, {"small": {"compile": "off"}}))
     timed: Settings = {"context": context, "parent": trunk, "match": trunk}
     yield Arm(name=f"{k}-ordinary-raw", **timed)
     for name in ("25", "50"):
@@ -246,7 +256,7 @@ def _answer() -> Iterator[Arm]:
             yield from _timed(f"{frozen}-random", k, "exponential", rate, settings=random)
             yield from _timed(f"{frozen}-early", k, "exponential", rate, settings=freeze, at=0.25)
         # The seconds that they take themselves.
-        own: Settings = {"context": CONTEXTS[k], "parent": f"{k}-ordinary", "match": f"{k}-ordinary"}
+        own: Settings = {"context": CONTEXTS[k], "parent": control_trunk(k), "match": control_trunk(k)}
         yield Arm(name=f"{k}-ordinary-clock", **own)
         yield Arm(name=f"{k}-exponential-50-clock", settings=freeze, **own)
         yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **own)
@@ -254,7 +264,7 @@ def _answer() -> Iterator[Arm]:
 
 def _timed(name: str, k: str, kind: str, rate: float, **others: Any) -> Iterator[Arm]:
     """Yield an arm at matched tokens and, called NAME-time, at matched time."""
-    trunk, context = f"{k}-ordinary", CONTEXTS[k]
+    trunk, context = control_trunk(k), CONTEXTS[k]
     yield Arm(name=name, context=context, parent=trunk, **others)
     scaled = matched(context, kind, rate)
     yield Arm(name=f"{name}-time", context=context, parent=trunk, match=trunk, scaled=scaled, **others)
@@ -281,9 +291,9 @@ def _moments() -> Iterator[Arm]:
         name = f"4k-mean-25-at-{percent(at)}"
         yield Arm(name=name, settings={"freeze": {"rate": 0.25}}, **place)
         if at == 0.25:
-            yield Arm(
-                name=f"{name}-control", settings={"freeze": {"rate": 0.25}}, scaled=STRICT, elsewhere=name, **place
-            )
+            control = {**place, "parent": control_trunk("4k")}
+            settings = {"freeze": {"rate": 0.25}}
+            yield Arm(name=f"{name}-control", settings=settings, scaled=STRICT, elsewhere=name, **control)
         freeze = {"rate": 0.25, "pattern": "structured_random"}
         yield Arm(name=f"4k-structured-random-25-at-{percent(at)}", settings={"freeze": freeze}, **place)
 
@@ -308,8 +318,13 @@ def _patterns() -> Iterator[Arm]:
     yield Arm(name=learned, settings={"model_overrides": {"position": "learned"}})
     yield Arm(name="4k-learned-dense-25", parent=learned, settings={"freeze": {"rate": 0.25, "storage": "dense"}})
     yield Arm(name="4k-learned-mean-25", parent=learned, settings={"freeze": {"rate": 0.25}})
-    yield Arm(name="4k-trainable-25", settings={"freeze": {"rate": 0.25, "trainable": True}}, scaled=STRICT, **trunk)
+    trainable = {"freeze": {"rate": 0.25, "trainable": True}}
+    yield Arm(name="4k-trainable-25", settings=trainable, scaled=STRICT, parent=control_trunk("4k"))
     yield Arm(name="4k-residual-cosine-25", settings={"freeze": {"rate": 0.25, "score": "residual_cosine"}}, **trunk)
+
+
+TRIGGERED_SMOKE = {"smoke": {"updates": 96, "peak_lr": 3e-2, "schedule": {"multiplier": 22.0}}}
+"""Long enough, and with a threshold high enough, for one event."""
 
 
 def _schedules() -> Iterator[Arm]:
@@ -324,7 +339,7 @@ def _schedules() -> Iterator[Arm]:
         yield Arm(name=name, settings=events("validation_budget", budget=budget), **trunk)
     for multiplier in (3.0, 1.5):
         triggered = events("train_loss", multiplier=multiplier)
-        yield Arm(name=f"4k-train-loss-{multiplier}", settings=triggered)
+        yield Arm(name=f"4k-train-loss-{multiplier}", settings=triggered, scaled=TRIGGERED_SMOKE)
         yield Arm(name=f"4k-train-loss-{multiplier}-from-25", settings=triggered, at=0.25, **trunk)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
     # Runs of several events are compiled by layers; so are those that their time is compared with.
@@ -420,7 +435,7 @@ LATER_ARMS: dict[str, Settings] = {
 
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
-    place: Settings = {"parent": "4k-ordinary", "at": 1.0, "more": 0.5}
+    place: Settings = {"parent": control_trunk("4k"), "at": 1.0, "more": 0.5}
     for timed in (False, True):
         for name, settings in LATER_ARMS.items():
             end = "-time" if timed else ""
@@ -438,7 +453,7 @@ def _later() -> Iterator[Arm]:
         name="pruned-from-start",
         more=0.5,
         heads="later-mean-25",
-        scaled=HELD_OUT,
+        scaled=both(CONTROLS, HELD_OUT),
         settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
     )
 
@@ -500,7 +515,7 @@ def _recall() -> Iterator[Arm]:
         heads = "recovery-mean-25" if name == "pruned-25" else None
         yield _recovered(f"recovery-{name}", "recall-later-ordinary", settings, heads)
     for name, parent in (
-        ("ordinary", "4k-ordinary"),
+        ("ordinary", control_trunk("4k")),
         ("frozen", "4k-mean-25-control"),
         ("trainable", "4k-trainable-25"),
     ):

@@ -87,18 +87,29 @@ class Number:
     signed: bool = False
     scale: float = 1.0
     """Factor of the record's number."""
-    of: Literal["one", "mean", "max"] = "one"
-    """What of several entries that meet the conditions is shown; one alone may otherwise."""
+    of: Literal["one", "mean", "max", "pairs"] = "one"
+    """Which of several entries that meet the conditions is shown: one alone, their mean or largest. A list of "pairs",
+    baseline's and arm's times, gives the mean of their ratios with its standard error."""
+    saved: bool = False
+    """Whether a speedup is shown as the percentage of time that it saves."""
     scientific: bool = False
 
-    def find(self, record: Mapping[str, Any]) -> float | None:
-        """Return the number; None where the record has none. Raises InputError where several entries meet it."""
+    def find(self, record: Mapping[str, Any]) -> list[float]:
+        """Return the number, or one a pair; empty where the record has none.
+
+        Raises InputError where several entries meet the conditions and one is expected.
+        """
         values: list[Any] = [record]
         for step in self.path:
             values = [each for value in values for each in _step(value, step) if each is not None]
-        if len(values) > 1 and self.of == "one":
+        if len(values) > 1 and self.of in ("one", "pairs"):
             raise InputError(f"{self.title}: {len(values)} entries meet {self.path}; add a condition")
-        return self.scale * (max if self.of == "max" else statistics.fmean)(map(float, values)) if values else None
+        if not values:
+            return []
+        if self.of == "pairs":
+            return [baseline / arm for baseline, arm in values[0]]
+        value = (max if self.of == "max" else statistics.fmean)(map(float, values))
+        return [100.0 * (1.0 - 1.0 / value) if self.saved else self.scale * value]
 
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
@@ -123,10 +134,16 @@ def speedup(
     *,
     backend: str = "toeplitz",
     way: str = "update",
+    mean: bool = False,
 ) -> Number:
-    """Return the accepted ratio, baseline's time over an arm's, at a point: tokens of context, sequences."""
+    """Return the accepted ratio, baseline's time over an arm's, at a point: tokens of context, sequences.
+
+    It is the median over pairs, or with `mean` their mean with its standard error.
+    """
     shape = {"length": point[0], "batch_size": point[1]}
     entry = {"backend": backend, "rate": rate, "variant": way, "refused": False, "point": shape}
+    if mean:
+        return Number(title=title, path=("rows", entry, "pair_ms"), paper=paper, places=4, of="pairs")
     return Number(title=title, path=("rows", entry, "ratio"), paper=paper)
 
 

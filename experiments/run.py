@@ -6,6 +6,7 @@ a run that has one is not made again. What stopped or was killed is resumed.
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,14 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.arms import PAPER_SECONDS, Arm, arm_at, merged
+from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import PUBLIC, Inputs
 from experiments.scales import BRANCHES, Scale, scale_named
 from saf.checkpoint import Checkpoint, latest, step_name
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
-from saf.freeze_config import FreezeConfig
+from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import visible_devices
 from saf.models import GPTConfig, preset
 from saf.records.files import read_json, to_json, write_json
@@ -82,6 +83,8 @@ class Run:
         elif self.arm.more:
             before = self.needs["parent"].updates
             own = {"updates": before + round(self.arm.more * before), "lr_start": self.step, **own}
+        if (event := own.get("freeze")) is not None and _is_fitted(event):
+            own["freeze"] = {**self.scale.freeze, **event}
         return to_json(own)
 
     @cached_property
@@ -168,6 +171,13 @@ class Run:
         if changed:
             raise InputError(f"{self.folder} has other settings ({', '.join(changed)}); remove it or its --out")
         return record
+
+
+def _is_fitted(event: Settings) -> bool:
+    """Return whether an event fits patterns by a fitter that its settings leave open."""
+    if event.get("operation") == "prune" or "fitter_options" in event:
+        return False
+    return unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None
 
 
 def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
@@ -306,6 +316,11 @@ def complete_record(run: Run) -> None:
         evaluation, losses = read_evaluation(recorded.folder)
         extra |= {name: evaluation[name] for name in ("windows_hash", "by_position")}
         extra["window_losses"] = losses.windows.tolist()
+    if "examples" in (data := recorded.config["data"]):
+        batch = math.prod(recorded.config["train"][name] for name in ("batch_size", "accumulation"))
+        extra["epochs"] = round((recorded.result or {})["updates"] * batch / data["examples"]["train"])
+    if last := [line["update_seconds"] for line in recorded.metrics[-100:] if line.get("update_seconds")]:
+        extra["last_updates_seconds"] = sum(last) / len(last)
     place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
     write_json(run.folder / "result.json", {**(recorded.result or {}), **extra, "experiment": place})
 

@@ -6,7 +6,7 @@ small, small-75M, small-75M-again, 124m-84M.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from experiments.arms import Settings
 from saf.errors import InputError, did_you_mean
@@ -30,6 +30,8 @@ class Scale:
     """Size of the tokenizer's vocabulary."""
     resizable: bool = False
     """Whether its name may set the tokens of a run."""
+    freeze: Settings = field(default_factory=dict)
+    """Settings of every event that fits patterns, where its arm has none of its own."""
     like: str = ""
     """The scale whose settings of single arms it takes, where it has none of its own."""
 
@@ -56,18 +58,19 @@ SCALES = {
     for scale in (
         Scale(
             name="paper",
-            # app:controlled-pretraining-details, in the micro-batches of app:fixed-token-controls: as many tokens.
+            # app:controlled-pretraining-details; its controls (`CONTROLS` in arms) have other batches and data order.
             settings={
-                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 15, "updates": 5_000},
+                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "updates": 5_000, "sampler": "random"},
                 **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250},
                 **{"calibration_sequences": 32, "calibration_source": "train"},
             },
             contexts={
-                1_024: {"length": 1_024, "batch_size": 32},
-                4_096: {"length": 4_096, "batch_size": 8},
-                8_192: {"length": 8_192, "batch_size": 4, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 2, "calibration_sequences": 16},
+                1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},
+                4_096: {"length": 4_096, "batch_size": 2, "accumulation": 60},
+                8_192: {"length": 8_192, "batch_size": 1, "accumulation": 60, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "batch_size": 1, "accumulation": 30, "calibration_sequences": 16},
             },
+            freeze={"fitter": "adam"},
             seeds=(1337, 1338, 1339),
             vocabulary=50_304,
         ),

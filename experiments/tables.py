@@ -84,6 +84,7 @@ READ: dict[str, Callable[[Record], float | None]] = {
     "loss": lambda run: run.get("report_loss") if "report_perplexity" in run else None,
     "perplexity": lambda run: run.get("report_perplexity"),
     "accuracy": _accuracy,
+    "epochs": lambda run: run.get("epochs"),
     "gate": lambda run: 100 * run["recall"]["development"]["accuracy"] if run.get("recall") else None,
     "rise": lambda run: (run.get("intervention") or {}).get("loss_rise"),
     "context": _context,
@@ -106,6 +107,7 @@ TIMES: dict[str, Callable[[Record], float | None]] = {
     "capture": _sum_of("capture", "statistics"),
     "fit": _sum_of("fit"),
     "update": lambda run: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,
+    "last_updates": lambda run: 1e3 * run["last_updates_seconds"] if run.get("last_updates_seconds") else None,
 }
 """Those that mean nothing of a run that shared its device."""
 RECALL = ((512, 8), (512, 16), (512, 24), (512, 32), (512, 48), (512, 64), (2_048, 8), (4_096, 8))
@@ -168,6 +170,8 @@ class Metric:
     places: int
     signed: bool = False
     of: Callable[["Comparison"], Any] | None = None
+    by_seed: bool = False
+    """Whether the number of each seed is shown in place of their mean."""
 
     def text(self, number: float) -> str:
         """Return a number at the metric's digits and, where it has one, with its sign."""
@@ -243,7 +247,15 @@ METRICS = {
         lambda c: c.exchange() if c.row.beside.get("exchange") == c.row.arm else math.nan,
     ),
     "accuracy": Metric("accuracy, %", 2),
-    "seeds": Metric("by seed, %", 2, False, lambda c: c.get(c.row.arm, "accuracy")),
+    "seeds": Metric("by seed, %", 2, False, lambda c: c.get(c.row.arm, "accuracy"), by_seed=True),
+    "delta_seeds": Metric("change by seed, %", 3, True, lambda c: c.change(c.row.arm, c.row.reference), by_seed=True),
+    "points_against": Metric(
+        *("difference, points of accuracy", 3, True),
+        lambda c: (
+            math.nan if c.row.against is None else c.get(c.row.arm, "accuracy") - c.get(c.row.against, "accuracy")
+        ),
+    ),
+    "epochs": Metric("epochs", 0),
     "points": Metric(
         *("change, points", 2, True),
         lambda c: (
@@ -259,6 +271,9 @@ METRICS = {
     ),
     "gate": Metric("development, %", 2),
     **{recall_metric(*test): Metric(f"{test[0]:,} / {test[1]}, %", 2) for test in (*RECALL, *SMOKE_RECALL)},
+    "recall seeds": Metric(
+        *("512 / 32 by seed, %", 2, False), lambda c: c.get(c.row.arm, recall_metric(512, 32)), by_seed=True
+    ),
     "rise": Metric("rise at the event, nats", 4, True),
     "context": Metric("what context tells, nats", 3),
     "heads": Metric("heads", 0),
@@ -276,6 +291,7 @@ METRICS = {
     "capture": Metric("capture and mean, s", 2),
     "fit": Metric("fit, s", 2),
     "update": Metric("update, ms", 1),
+    "last_updates": Metric("update, mean of the last 100, ms", 0),
     "peak": Metric("peak, GiB", 2),
 }
 
@@ -307,7 +323,7 @@ class Value:
 
     def text(self, metric: Metric) -> str:
         """Return the number with its standard error or interval."""
-        if metric is METRICS["seeds"]:
+        if metric.by_seed:
             return ", ".join(metric.text(self.by_seed[seed]) for seed in sorted(self.by_seed))
         if self.interval is not None:
             return f"{metric.text(self.mean)} ({' to '.join(map(metric.text, self.interval))})"
@@ -540,7 +556,7 @@ def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.Da
     lines = []
     for each in recipe.measurements:
         for number in each.numbers if records.get(each.name) else ():
-            values = [value for record in records[each.name] if (value := number.find(record)) is not None]
+            values = [value for record in records[each.name] for value in number.find(record)]
             metric = Metric(number.title, number.places, number.signed)
             ours = "not run"
             if values and number.scientific:

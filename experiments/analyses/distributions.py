@@ -75,7 +75,7 @@ class Settings(ModelSettings):
     scale: float = SCALE
     """Factor of Dirichlet concentrations."""
     profiles: int = 128
-    """Number of sequences for the UMAP of profiles."""
+    """Number of sequences for the UMAP of profiles: windows of the controller partition, apart from the others."""
     umap: bool = False
     """Also project profiles of the shown heads by UMAP (needs umap-learn)."""
     seed: int = 0
@@ -110,7 +110,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         "entries": _entries(settings, found, order, shown, fitted),
     }
     if settings.umap:
-        values["projections"] = _projections(settings, opened, ids, shown)
+        values["projections"] = _projections(settings, opened, shown)
     return opened.record("distributions", values)
 
 
@@ -321,10 +321,10 @@ def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.nd
     return points | {name: reducer.transform(scaled[name]) for name in ("generated", "mean")}
 
 
-def _projections(settings: Settings, opened: Opened, ids: list[Tensor], shown: Sequence[Head]) -> list[dict[str, Any]]:
-    """Return the plane of each shown head, from rows in the latter half of the first sequences."""
+def _projections(settings: Settings, opened: Opened, shown: Sequence[Head]) -> list[dict[str, Any]]:
+    """Return the plane of each shown head, from rows in the latter half of sequences that nothing was fitted to."""
     umap = importlib.import_module("umap")
-    some = torch.cat(ids)[: settings.profiles]
+    some = opened.windows(settings.profiles)[:, :-1]
     with opened.autocast:
         found = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
     planes = []

@@ -27,6 +27,8 @@ class Settings(ModelSettings):
     """The other set."""
     windows: int = 16
     """Windows of the controller partition to measure on."""
+    skip: int = 0
+    """Windows at the beginning of the partition to leave out, which another analysis measured on."""
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -41,7 +43,11 @@ def measure(settings: Settings) -> dict[str, Any]:
     with opened.autocast:
         statistics = calibrate(opened.model, ids)
         fits = fit_heads(opened.model, ids, statistics, first | second, config, Stopwatch())
-        meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
+        meter = CostMeter(
+            opened.model,
+            opened.windows(settings.skip + settings.windows)[settings.skip :],
+            batch_size=settings.batch_size,
+        )
         patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
         one, other = (meter.log_probs(heads, patterns) for heads in (first, second))
     values = {

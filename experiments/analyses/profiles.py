@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from experiments.analyses.common import (
     head_set,
     mask_of,
     matrix,
+    read_record,
+    spearman,
     subplots,
     table,
     without_empty,
@@ -49,7 +52,11 @@ class Settings(ModelSettings):
     selected: tuple[str, ...] = ()
     """Heads to compare with the others: LAYER:HEAD, or a file or run that lists them."""
     windows: int = 128
-    """Windows of the controller partition to measure on."""
+    """Windows to measure on."""
+    text: Literal["controller", "calibration"] = "controller"
+    """Take the first windows of the controller partition, or calibration sequences."""
+    later: Path | None = None
+    """Record of this analysis of a later checkpoint: adds the rank correlation of both variances."""
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -59,9 +66,14 @@ def measure(settings: Settings) -> dict[str, Any]:
         layer_matched(opened.live(), selected)  # raises now, not after the measurement
     with opened.autocast:
         windows = opened.windows(settings.windows)[:, :-1]
+        if settings.text == "calibration":
+            windows = torch.cat(opened.calibration())[: settings.windows]
         profiles = attention_profiles(opened.model, windows.split(settings.batch_size))
     matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
     values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
+    if settings.later is not None:
+        later = matrix(read_record(settings.later, "profiles")["profiles"]["variance"])
+        values["variance_ranks"] = spearman(profiles["variance"], later)
     return opened.record("profiles", values)
 
 
@@ -71,17 +83,19 @@ def attention_profiles(
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
 
     `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
-    `largest` the largest weight, `first_token` the first key's. `batches` are token ids `[B, T]`; positions are 64,
-    evenly over the latter half of T, by default.
+    `largest` the largest weight, `first_token` the first key's; `variance` is over sequences, summed over keys.
+    `batches` are token ids `[B, T]`; positions are 64, evenly over the latter half of T, by default.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
     rows = list(latter_half(batches[0].shape[1]) if positions is None else positions)
-    total = blank(sites).repeat(len(PROFILES), 1, 1)
+    total, sums = blank(sites).repeat(len(PROFILES) + 1, 1, 1), dict[int, Tensor]()
 
     def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
-        each = torch.stack([_profile(q, k, site, rows, local) for q, k in zip(query, key, strict=True)])
-        total[:, layer, list(site.layout.live)] += each.sum(0).cpu()
+        for q, k in zip(query, key, strict=True):
+            pattern = _pattern(q, k, site, rows)
+            sums[layer] = sums[layer].add_(pattern) if layer in sums else pattern
+            total[:, layer, list(site.layout.live)] += _profile(pattern, rows, local).cpu()
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
@@ -89,21 +103,33 @@ def attention_profiles(
                 stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: add(layer, site, q, k)))
         for batch in tqdm(batches, "batches", mininterval=5):
             adapter.run(batch.to(adapter.device))
-    return dict(zip(PROFILES, total / (sum(map(len, batches)) * len(rows)), strict=True))
+    count = sum(map(len, batches))
+    *profiles, squares = total / (count * len(rows))
+    for layer, summed in sums.items():
+        of_mean = (summed / count).square().sum((-2, -1)) / len(rows)
+        squares[layer, list(sites[layer].layout.live)] -= of_mean.cpu()
+    return {**dict(zip(PROFILES, profiles, strict=True)), "variance": squares}
 
 
-def _profile(query: Tensor, key: Tensor, site: Site, rows: Sequence[int], local: int) -> Tensor:
-    """Return the profiles of one sequence summed over `rows`, `[4, live heads]` float64."""
+def _pattern(query: Tensor, key: Tensor, site: Site, rows: Sequence[int]) -> Tensor:
+    """Return the attention of one sequence's live heads at query positions `rows`, `[live heads, R, T]` float64."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):
         scale = score_scale(site.scale, query.shape[-1])
         logits = capped(query[:, rows].to(wide) @ key[list(site.layout.key_head)].to(wide).mT * scale, site.soft_cap)
         last = torch.tensor(rows, device=query.device)[:, None]
         keys = torch.arange(key.shape[1], device=query.device)
-        pattern = logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
+        return logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
+
+
+def _profile(pattern: Tensor, rows: Sequence[int], local: int) -> Tensor:
+    """Return the profiles of `[heads, R, T]` patterns and their squares, summed over `rows`, `[5, heads]` float64."""
+    last = torch.tensor(rows, device=pattern.device)[:, None]
+    keys = torch.arange(pattern.shape[-1], device=pattern.device)
     entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
     recent = (pattern * (keys > last - local)).sum(-1)
-    return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0]]).sum(-1)
+    squares = pattern.square().sum(-1)
+    return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0], squares]).sum(-1)
 
 
 def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:

@@ -4,6 +4,7 @@ Run it with `--scale converged`. All arms of a seed continue from the checkpoint
 through one ordinary run. At matched time an arm gets the updates that its measured speed buys.
 """
 
+from experiments.arms import control_trunk
 from experiments.paper import Source
 from experiments.recipe import Figure, Recipe, Row
 
@@ -22,7 +23,7 @@ CLOCK = {
 
 
 def _rows(k: str) -> tuple[Row, ...]:
-    context, trunk, more = k.upper(), f"{k}-ordinary", f"{k}-ordinary-more"
+    context, trunk, more = k.upper(), control_trunk(k), f"{k}-ordinary-more"
     rows = [
         Row(arm=trunk, label=f"{context} ordinary"),
         Row(arm=more, label=f"{context} ordinary, 3% more tokens", reference=trunk, beside={"exchange": more}),

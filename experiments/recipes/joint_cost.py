@@ -27,9 +27,9 @@ RECIPE = Recipe(
             on=(Checkpoint("4k-ordinary", 0.5),),
             settings={
                 **{"first": RunOf("4k-residual-cosine-25"), "second": RunOf("4k-mean-25")},
-                **{"sequences": 32, "windows": 16},
+                **{"sequences": 32, "windows": 16, "skip": 16},
             },
-            scaled={"smoke": {"sequences": 4, "windows": 2}},
+            scaled={"smoke": {"sequences": 4, "windows": 2, "skip": 2}},
             numbers=(
                 *(
                     Number(title=f"{words} at once, %", path=(place, "delta_ppl_percent"), paper=paper, signed=True)

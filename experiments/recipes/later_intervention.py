@@ -1,5 +1,6 @@
 """Freezing and pruning after a full run, and pruning from initialisation: tab:pruning-additional-training."""
 
+from experiments.measurements import Measurement, Number, RunOf
 from experiments.paper import Source
 from experiments.recipe import Recipe, Row
 
@@ -26,11 +27,23 @@ def _row(name: str, timed: bool) -> Row:
     )
 
 
+def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
+    """Return how many of 36 heads two arms have in common."""
+    return Measurement(
+        name=name,
+        does="analyze stability",
+        on=(RunOf(one), RunOf(other)),
+        numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
+        label="app:pruning-selection-budget",
+        smoke=False,
+    )
+
+
 RECIPE = Recipe(
     title="Later intervention at 25%",
     source=Source("tab:pruning-additional-training", "124M at 4K, 3.6864B tokens, mean ± SE of three seeds"),
     rows=(
-        Row(arm="4k-ordinary", label="full run"),
+        Row(arm="4k-control-ordinary", label="full run"),
         *(_row(name, timed) for timed in (False, True) for name in PAPER),
         Row(arm=MORE, label="ordinary, 2% more tokens", reference="later-ordinary", beside={"exchange": MORE}),
         Row(
@@ -49,7 +62,11 @@ RECIPE = Recipe(
     ),
     metrics=(
         *("perplexity", "delta", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
-        *("updates", "minutes", "heads"),
+        *("updates", "minutes", "heads", "delta_seeds"),
+    ),
+    measurements=(
+        _overlap("gate-Taylor and variance", "later-gate-taylor-25-time", "later-mean-25-time", "19, 19 and 21"),
+        _overlap("gate-Taylor at both budgets", "later-gate-taylor-25", "later-gate-taylor-25-time", "36, 35 and 35"),
     ),
     smoke=("later-pruned-25-time", "later-mean-25", "later-ordinary-time", MORE, "pruned-from-start"),
     notes=(

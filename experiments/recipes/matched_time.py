@@ -5,7 +5,7 @@ Beside each stand the same arm at matched tokens and, at 25 and 50%, on the raw 
 percent more tokens.
 """
 
-from experiments.arms import ARMS
+from experiments.arms import ARMS, control_trunk
 from experiments.paper import Source
 from experiments.recipe import Figure, Recipe, Row
 
@@ -28,7 +28,7 @@ def _row(k: str, operation: str, rate: str, clock: str) -> Row:
     """Return an arm's row: at matched "time", on the "raw" clock or at matched "tokens"."""
     ends = {"time": "-time", "raw": "-raw", "tokens": "" if operation == "random" else "-control"}
     words = {"time": "", "raw": ", raw clock", "tokens": ", matched tokens"}
-    references = {"time": f"{k}-ordinary-time", "raw": f"{k}-ordinary-raw", "tokens": f"{k}-ordinary"}
+    references = {"time": f"{k}-ordinary-time", "raw": f"{k}-ordinary-raw", "tokens": control_trunk(k)}
     name = f"{k}-{operation}-{rate}"
     beside = {"tokens": name + ends["tokens"], "exchange": f"{k}-ordinary-more"}
     beside |= {"raw": f"{name}-raw"} if f"{name}-raw" in ARMS else {}
@@ -50,14 +50,14 @@ def _rows(k: str, rates: tuple[str, ...]) -> tuple[Row, ...]:
     random = [("random", rate) for rate in ("25", "50") if k == "4k"]
     further = [*random, *((operation, rate) for rate in rates[2:] for operation in ("mean", "pruned"))]
     return (
-        Row(arm=f"{k}-ordinary", label=f"{title} reference"),
+        Row(arm=control_trunk(k), label=f"{title} reference"),
         Row(arm=f"{k}-ordinary-time", label=f"{title} ordinary", paper=ordinary),
         *(_row(k, *each, "time") for each in asked),
         *(_row(k, *each, "tokens") for each in asked[:2]),
         Row(
             arm=more,
             label=f"{title} ordinary, 3% more tokens",
-            reference=f"{k}-ordinary",
+            reference=control_trunk(k),
             beside={"exchange": more},
         ),
         *(_row(k, *each, "tokens") for each in asked[2:]),

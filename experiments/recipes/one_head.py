@@ -62,10 +62,17 @@ RECIPE = Recipe(
             label=SELECTION_TEXT.label,
         ),
         Measurement(
+            name="profiles on the calibration text",
+            does="analyze profiles",
+            on=MIDPOINT,
+            settings={"windows": 16, "text": "calibration"},
+            scaled={"smoke": {"windows": 2, "sequences": 4}},
+        ),
+        Measurement(
             name="partial correlations",
             does="analyze partial-spearman",
             on=(RecordOf("one head"),),
-            settings={"profiles": RecordOf("profiles")},
+            settings={"profiles": RecordOf("profiles on the calibration text")},
             numbers=(
                 *(_correlation(f"variance and cost, {words}", name) for name, words in WORDS.items()),
                 _correlation("variance and entropy", "with_entropy"),

@@ -47,6 +47,11 @@ PAPER = {
     },
 }
 
+AGAINST_PRUNING = {
+    ("later-time-pretraining", "sst2", "mean-25"): {"points_against": "+0.765 ± 0.894"},
+    ("later-time-pretraining", "boolq", "mean-25"): {"points_against": "−0.051 ± 0.795"},
+}
+
 RECIPE = Recipe(
     title="Finetuning of replaced and pruned checkpoints",
     source=Source("tab:pruning-downstream", "124M at 4K; each group says which seed varies, mean ± SE of three"),
@@ -55,20 +60,22 @@ RECIPE = Recipe(
             arm=f"{group}-{task}-{model}",
             label=f"{GROUPS[group]}: {title} {MODELS[model]}",
             reference=f"{group}-{task}-ordinary",
+            against=f"{group}-{task}-gate-taylor-25" if model == "mean-25" and group.startswith("later") else None,
             first_seed=group == "later-tokens",
-            paper={"accuracy": texts[place]},
+            paper={"accuracy": texts[place]} | AGAINST_PRUNING.get((group, task, model), {}),
         )
         for group, models in PAPER.items()
         for place, (task, title) in enumerate(TASKS.items())
         for model, texts in models.items()
     ),
     also=("tab:pruning-additional-training",),
-    metrics=("accuracy", "points", "seeds", "updates", "heads"),
+    metrics=("accuracy", "points", "points_against", "seeds", "updates", "epochs", "heads"),
     smoke=("later-tokens-sst2-pruned-25", "later-tokens-sst2-ordinary"),
     notes=(
         "Midpoint at matched time: three pretraining seeds, one finetuning seed. Later at matched tokens: one of each. "
         "Later at matched time: one pretraining seed, three finetuning seeds; and the other way round by pretraining "
         "seed. The axes are never pooled.",
-        "In each group and task the ordinary model chooses the epochs; the others are finetuned like it.",
+        "In each group and task the ordinary model chooses the epochs; the others are finetuned like it. Differences "
+        "are from pruning by gate-Taylor, in each seed.",
     ),
 )

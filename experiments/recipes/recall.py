@@ -89,7 +89,7 @@ RECIPE = Recipe(
             {LABELS[model]: f"recovery-{model}@0" for model in LATER_ARMS},
         ),
     ),
-    metrics=(*RECALL_METRICS, "gate", "heads"),
+    metrics=(*RECALL_METRICS, "recall seeds", "gate", "heads"),
     smoke=("recall-later-ordinary", "recovery-mean-25"),
     notes=(
         "Metrics are tests, tokens / pairs; all models learn 8 pairs in 512 tokens. Development is the share of that "
