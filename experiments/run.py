@@ -36,7 +36,7 @@ from saf.records.run import RecordedRun
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
-from saf.train.config import recorded_config, settings_after
+from saf.train.config import continue_from, recorded_config
 from saf.train.finetune import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
 from saf.train.logs import duration
 from saf.train.loop import EXIT_STOPPED, StopRequest
@@ -226,7 +226,7 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
         own |= _matched_budget(run, parent)
     if run.arm.reseed:
         own["seed"] = run.seed + run.arm.reseed
-    return settings_after(parent, out=out, keep=1, **own)
+    return continue_from(parent, out=out, keep=1, **own)
 
 
 def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def save_checkpoint(
         if (reason := no_room(error)) is None:
             raise
         raise CheckpointError(
-            f"{reason}: checkpoint {path} could not be written; nothing of it was kept. {_previous(path)}"
+            f"{reason}: checkpoint {path} could not be written; nothing of it remains. {_previous(path)}"
             "Free some space, then resume the run or repeat the command"
         ) from error
 
@@ -305,11 +305,11 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
 def find_checkpoint(path: Path | str) -> Path | None:
     """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither."""
     path, kind = Path(path), kind_of(path)
-    if kind is Kind.RUN and (found := latest(path / "checkpoints")) is not None:
-        return found
-    if kind is Kind.RUN:
+    if kind is not Kind.RUN:
+        return path if kind is Kind.CHECKPOINT else None
+    if (newest_whole := latest(path / "checkpoints")) is None:
         raise InputError(f"{path} is a run without a complete checkpoint")
-    return path if kind is Kind.CHECKPOINT else None
+    return newest_whole
 
 
 def names(path: Path | str, checkpoint: Path | str) -> bool:

@@ -51,8 +51,7 @@ class Execution:
     ) -> "Execution":
         """Resolve every "auto": bf16 autocast and compiled where there is CUDA, fp32 and eager on a CPU.
 
-        Where heads change at `several_events`, "auto" compiles "layers" on CUDA: a model compiled whole stands still
-        after each of them. Raises UnsupportedError when CUDA is asked for and absent.
+        With `several_events`, "auto" compiles "layers" on CUDA: a model compiled whole compiles again at each of them.
         """
         resolved = pick_device(device)
         switch = {"on": True, "layers": True, "off": False, "auto": resolved.type == "cuda"}
@@ -68,7 +67,7 @@ class Execution:
         """Return the model, or a compiled wrapper that leaves the model itself alone.
 
         Call it again whenever heads change: programs of the old shapes are dropped. With `fullgraph` the model
-        compiles as one graph or raises: a broken graph runs, but slower than what is measured.
+        compiles as one graph or raises: a broken graph runs slower without a word.
         """
         if not self.compile:
             return model
@@ -99,7 +98,7 @@ def resolve_precision(device: torch.device, precision: str) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """Return the context in which a model of float32 weights runs in `precision`."""
+    """Return the context that runs a model of float32 weights in `precision`."""
     if resolve_precision(device, precision) == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -111,9 +110,9 @@ _copies = count()
 def own_program(function: Callable[..., Any]) -> FunctionType:
     """Return a copy of a function without a closure, to compile a program of its own from.
 
-    The compiler keeps programs by code object: it tries all that it has of one in every call, makes the second more
-    general in the sizes that differ, and raises beyond `recompile_limit` (8). Programs that are to know nothing of one
-    another need a code object each, and a name each, by which sizes are remembered.
+    The compiler stores programs by code object. It tries all programs of one in every call, generalises the second in
+    the sizes that differ, and raises beyond `recompile_limit` (8). Independent programs need a code object each, and
+    a name each, by which sizes are remembered.
     """
     name = f"{function.__name__}_{next(_copies)}"
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
@@ -123,7 +122,7 @@ def own_program(function: Callable[..., Any]) -> FunctionType:
 
 
 class GraphPool:
-    """Memory that several CUDA graphs share; they never run together, nor is their output kept."""
+    """Memory that several CUDA graphs share; they never run together, and a replay overwrites the others' output."""
 
     def __init__(self):
         self._handle: Any = None
@@ -149,9 +148,9 @@ class GraphReplay:
     ):
         """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
 
-        With `same_stream` that is the pool's: memory that a graph is done with serves another one of its stream alone.
-        Capture inside `saf.ops.for_graphs`, so that frozen layers compute as is best in a graph. `outcome` is what the
-        captured call returned: every replay writes to the same memory.
+        With `same_stream` that is the pool's: graphs reuse memory only of their own stream. Capture inside
+        `saf.ops.for_graphs`, which chooses the kernels of frozen layers for graphs. `outcome` is the captured call's
+        return value: every replay writes to its memory.
         """
         if device.type != "cuda":
             raise UnsupportedError("CUDA graphs need a CUDA device")
@@ -174,7 +173,7 @@ class GraphReplay:
 # --- time
 
 _UNTIMED = 10
-"""The first updates after an event or a resumption compile and let the allocator and caches grow. A round number."""
+"""The first updates after an event or a resumption compile, and the allocator and caches grow. A round number."""
 
 
 def untimed_updates(updates: int) -> int:
@@ -219,7 +218,7 @@ class Peak:
     """The speed that a device reaches in bf16, and how it is known."""
 
     flops: float
-    """FLOP/s that no version of a benchmark runs above: measured where somebody did, else the data sheet's."""
+    """FLOP/s that no version of a benchmark exceeds: measured, else the data sheet's."""
     bandwidth: float
     """Bytes/s."""
     source: str
@@ -260,16 +259,14 @@ def device_name(device: torch.device) -> str:
 
 def visible_devices() -> tuple[str, ...]:
     """Return the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return tuple(name for name in named.split(",") if name)
-    return tuple(map(str, range(torch.cuda.device_count())))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    return tuple(name for name in named.split(",") if name)
 
 
 def nvidia_smi(query: str, *options: str, seconds: float = 5) -> str:
-    """Return the answer of nvidia-smi, a line a GPU; "" where it is missing, fails or takes longer than `seconds`.
+    """Return the output of nvidia-smi, a line a GPU; "" where it is missing, fails or takes longer than `seconds`.
 
-    Asking the driver from outside creates no context on a device and takes none of its memory.
+    It creates no context on a device and takes none of its memory.
     """
     words = ["nvidia-smi", *options, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     try:
@@ -280,12 +277,12 @@ def nvidia_smi(query: str, *options: str, seconds: float = 5) -> str:
 
 def devices() -> list[dict[str, Any]]:
     """Return the CPU and every CUDA device with its memory and compute capability."""
-    found: list[dict[str, Any]] = [
+    inventory: list[dict[str, Any]] = [
         {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        inventory.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
@@ -295,19 +292,19 @@ def devices() -> list[dict[str, Any]]:
                 "cudnn": torch.backends.cudnn.version(),
             }
         )
-    return found
+    return inventory
 
 
 def compilers() -> dict[str, str | None]:
-    """Return the C++ compiler, and for torch.compile on each kind of device None or what is missing for it."""
+    """Return the C++ compiler, and for torch.compile on each kind of device None or the missing requirement."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    found = {
+    entries = {
         "c++": compiler,
         "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
     }
     if torch.cuda.is_available():
-        found["torch.compile on cuda"] = None if package_version("triton") else "needs triton"
-    return found
+        entries["torch.compile on cuda"] = None if package_version("triton") else "needs triton"
+    return entries
 
 
 def package_version(name: str) -> str | None:

@@ -9,7 +9,7 @@ from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.train import pretrain
-from saf.train.config import recorded_config, settings_after
+from saf.train.config import continue_from, recorded_config
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ def parse_words(words: Sequence[str]) -> Pretrain:
     if start.resumed and start.out is not None:
         before = recorded_config(start.out)
     elif start.parent and start.out:
-        before = settings_after(start.checkpoint(), out=start.out)
+        before = continue_from(start.checkpoint(), out=start.out)
     elif start.resume and not start.data:
         raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --data")
     default = None if before is None else Pretrain.of(before)
@@ -54,5 +54,5 @@ def parse_words(words: Sequence[str]) -> Pretrain:
         flags.config = replace(before, **changes)
     else:
         changes.pop("parent", None)
-        flags.config = settings_after(start.checkpoint(), **{"out": flags.out, **changes})
+        flags.config = continue_from(start.checkpoint(), **{"out": flags.out, **changes})
     return flags

@@ -164,7 +164,7 @@ class TrainConfig:
             raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
     def _conditions(self) -> dict[str, tuple[bool, str]]:
-        """Return by setting whether it can be used, beside the others, and how it must be."""
+        """Return for each setting whether its value is right, given the others, and how it must be."""
         freeze, budgets = self.freeze, (self.time_budget_seconds, self.update_budget)
         first = self.freeze_update  # raises for a schedule that does not fit into so many updates
         text = TASKS[self.task]
@@ -202,9 +202,9 @@ class TrainConfig:
 
     @property
     def branch_updates(self) -> frozenset[int]:
-        """The updates whose checkpoints are kept for other runs to go on from."""
-        asked = {OneTime(at=share).first_update(self.updates) for share in self.save_at}
-        return frozenset(asked if self.freeze_update is None else {*asked, self.freeze_update})
+        """The updates whose checkpoints stay for other runs to go on from."""
+        moments = {OneTime(at=share).first_update(self.updates) for share in self.save_at}
+        return frozenset(moments if self.freeze_update is None else {*moments, self.freeze_update})
 
     @property
     def warmup_share(self) -> float:
@@ -213,7 +213,7 @@ class TrainConfig:
 
     @property
     def rewarm_updates(self) -> int:
-        """Over how many updates the learning rate rises again after an event; at least one where any is asked.
+        """Over how many updates the learning rate rises again after an event; a share is at least one update.
 
         >>> TrainConfig(data="", out="", updates=5_000, rewarm=0.01, freeze=FreezeConfig()).rewarm_updates
         50
@@ -289,7 +289,7 @@ _ARITHMETIC = (
     *("batch_size", "accumulation", "updates", "update_budget", "time_budget_seconds", "peak_lr", "min_lr_ratio"),
     *("warmup", "lr_start", "betas", "weight_decay", "clip", "seed", "sampler"),
 )
-"""Settings that decide what an update computes: both arms of a comparison must share them."""
+"""Settings that decide the numbers of an update: both arms of a comparison must share them."""
 
 
 def run_config(
@@ -301,7 +301,7 @@ def run_config(
     parent: dict[str, Any] | None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """Return the contents of config.json; `train` holds what decides the arithmetic of an update."""
+    """Return the contents of config.json; `train` holds the settings that decide the numbers of an update."""
     settings = config.to_dict()
     train = {
         "length": task.length,
@@ -327,7 +327,7 @@ def run_config(
 
 
 def read_run_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a run; raise InputError when it is not there, or not what a run writes."""
+    """Return config.json of a run; raise InputError for a file that no run wrote."""
     path = folder / "config.json"
     record = read_json(path)
     if not isinstance(record.get("settings"), dict) or "parent" not in record:
@@ -346,33 +346,38 @@ _FREE_ON_RESUME = frozenset(
         *("eval_every", "save_every", "save_at", "keep", "log_every", "token_losses", "tensorboard", "quiet"),
     )
 )
-"""Settings that a resumed run may change: places, and what is logged or kept; the data are checked by their hash."""
+"""Settings that a resumed run may change: places, logs and checkpoints; the data are checked by their hash."""
 
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    asked, before = to_json(config.to_dict()), dict(before)
-    for settings in (asked, before):
+    now, before = to_json(config.to_dict()), dict(before)
+    for settings in (now, before):
         if settings["finetuning"]:
             settings["finetuning"] = {k: v for k, v in settings["finetuning"].items() if k not in PATHS}
-    fixed = sorted(asked.keys() - _FREE_ON_RESUME)
-    if shown := "; ".join(change for key in fixed for change in _changes(key, before.get(key), asked[key])):
-        raise InputError(f"cannot resume with other settings ({shown}). Leave them out, or start another run")
+    fixed = sorted(now.keys() - _FREE_ON_RESUME)
+    if changes := "; ".join(change for key in fixed for change in _changes(key, before.get(key), now[key])):
+        raise InputError(f"cannot resume with other settings ({changes}). Leave them out, or start another run")
 
 
-def _changes(name: str, before: Any, asked: Any) -> Iterator[str]:
-    """Yield what differs, of nested settings only those."""
-    if isinstance(before, dict) and isinstance(asked, dict):
-        for key in sorted({*before, *asked}):
-            yield from _changes(f"{name}.{key}", before.get(key), asked.get(key))
-    elif before != asked:
-        yield f"{name}: the run has {before!r}, got {asked!r}"
+def _changes(name: str, before: Any, now: Any) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted({*before, *now}):
+            yield from _changes(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"{name}: the run has {before!r}, got {now!r}"
 
 
 # --- branches
 
+_OF_THE_PARENT_ALONE: dict[str, Any] = {
+    "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
+    "update_budget": None,
+}  # fmt: skip
+"""Settings that a branch does not take over from its parent."""
 
-def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
+
+def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
     """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
 
     With `freeze=` and no `schedule=`, heads are frozen right there. `track_gradients` is not taken over.
@@ -385,18 +390,7 @@ def continue_from(parent: Path | str, *, out: Path | str, **changes: Any) -> Tra
         InputError: Freezing, saving or reporting before the parent, fewer updates than it has done, or an unknown
             setting.
     """
-    return settings_after(open_checkpoint(parent), out=out, **changes)
-
-
-_OF_THE_PARENT_ALONE: dict[str, Any] = {
-    "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
-    "update_budget": None,
-}  # fmt: skip
-"""Settings that a branch does not take over from its parent."""
-
-
-def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -> TrainConfig:
-    """Return what `continue_from` does, for a checkpoint that is open already."""
+    checkpoint = parent if isinstance(parent, Checkpoint) else open_checkpoint(parent)
     settings = {**checkpoint.state["settings"], **_OF_THE_PARENT_ALONE, "out": str(out), "parent": str(checkpoint.path)}
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
@@ -420,7 +414,7 @@ def settings_after(checkpoint: Checkpoint, *, out: Path | str, **changes: Any) -
         "save_at": [OneTime(at=share).first_update(config.updates) for share in config.save_at],
         "report_at": list(config.report_at),
     }
-    for name, asked in moments.items():  # those of the parent's run itself are over, and its own
-        if name in changes and min(asked, default=begin) < begin:
-            raise InputError(f"{name} must be at least the parent's update {begin}, got update {min(asked)}")
+    for name, updates in moments.items():  # those of the parent's run itself are over, and its own
+        if name in changes and min(updates, default=begin) < begin:
+            raise InputError(f"{name} must be at least the parent's update {begin}, got update {min(updates)}")
     return config

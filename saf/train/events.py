@@ -89,7 +89,7 @@ def resolve_event(event: Event, config: EventSettings) -> Event:
 
 
 def apply_event(trainer: TrainerLike, event: Event) -> Change:
-    """Change the model and its optimiser between two updates; raise what `freeze_` and `uninstall_` raise."""
+    """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`."""
     return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event)
 
 
@@ -197,7 +197,7 @@ def start_proposer(
 
 
 def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient | None:
-    """Return the Q/K-gradient average that a checkpoint's `state` holds; None when its run kept none."""
+    """Return the Q/K-gradient average in a checkpoint's `state`, or None."""
     if state.get(GRADIENT) is None:
         return None
     gradient = QKGradient(model)
@@ -216,7 +216,7 @@ def start_gradient(
 ) -> QKGradient | None:
     """Return the average that a run keeps from `update` on, or None.
 
-    Raises InputError when heads are to be frozen right away by gradients that nobody kept.
+    Raises InputError when heads are to be frozen right away by gradients that no run averaged.
     """
     if not needs_gradient(config, proposer):
         return None

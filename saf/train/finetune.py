@@ -25,9 +25,9 @@ from saf.train.config import (
     TrainConfig,
     check_same_run,
     context_length,
+    continue_from,
     read_run_config,
     recorded_config,
-    settings_after,
 )
 from saf.train.loop import pretrain
 
@@ -80,7 +80,7 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     """
     if task not in OF_TASKS:
         raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
-    before = settings_after(checkpoint, out=out, fresh=True, **DEFAULTS)
+    before = continue_from(checkpoint, out=out, fresh=True, **DEFAULTS)
     own = {**vars(before), "task": task}
     if task != MQARTask.name:
         tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
@@ -137,9 +137,9 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
     with process_group(config.device):
         begun = (out / "config.json").exists()
         if resume and begun:
-            if epochs is not None and (asked := updates_of_epochs(config, epochs)[0]) != config.updates:
+            if epochs is not None and (updates := updates_of_epochs(config, epochs)[0]) != config.updates:
                 raise InputError(
-                    f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {asked}"
+                    f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {updates}"
                 )
         elif resume and not (out / CHOICE).exists():
             raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")

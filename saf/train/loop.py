@@ -186,7 +186,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         elapsed=elapsed,
         start=origin.parent["update"] if origin.parent else 0,
         parent_hash=origin.parent["hash"] if origin.parent else None,
-        heads_changed=on_rank0(lambda: _last_own_event(config)),
+        heads_changed=on_rank0(lambda: _last_own_event(folder)),
         # A parent's, too: the best guess of the first update's seconds.
         recent=deque(origin.state.get("recent", ()), maxlen=8),
     )
@@ -301,7 +301,7 @@ def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, 
 def _check_model(checkpoint: Checkpoint, shape: GPTConfig) -> None:
     held, wanted = checkpoint.state["model"], shape.to_dict()
     if differing := [name for name in wanted if held.get(name) != wanted[name]]:
-        words = ", ".join(f"{name} {held.get(name)} (the settings ask for {wanted[name]})" for name in differing)
+        words = ", ".join(f"{name} {held.get(name)} (the settings have {wanted[name]})" for name in differing)
         advice = ". Give the data that it was trained on" if "vocab_size" in differing else ""
         raise CheckpointError(f"{checkpoint.path} holds a model with {words}{advice}")
 
@@ -362,7 +362,7 @@ def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], ori
 
     def keep_event(event: EventRecord) -> bool:
         number = event.update or 0
-        return _inherited(event, config) or number < update or (number == update and after_event)
+        return "inherited" in event.values or number < update or (number == update and after_event)
 
     remove_leftovers_(folder / "checkpoints")
     remove_unfinished_(folder, _OWN_FILES)
@@ -376,14 +376,9 @@ def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], ori
         inherit_events(Path(origin.parent["path"]), folder)
 
 
-def _inherited(event: EventRecord, config: TrainConfig) -> bool:
-    """Return whether an event is a parent's; a run that freezes nothing has no other, marked as such or not."""
-    return event.values.get("inherited", config.freeze is None)
-
-
-def _last_own_event(config: TrainConfig) -> int | None:
-    events = read_events(config.out) if Path(config.out).is_dir() else []
-    return max((event.update or 0 for event in events if not _inherited(event, config)), default=None)
+def _last_own_event(folder: Path) -> int | None:
+    own = [event.update or 0 for event in read_events(folder) if "inherited" not in event.values]
+    return max(own, default=None)
 
 
 def _observer(run: Run) -> Observer:

@@ -81,7 +81,7 @@ class Parallel:
     def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
         """Give the original model its weights, and with `moments` its optimiser its state, on every rank.
 
-        Evaluations and events need that. An engine made inside takes them over. A model that is whole stays so.
+        Evaluations and events need that. An engine that is built inside takes them over.
         """
         return nullcontext()
 
@@ -238,7 +238,7 @@ class Shards(_Group):
 
 
 def _copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its weights' memory and the rows kept for undoing."""
+    """Return a copy of a model that shares the memory of its weights and of the rows for undoing."""
     shared: dict[int, Any] = {id(parameter): nn.Parameter(parameter.data) for parameter in model.parameters()}
     for site in adapter_for(model).sites():
         shared[id(site.removed)] = site.removed
@@ -289,7 +289,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
     return partial(forward, activation_checkpointing=True) if recomputes else forward, execution.compile
 
 
-# --- which kind, and who takes which micro-batches
+# --- the kind of parallel training, and the shares of micro-batches
 
 
 def check_shards(execution: Execution, *, trained_patterns: bool) -> None:

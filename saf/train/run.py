@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -55,7 +55,7 @@ class Run:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     """Seconds of the newest updates since heads changed. A time budget expects the next one to take as long as the
     longest of them: every second update would exceed an average."""
-    guard_sequences: ClassVar[None] = None
+    guard_sequences: None = None
     """Events are recorded with their cost, and never refused for it."""
 
     @property
