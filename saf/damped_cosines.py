@@ -1,4 +1,4 @@
-"""`DampedCosines` adds up the poles of exponential patterns, and the transpose of such sums, without forming them."""
+"""`DampedCosines` sums the poles of exponential patterns, and applies the transpose, without forming each cosine."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The errors `saf` raises on purpose; every message says what was expected, what came and what to do."""
+"""The errors that `saf` raises on purpose; a message says what was expected, what came and what to do."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -7,68 +7,65 @@ from typing import Any
 
 
 class SafError(Exception):
-    """Stand at the base of every error raised on purpose by `saf`."""
+    """The base of all errors that `saf` raises on purpose."""
 
     heard: bool = False
-    """Whether other processes of the group raise it too, and one of them tells people of it."""
+    """Whether another process of the group raises it too and shows it."""
 
 
 class SafWarning(UserWarning):
-    """Warn that a call did less than asked, or has a consequence to know of; commands tell it as a plain line."""
+    """A call did less than requested, or has a consequence worth knowing; commands print it as a plain line."""
 
 
 class InputError(SafError, ValueError):
-    """Say that an argument, shape or setting cannot be used."""
+    """An argument, shape or setting cannot be used."""
 
 
 class OutOfRangeError(InputError, IndexError):
-    """Say that an index lies outside of what it selects among; it ends a loop over what is indexed."""
+    """An index is out of range; it ends a loop over the indexed object."""
 
 
 class DataError(SafError, ValueError):
-    """Say that text, token shards or a tokenizer cannot be used."""
+    """Text, token shards or a tokenizer cannot be used."""
 
 
 class CheckpointError(SafError):
-    """Say that a checkpoint or sidecar is missing, damaged or belongs to something else."""
+    """A checkpoint or sidecar is missing, damaged or of another model."""
 
 
 class SelectionError(SafError, ValueError):
-    """Say that a replacement rate cannot be attained."""
+    """A number of heads cannot be attained."""
 
 
 class LossError(SafError, ValueError):
-    """Say that an edit raises the held-out loss by more than was accepted."""
+    """An edit raises the held-out loss by more than is accepted."""
 
 
 class UnsupportedError(SafError):
-    """Say that a model, backend or device cannot do what was asked."""
+    """A model, backend or device does not support a request."""
 
 
 class DivergenceError(SafError):
-    """Say that a loss or gradient is no longer finite."""
+    """A loss or gradient is no longer finite."""
 
 
 class AccuracyError(SafError):
-    """Say that a result is further from the float64 answer than its budget allows."""
+    """A result is further from float64 than its error budget."""
 
 
 class CompareError(SafError, ValueError):
-    """Say that two arms cannot be compared."""
+    """Two arms cannot be compared."""
 
 
 SHORTEST = 3
-"""Letters of a name that says which longer one it is a part of."""
+"""Fewest letters by which a part of a name is recognised."""
 
 
 def nearest(name: object, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that a misspelt name is nearest to, or that a short one is a part of; None without any.
-
-    Case does not matter.
-    """
-    by_lower, given = {one.lower(): one for one in names}, str(name).lower()
-    near = get_close_matches(given, list(by_lower), n=1)
-    near = near or [one for one in by_lower if len(given) >= SHORTEST and given in one]
+    """Return the nearest of `names` to a misspelt or shortened one, whatever its case; None without any."""
+    by_lower, typed = {one.lower(): one for one in names}, str(name).lower()
+    near = get_close_matches(typed, list(by_lower), n=1)
+    near = near or [one for one in by_lower if len(typed) >= SHORTEST and typed in one]
     return by_lower[near[0]] if near else None
 
 
@@ -79,7 +76,7 @@ def check_name(setting: str, value: object, names: Iterable[str]) -> None:
 
 
 def check_keywords(owner: str, options: Iterable[str], function: Callable[..., Any]) -> list[str]:
-    """Return the keyword-only arguments of a function; raise InputError for `options` that are none of them."""
+    """Return the keyword-only arguments of a function; raise InputError for `options` that are not among them."""
     known = [each.name for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
     if unknown := [name for name in options if name not in known]:
         raise InputError(f"{owner} takes {', '.join(known) or 'no options'}; got {', '.join(unknown)}")
@@ -87,7 +84,7 @@ def check_keywords(owner: str, options: Iterable[str], function: Callable[..., A
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it, in one short line; of a tensor its dtype and shape."""
+    """Return a value for a message, in one short line; of a tensor its dtype and shape."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     text = " ".join(repr(value).split())
@@ -95,6 +92,6 @@ def shown(value: Any) -> str:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" for the end of a message about an unknown name; nothing when none is near."""
+    """Return "; did you mean 'NAME'?" for a message about an unknown name; empty when no name is near."""
     near = nearest(name, names)
     return f"; did you mean {near!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Restore the frozen heads of a model from the plain data that checkpoints and sidecars store beside the weights.
+"""Restore the frozen heads of a model from the plain data in checkpoints and sidecars.
 
 `state_of` returns these data. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_`
 freezes a model that has its weights, and warns where these are not the saved ones. Where another library fills in the
@@ -196,7 +196,7 @@ def _saved_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[
 
 
 def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the saved rows for undoing, those that a layout lacks; after `finalize_` none were saved."""
+    """Return the saved rows for undoing, those missing in a layout; after `finalize_` none were saved."""
     whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
     removed: dict[str, dict[int, dict[str, Tensor]]] = {}
     for role, heads in absent_rows(whole, layout).items():

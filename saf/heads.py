@@ -1,4 +1,4 @@
-"""A `HeadSet` names heads of a model; a `HeadLayout` is the order in which a layer executes its own."""
+"""A `HeadSet` is a set of heads of a model; a `HeadLayout` is the order in which a layer executes its heads."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ class HeadSet:
 
     @classmethod
     def in_order(cls, heads: "HeadSet | Iterable[Head]") -> "HeadSet":
-        """Build from heads that something else follows in order; raise InputError if they do not ascend."""
+        """Build from heads whose patterns follow in the same order; raise InputError if they do not ascend."""
         pairs = head_pairs(heads)
         chosen = cls(pairs)
         if list(chosen) != pairs:
-            raise InputError(f"heads go with patterns in (layer, head) order; got {pairs}, sort both")
+            raise InputError(f"heads and patterns must be in (layer, head) order; got {pairs}, sort both")
         return chosen
 
     @classmethod
@@ -42,15 +42,15 @@ class HeadSet:
         return cls(head_pairs(pairs))
 
     def to_list(self) -> list[list[int]]:
-        """`[[layer, head], ...]` for JSON files."""
+        """Return `[[layer, head], ...]` for JSON files."""
         return [[layer, head] for layer, head in self._heads]
 
     def in_layer(self, layer: int) -> list[int]:
-        """Ascending head ids of one layer."""
+        """Return the ascending head ids of one layer."""
         return [head for at, head in self._heads if at == layer]
 
     def index(self, head: Head) -> int:
-        """Position of a head in iteration order; raises InputError for one that is not in the set."""
+        """Return the position of a head in iteration order; raise InputError for one outside of the set."""
         if head not in self._heads:
             raise InputError(f"head {shown(head)} is not among these {len(self)} heads")
         return self._heads.index(head)
@@ -84,21 +84,21 @@ class HeadSet:
 
 
 ROLES = ("query", "key", "value", "output")
-"""A layer's projections: three whose rows, and one whose columns, belong to heads."""
+"""A layer's projections. Rows of three belong to heads, and columns of `output`."""
 BIAS = "_bias"
-"""Suffix of a role's name for its projection's bias, which has rows as the weight has."""
+"""Suffix of a role's name for its projection's bias."""
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
-"""Projections in which heads of a kind have rows; making heads of a kind removes their other rows."""
+"""Projections in which heads of a kind have rows; an edit to that kind removes the other rows."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
 
 
 def role_of(name: str) -> str:
-    """Projection that a parameter belongs to by its name: `query` for `query` and for `query_bias`."""
+    """Return the projection of a parameter by its name: `query` for `query` and for `query_bias`."""
     return name.removesuffix(BIAS)
 
 
 def roles_of(name: str) -> tuple[str, ...]:
-    """Roles whose rows a parameter holds one after another, by its name.
+    """Return the roles whose rows a parameter holds one after another, by its name.
 
     >>> roles_of("query_bias"), roles_of("query_key_value")
     (('query',), ('query', 'key', 'value'))
@@ -107,7 +107,7 @@ def roles_of(name: str) -> tuple[str, ...]:
 
 
 def head_pairs(heads: Any) -> list[Head]:
-    """`(layer, head)` pairs of whole numbers, in the same order."""
+    """Return `(layer, head)` pairs of whole numbers, in the same order."""
     if isinstance(heads, HeadSet):
         return list(heads)
     return [(index(layer), index(head)) for layer, head in heads]
@@ -127,7 +127,6 @@ class HeadLayout:
     pruned: tuple[int, ...] = ()
 
     def __post_init__(self):
-        """Raise InputError when heads do not divide into groups, an id does not exist or is of two kinds."""
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"num_heads {self.num_heads} must be positive and divide into num_kv_heads {self.num_kv_heads}"
@@ -152,7 +151,7 @@ class HeadLayout:
         return self.num_live == self.num_heads
 
     def changed(self, heads: Iterable[int], kind: str) -> "HeadLayout":
-        """Layout with `heads` of another kind, one of `KINDS`."""
+        """Return the layout with `heads` of another kind, one of `KINDS`."""
         moved = set(heads)
         edited = {each: set(getattr(self, each)) - moved | (moved if each == kind else set()) for each in EDITED}
         return replace(self, **{each: tuple(sorted(ids)) for each, ids in edited.items()})
@@ -161,7 +160,7 @@ class HeadLayout:
     def rows(self) -> dict[str, tuple[int, ...]]:
         """Owners of the rows that each projection holds, in order, by role: heads, or the KV heads that they share.
 
-        Heads lie in slot order. With grouped queries keys and values lie in ascending order, and a KV head keeps its
+        Heads lie in slot order. With grouped queries keys and values lie in ascending order, and a KV head has its
         rows while a head of its group reads them.
         """
         held = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
@@ -170,7 +169,7 @@ class HeadLayout:
         return held
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
-        """`(role, owner)` of every row block of a parameter, in order: of a fused projection role after role.
+        """Return `(role, owner)` of every row block of a parameter, in order; a fused projection has role after role.
 
         >>> HeadLayout(2, 2, frozen=(1,)).rows_in("query_value")
         (('query', 0), ('value', 0), ('value', 1))
@@ -178,7 +177,7 @@ class HeadLayout:
         return tuple((role, one) for role in roles_of(name) for one in self.rows[role])
 
     def kv_of(self, head: int) -> int:
-        """KV head of a query head, by the original model's numbers."""
+        """Return the KV head of a query head, by the original model's numbers."""
         return head // (self.num_heads // self.num_kv_heads)
 
     @property
@@ -208,10 +207,10 @@ class HeadLayout:
 
     @property
     def kv_head(self) -> tuple[int, ...]:
-        """Which of the held value heads each slot reads."""
+        """Index of each slot's value head among those that the layer holds."""
         return tuple(self.rows["value"].index(self.kv_of(head)) for head in self.slots)
 
     @property
     def key_head(self) -> tuple[int, ...]:
-        """Which of the held key heads each live slot reads."""
+        """Index of each live slot's key head among those that the layer holds."""
         return tuple(self.rows["key"].index(self.kv_of(head)) for head in self.live)

@@ -1,4 +1,4 @@
-"""What a folder written by `saf` holds, and whether it is whole: the facts that `saf inspect` shows."""
+"""`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
 import hashlib
 from collections import Counter
@@ -15,24 +15,19 @@ from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
 from saf.heads import EDITED
 from saf.hf.card import folder_hash, weight_files
-from saf.ops import FrozenHeads
-from saf.ops.toeplitz.tables import holds
-from saf.patterns import CompactPattern
 from saf.records.files import read_json, read_metadata, read_tensors
 from saf.records.folders import verify
 from saf.records.paths import Kind, expect
 from saf.records.run import RecordedRun
 from saf.sidecar import check_sums
-from saf.storage import pattern_bytes, storage_report
+from saf.storage import storage_report
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of values, where most models run; which one a checkpoint will meet is not known."""
+_EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
+"""Values of an event in the result."""
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Return what a folder holds, as plain values with its `kind`, after checking every recorded sum.
-
-    A run's damaged checkpoints are listed with their problem.
+    """Return the contents of a folder as plain values with its `kind`; a run's damaged checkpoints have a `problem`.
 
     Raises:
         InputError: The path is nothing that `saf` writes.
@@ -44,10 +39,8 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, its files checked."""
     manifest, state = verify(path), read_json(path / "state.json")
-    heads = _frozen_heads(path)
-    result = {
+    return {
         "kind": "checkpoint",
         "path": str(path),
         "verified": True,
@@ -58,18 +51,11 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "model": state["model"],
         "data_fingerprint": state.get("data_fingerprint"),
         "files": manifest["files"],
-        "patterns": _patterns_by_layer(path, heads["frozen"]),
-        **heads,
+        **_frozen_heads(path),
     }
-    return result | {"storage": _storage(path, result)}
-
-
-_EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
-"""Values of an event that are shown."""
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """Return what a run's folder holds, its checkpoints checked."""
     run = RecordedRun.open(path)
     checkpoints = [_verified(folder) for folder in step_folders(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
@@ -87,10 +73,7 @@ def _run(path: Path) -> dict[str, Any]:
         "frozen": run.frozen_heads,
         "pruned": run.pruned_heads,
         "events": [{name: event.values.get(name) for name in _EVENT} for event in run.events],
-        "rejected": (run.freeze or {}).get("rejected", []),
-        "fit_kl": (run.freeze or {}).get("fit_kl", []),
-        "certificates": (run.freeze or {}).get("certificates", []),
-        "exponential": (run.freeze or {}).get("exponential", []),
+        **{name: (run.freeze or {}).get(name, []) for name in ("rejected", "fit_kl", "certificates", "exponential")},
         "config": run.config,
         "checkpoints": checkpoints,
         "provenance": final.get("provenance"),
@@ -98,7 +81,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's name and hash, or what is wrong with it."""
+    """Return a checkpoint's name and hash, or its problem."""
     try:
         return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
     except CheckpointError as error:
@@ -106,47 +89,41 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _data(path: Path) -> dict[str, Any]:
-    """Return what a prepared folder holds, its files checked."""
     data = TokenData.open(path, verify=True)
     return {"kind": "data", "path": str(path), "verified": True, **data.index}
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """Check what saf.save wrote, sums and patterns; `undoable` heads have the rows that were removed."""
-    heads, model = _frozen_heads(path), path / "config.json"
-    # With weights of transformers beside it: a sidecar in its base model's folder, or one that a model left behind.
+    """Check the files of saf.save, sums and patterns; `undoable` counts the heads with removed rows."""
+    model = path / "config.json"
+    # With weights of transformers too: a sidecar in its base model's folder, or one that a model left behind.
     theirs = read_json(model).get("architectures") if model.is_file() and "model_type" in read_json(model) else None
     sums = check_sums(path, read_json(path / "saf.json"))
-    result = {
+    return {
         "kind": "saved",
         "path": str(path),
-        "beside": theirs[0] if theirs and weight_files(path) else None,
+        "base_model": theirs[0] if theirs and weight_files(path) else None,
         "verified": "saf.safetensors" in sums,
-        "patterns": _patterns_by_layer(path, heads["frozen"]),
         "sha256": sums,
         "undoable": sum(".removed.query.weight" in name for name in read_tensors(path / "saf.safetensors")),
-        **heads,
+        **_frozen_heads(path),
     }
-    return result | {"storage": _storage(path, result)}
 
 
 def _of_transformers(path: Path) -> dict[str, Any]:
-    """Return what a folder of a model of transformers holds, with its frozen heads where it has some."""
     config, weights = read_json(path / "config.json", error=CheckpointError), weight_files(path)
     if not weights:
-        raise CheckpointError(
-            f"{path} has a config.json, but no weights beside it; expected model.safetensors or shards"
-        )
+        raise CheckpointError(f"{path} has a config.json without weights; expected model.safetensors or shards")
     for file in weights:
-        if file.suffix == ".safetensors":  # whose header tells how much is to follow
+        if file.suffix == ".safetensors":  # whose header says how much is to follow
             read_metadata(file, error=CheckpointError, advice="fetch or save it again")
     layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
     ordinary = {"frozen": [], "pruned": [], "num_heads": layers * heads, "patterns": [], "sha256": {}, "undoable": 0}
     lost = [name for name in ("saf.json", "saf.safetensors") if not (path / name).is_file()]
     if config.get("saf") and lost:
         raise CheckpointError(
-            f"{path}: config.json tells of frozen heads, and {' and '.join(lost)} {'are' if lost[1:] else 'is'} "
-            "missing beside it; copy what is missing from the folder that save_pretrained wrote"
+            f"{path}: config.json lists frozen heads, and {' and '.join(lost)} {'are' if lost[1:] else 'is'} missing; "
+            "copy what is missing from the folder that save_pretrained wrote"
         )
     saved = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
     return {
@@ -170,80 +147,55 @@ _INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
 
 
 def _frozen_heads(path: Path) -> dict[str, Any]:
-    """Return what a folder's saf.json tells: `frozen` and `pruned` pairs, how many heads model and layers have."""
+    """Return the `frozen` and `pruned` pairs of a folder's saf.json, its patterns by layer, and their storage."""
     layers = read_json(path / "saf.json")["layers"]
     pairs = {
         kind: [[number, head] for number, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED
     }
     most = max(layer["num_heads"] for layer in layers)
-    return {**pairs, "num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+    patterns = _patterns_by_layer(path, layers)
+    counts = {"num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
+    return {**pairs, **counts, "patterns": patterns, "storage": _storage(pairs["frozen"], patterns, most)}
 
 
-def _patterns_by_layer(path: Path, frozen: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Return each layer's frozen patterns: how many of each kind, their length in tokens, one SHA-256 of their values.
+def _patterns_by_layer(path: Path, layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, for each layer with frozen heads, the kinds of their patterns, their length, bytes and SHA-256.
 
-    `stored` counts the heads that backend toeplitz executes as T x T matrices: under "dense" those whose pattern is
-    one, under a dtype of values the compact ones that it cannot hold as tables. Trainable patterns are never stored.
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
-    tensors, state = read_tensors(path / "saf.safetensors"), read_json(path / "saf.json")["layers"]
-    layers = []
-    for layer in sorted({layer for layer, _ in frozen}):
+    tensors, by_layer = read_tensors(path / "saf.safetensors"), []
+    for number, layer in enumerate(layers):
+        if not layer["frozen"]:
+            continue
         kinds: Counter[str] = Counter()
-        digest, length = hashlib.sha256(), 0
-        compact: list[Any] = []
-        for head in (head for at, head in frozen if at == layer):
+        digest, length, size = hashlib.sha256(), 0, 0
+        for head in layer["frozen"]:
             try:
-                pattern = read_pattern(tensors, f"{layer}.{head}.", trainable=False)
+                pattern = read_pattern(tensors, f"{number}.{head}.", trainable=False)
             except SafError as error:
                 raise CheckpointError(
-                    f"{path}/saf.safetensors: the pattern of head ({layer}, {head}) is missing or damaged: {error}"
+                    f"{path}/saf.safetensors: the pattern of head ({number}, {head}) is missing or damaged: {error}"
                 ) from error
             kinds[pattern.kind] += 1
             length = pattern.length
-            if pattern.kind == "compact" and head not in state[layer].get("trainable", ()):
-                compact.append(pattern)
             for name in pattern.parts:
-                tensor = tensors[f"{layer}.{head}.{name}"]
+                tensor = tensors[f"{number}.{head}.{name}"]
+                size += tensor.nbytes
                 digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
                 digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        stored = {"dense": kinds["dense"], **_not_held(compact)}
-        layers.append(
-            {"layer": layer, "kinds": dict(kinds), "stored": stored, "length": length, "sha256": digest.hexdigest()}
+        by_layer.append(
+            {"layer": number, "kinds": dict(kinds), "length": length, "bytes": size, "sha256": digest.hexdigest()}
         )
-    return layers
+    return by_layer
 
 
-def _not_held(patterns: Sequence[CompactPattern]) -> dict[str, int]:
-    """Return how many compact patterns each dtype cannot hold as tables."""
-    together = CompactPattern.stack(patterns) if patterns else None
-    return {
-        str(dtype).removeprefix("torch."): 0 if together is None else int((~holds(together, dtype)).sum())
-        for dtype in DTYPES
-    }
-
-
-def _storage(path: Path, result: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes that the frozen heads' patterns take in float32 in each form; nothing when none is frozen.
-
-    `allocated` is what executes them when the model is loaded on a CPU with float32 weights.
-    """
-    if not result["frozen"]:
+def _storage(
+    frozen: Sequence[Sequence[int]], patterns: Sequence[Mapping[str, Any]], per_layer: int
+) -> dict[str, int | None]:
+    """Return the bytes of the patterns in float32 in each form, and of their saved `parameters`; empty without any."""
+    if not frozen:
         return {}
-    heads = [(layer, head) for layer, head in result["frozen"]]
-    length, per_layer = result["patterns"][0]["length"], result["heads_per_layer"]
-    logical = storage_report(heads, length=length, num_heads=per_layer)
-    parameters, allocated = _held(path)
-    return asdict(replace(logical, parameters=parameters, allocated=allocated))
-
-
-def _held(path: Path) -> tuple[int, int]:
-    """Return the bytes of a sidecar's patterns as they are saved, and of what executes them."""
-    tensors, parameters, allocated = read_tensors(path / "saf.safetensors"), 0, 0
-    for number, layer in enumerate(read_json(path / "saf.json")["layers"]):
-        if layer["frozen"]:
-            trained = layer.get("trainable", ())
-            patterns = [read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layer["frozen"]]
-            parameters += sum(map(pattern_bytes, patterns))
-            allocated += FrozenHeads.from_patterns(patterns, dtype=(torch.float32, torch.bfloat16)).allocated
-    return parameters, allocated
+    heads = [(layer, head) for layer, head in frozen]
+    report = storage_report(heads, length=patterns[0]["length"], num_heads=per_layer)
+    sizes = asdict(replace(report, parameters=sum(layer["bytes"] for layer in patterns)))
+    return {name: size for name, size in sizes.items() if size is not None}

@@ -17,9 +17,9 @@ DEFAULT_BLOCK = 128
 """Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache."""
 # Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
-# Share of a dtype's range, in nats, that a tile may span; the rest is left to the sums over it. A round number.
+# Share of a dtype's range, in nats, that a tile may span; its sums need the rest. A round number.
 _OF_RANGE = 0.95
-# Tile elements held at once; heads beyond that wait their turn.
+# Tile elements held at once; further heads follow in turn.
 _HELD_ELEMENTS = 1 << 27
 
 
@@ -116,8 +116,8 @@ def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
     keys = (keys - key_max[..., None]).exp().flip(-1)
     windows = (windows - window_max[..., None]).exp()
 
-    # offsets[d, I]: the block I - d that query block I meets at offset d; scale[h, d, I] is that meeting's
-    # largest term relative to the largest of all that I meets.
+    # offsets[d, I]: the key block I - d of query block I at offset d; scale[h, d, I]: the largest term of this pair of
+    # blocks, relative to the largest of all pairs of I.
     index = torch.arange(num_blocks, device=left.device)
     offsets = index[None, :] - index[:, None]
     scale = (window_max[:, :, None] + key_max[:, offsets.clamp(min=0)]).masked_fill(offsets < 0, -torch.inf)
@@ -127,8 +127,8 @@ def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
     sums = left.new_zeros(heads, num_blocks, block)
     for start in range(0, num_blocks, group):
         stop = min(start + group, num_blocks)
-        # [heads, queries, offsets, C]: the scaled keys that each query block meets at these offsets.
-        met = keys[:, offsets[start:stop, start:].clamp(min=0).T] * scale[:, start:stop, start:].mT[..., None]
+        # [heads, queries, offsets, C]: the scaled keys of each query block at these offsets.
+        scaled = keys[:, offsets[start:stop, start:].clamp(min=0).T] * scale[:, start:stop, start:].mT[..., None]
         tiles = windows[:, start:stop].unfold(-1, block, 1).reshape(heads, (stop - start) * block, block)
-        sums[:, start:] += met.flatten(2) @ tiles
+        sums[:, start:] += scaled.flatten(2) @ tiles
     return (sums.log_() + largest[..., None]).flatten(1)[:, :length]

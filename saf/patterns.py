@@ -1,4 +1,4 @@
-"""The patterns that frozen heads have: compact, dense, exponential and trainable ones, and what all of them answer."""
+"""The patterns of frozen heads: compact, dense, exponential and trainable ones, and their common interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ from saf.damped_cosines import DampedCosines
 from saf.errors import CheckpointError, InputError, OutOfRangeError, UnsupportedError, shown
 from saf.log_sums import log_row_sums
 
-# Keys before this one may be sinks; they have no say in the slope and height of alpha. Sinks are the first few keys, so
-# that so many are more than enough; chosen, not measured.
+# Keys before this one may be sinks, and the canonical slope and height of alpha leave them out. Sinks are the first few
+# keys, so this number is more than enough; chosen, not measured.
 _FIRST_ORDINARY_KEY = 64
 # How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
 _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -22,13 +22,13 @@ _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 
 class Pattern(ABC):
     """A causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions.
 
-    A kind of pattern is a subclass and an entry of `KINDS`; which backends execute it is theirs to say.
+    A kind of pattern is a subclass and an entry of `KINDS`; backends say which kinds they execute.
     """
 
     kind: ClassVar[str]
     """The name of this kind of pattern in `KINDS`."""
     parts: ClassVar[tuple[str, ...]]
-    """The names of the tensors that `state` returns."""
+    """Names of the tensors in `state`."""
     trainable: ClassVar[bool] = False
     """Whether the optimiser trains it."""
     length: int
@@ -41,11 +41,11 @@ class Pattern(ABC):
 
     @abstractmethod
     def prefix(self, length: int) -> "Pattern":
-        """Return the pattern of the first `length` positions; raise InputError unless it has as many."""
+        """Return the pattern of the first `length` positions; raise InputError for more than its own."""
 
     @abstractmethod
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Return the pattern on a device, in `dtype`; a trainable one is moved in place and keeps its dtype."""
+        """Return the pattern on a device, in `dtype`; a trainable one moves in place, in its own dtype."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -53,7 +53,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def compact(self) -> "CompactPattern | None":
-        """Return the compact pattern that it is now, fixed; None where it has no key and distance logits."""
+        """Return its present values as a fixed compact pattern; None where it has no key and distance logits."""
 
     @abstractmethod
     def singles(self) -> Sequence["Pattern"]:
@@ -61,20 +61,20 @@ class Pattern(ABC):
 
     @abstractmethod
     def own(self) -> Self:
-        """Return the pattern as a layer keeps it: a fixed one on the CPU, a trainable one itself."""
+        """Return the pattern for a layer to hold: a fixed one on the CPU, a trainable one itself."""
 
     def vectors(self) -> dict[str, Tensor]:
-        """Return alpha, rho and log_z as they are now, `[..., T]`; nothing of a dense pattern."""
+        """Return the present alpha, rho and log_z, `[..., T]`; nothing for a dense pattern."""
         compact = self.compact()
         return {} if compact is None else {name: getattr(compact, name) for name in ("alpha", "rho", "log_z")}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a file holds of it, by the names in `parts`, detached."""
+        """Return its tensors for a file, by the names in `parts`, detached."""
         return {name: getattr(self, name).detach().clone() for name in self.parts}
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the pattern whose `state` these tensors are; raise InputError for tensors that cannot be one."""
+        """Return the pattern of a `state`; raise InputError for tensors that cannot be one."""
         return cls(**tensors)
 
     def _check_prefix(self, length: int) -> None:
@@ -86,7 +86,7 @@ class _FixedPattern(Pattern):
     """A pattern of tensors with common leading dimensions; its subclasses are dataclasses."""
 
     _trailing: ClassVar[int] = 1
-    """How many dimensions of its tensors are positions or parameters."""
+    """Number of dimensions of its tensors that are positions or parameters."""
 
     def _tensors(self) -> dict[str, Tensor]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "length"}  # type: ignore
@@ -106,11 +106,9 @@ class _FixedPattern(Pattern):
 
     @property
     def shape(self) -> torch.Size:
-        """Return the leading dimensions."""
         return next(iter(self._tensors().values())).shape[: -self._trailing]
 
     def __len__(self) -> int:
-        """Return the size of the first leading dimension."""
         if not self.shape:
             raise TypeError("a single pattern has no len(); use .length for its T")
         return self.shape[0]
@@ -131,13 +129,11 @@ class _FixedPattern(Pattern):
         return result
 
     def singles(self) -> list[Self]:
-        """Return one pattern a head of `[F, ...]`, or the pattern itself; InputError for more dimensions."""
         if len(self.shape) > 1:
             raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
         return [self[index] for index in range(len(self))] if self.shape else [self]
 
     def own(self) -> Self:
-        """Return the pattern on the CPU."""
         return self.to(device="cpu")
 
     def __repr__(self) -> str:
@@ -150,13 +146,13 @@ class _FixedPattern(Pattern):
 def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
     """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
     # Patterns first: indexing makes a batched one iterable too.
-    given = [patterns] if isinstance(patterns, Pattern) else patterns
-    return [single for pattern in given for single in pattern.singles()]
+    several = [patterns] if isinstance(patterns, Pattern) else patterns
+    return [single for pattern in several for single in pattern.singles()]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompactPattern(_FixedPattern):
-    """Hold patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
+    """Patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
 
     `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the
     leading dimensions are free. `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it is.
@@ -185,7 +181,7 @@ class CompactPattern(_FixedPattern):
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
-        """Build from alpha and rho `[..., T]`, kept as given; log_z is computed from them in float64.
+        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64.
 
         Raises InputError for shapes that differ or values that are not finite.
         """
@@ -198,7 +194,6 @@ class CompactPattern(_FixedPattern):
 
     @property
     def length(self) -> int:
-        """Return T, in tokens."""
         return self.alpha.shape[-1]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
@@ -209,17 +204,15 @@ class CompactPattern(_FixedPattern):
         return CompactPattern.from_parameters(alpha, rho)
 
     def prefix(self, length: int) -> "CompactPattern":
-        """Return the pattern of the first `length` positions; each row keeps its normaliser."""
+        """Return the pattern of the first `length` positions; normalisers of rows stay."""
         self._check_prefix(length)
         return self._map(lambda _, tensor: tensor[..., :length])
 
     def compact(self) -> "CompactPattern":
-        """Return the pattern itself."""
         return self
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
-        """Return the pattern of `state`."""
         return cls.from_parameters(tensors["alpha"], tensors["rho"])
 
     def log_prob(self) -> Tensor:
@@ -282,7 +275,7 @@ def _median_slope(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DensePattern(_FixedPattern):
-    """Hold patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
+    """Patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
 
     Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
     """
@@ -311,7 +304,6 @@ class DensePattern(_FixedPattern):
 
     @property
     def length(self) -> int:
-        """Return T, in tokens."""
         return self.weights.shape[-1]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
@@ -324,26 +316,24 @@ class DensePattern(_FixedPattern):
         return DensePattern(self.weights[..., :length, :length])
 
     def dense(self) -> Tensor:
-        """Return the weights, `[..., T, T]`."""
         return self.weights
 
     def compact(self) -> None:
-        """Return None: entries have no key and distance logits."""
+        return None
 
     def own(self) -> "DensePattern":
-        """Return the pattern on the CPU, in memory that does not keep alive the batch it was a part of."""
+        # A part of a batch is copied: its memory would hold the whole batch.
         moved = self.to(device="cpu")
         shared = moved.weights.untyped_storage().nbytes() > moved.weights.nbytes
         return DensePattern(moved.weights.clone()) if shared else moved
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights, `[..., T, T]`."""
         return {"weights": self.weights}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExponentialPattern(_FixedPattern):
-    """Hold patterns `P(i, j) = exp(alpha(j)) g(i - j) / Z(i)` for j <= i; all leading dimensions are free.
+    """Patterns `P(i, j) = exp(alpha(j)) g(i - j) / Z(i)` for j <= i; all leading dimensions are free.
 
     `g(δ) = exp(band[δ])` below w, and from w on, with d = δ - w, a sum over P poles that must stay positive:
 
@@ -377,7 +367,7 @@ class ExponentialPattern(_FixedPattern):
     cosine: Tensor
     sine: Tensor
     length: int
-    trend: Tensor = None  # type: ignore[assignment]  # always a tensor once made
+    trend: Tensor = None  # type: ignore[assignment]
     trend_damping: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self):
@@ -406,7 +396,7 @@ class ExponentialPattern(_FixedPattern):
             raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "ExponentialPattern":
-        """Move, or convert to `dtype`; poles keep theirs, since a rounded frequency drifts with distance."""
+        """Move, or convert to `dtype`; not poles, since a rounded frequency drifts with distance."""
         poles = ("damping", "frequency", "trend_damping")
         return self._map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
 
@@ -453,7 +443,6 @@ class ExponentialPattern(_FixedPattern):
         return CompactPattern.from_parameters(at.key_logits(), at.distance_weights().log())
 
     def compact(self) -> CompactPattern:
-        """Return `to_compact()`."""
         return self.to_compact()
 
     def dense(self, length: int | None = None) -> Tensor:
@@ -461,18 +450,16 @@ class ExponentialPattern(_FixedPattern):
         return self.to_compact(length).dense()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the parameters, and T as a whole number."""
         tensors = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         return {name: tensors.get(name, torch.tensor([self.length])) for name in self.parts}
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "ExponentialPattern":
-        """Return the pattern of `state`."""
         return cls(**{**tensors, "length": int(tensors["length"])})
 
 
 class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
-    """Hold key logits `alpha [T]` and distance logits `rho [T]` of one head as parameters; casting keeps their dtype.
+    """Key logits `alpha [T]` and distance logits `rho [T]` of one head, as parameters; a cast does not reach them.
 
     The normalisers are no parameters: they are computed from these whenever the head is executed, Eq. (3).
     """
@@ -482,7 +469,7 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
     def __init__(self, alpha: Tensor, rho: Tensor):
-        """Take the logits as given; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
+        """Copy the logits; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
         super().__init__()
         if alpha.shape != rho.shape or alpha.dim() != 1 or not len(alpha):
             raise InputError(f"expected alpha and rho [T], T >= 1; got {list(alpha.shape)} and {list(rho.shape)}")
@@ -499,7 +486,7 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def of(
         cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
-        """Start from a pattern `[T]`, in the balanced gauge; what tables can hold does not depend on it.
+        """Start from a pattern `[T]`, in the balanced gauge.
 
         Raises UnsupportedError for a pattern that has no key and distance logits.
         """
@@ -514,36 +501,29 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
 
     @property
     def length(self) -> int:
-        """Return T, in tokens."""
         return self.alpha.shape[0]
 
     @property
     def shape(self) -> torch.Size:
-        """Return no leading dimensions: it is one head's."""
         return torch.Size()
 
     def compact(self) -> CompactPattern:
-        """Return the pattern as it is now, with the normalisers that belong to it."""
         return CompactPattern.from_parameters(self.alpha.detach().clone(), self.rho.detach().clone())
 
     def prefix(self, length: int) -> CompactPattern:
-        """Return the fixed pattern of the first `length` positions as it is now."""
         return self.compact().prefix(length)
 
     def dense(self) -> Tensor:
-        """Return P as it is now, `[T, T]` float64, without gradients."""
         return self.compact().dense()
 
     def singles(self) -> list["TrainablePattern"]:
-        """Return the pattern itself: it is one head's."""
         return [self]
 
     def own(self) -> "TrainablePattern":
-        """Return the pattern itself, whose parameters are the model's."""
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
-        """Follow the module to another device but keep the dtype."""
+        # Follows the module to another device but not to another dtype.
         for parameter in self.parameters():
             device = fn(parameter.new_empty(0, dtype=torch.float32)).device
             parameter.data = parameter.data.to(device)
@@ -576,10 +556,7 @@ KINDS: dict[str, type[Pattern]] = {
 
 
 def pattern_from_state(tensors: Mapping[str, Tensor], *, trainable: bool = False) -> Pattern:
-    """Return the pattern whose `state` these tensors are: their names tell its kind, beside whether it is trained.
-
-    Raises CheckpointError when no kind of pattern has exactly these tensors.
-    """
+    """Return the pattern of a `state`, whose names determine its kind; raise CheckpointError where none has them."""
     for kind in KINDS.values():
         if kind.trainable == trainable and set(kind.parts) == set(tensors):
             return kind.from_state(tensors)

@@ -1,6 +1,6 @@
-"""Scores rank heads for freezing, lowest first: functions of the statistics, each beside its equation in the paper.
+"""Scores rank heads for freezing, lowest first: functions of the statistics, with their equations in the paper.
 
-A score may read more than the statistics: keyword-only arguments without a default, which `HOW_TO_COLLECT` explains.
+A score's further inputs are keyword-only arguments without a default; `HOW_TO_COLLECT` says how to measure them.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from saf.targets import Seed, seed_of
 Score = Callable[..., Tensor]
 """`(statistics, **inputs)` to one number a head, `[L, H]`."""
 OUTPUT_FLOOR = 1e-8
-"""Smallest norm of an attention output to divide by in Eq. (12), as in the paper."""
+"""Lower bound of the norm of an attention output in Eq. (12), as in the paper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class HeadOutputs:
 
 
 def variance(statistics: AttentionStatistics) -> Tensor:
-    """Squared error per entry that the best fixed pattern leaves."""
+    """Squared error per entry of the best fixed pattern."""
     return statistics.variance  # Eq. (1)
 
 
@@ -65,12 +65,12 @@ def qk_gradient(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
 
 
 def rank_sum(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
-    """Variance and Q/K gradient count alike (appendix A.3)."""
+    """Sum of the ranks by variance and by Q/K gradient (appendix A.3)."""
     return ranks(statistics.variance) + ranks(_live(statistics, gradient))
 
 
 def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
-    """Variance ranks heads, but those whose Q/K gradient exceeds the median go last (appendix A.3)."""
+    """Rank by variance; heads whose Q/K gradient exceeds the median go last (appendix A.3)."""
     gradient = _live(statistics, gradient)
     veto = (gradient > gradient.nanquantile(0.5)).double().masked_fill(gradient.isnan(), torch.nan)
     return ranks(statistics.variance) + gradient.numel() * veto
@@ -113,7 +113,7 @@ def relative_output_change(statistics: AttentionStatistics, *, outputs: HeadOutp
 
 
 def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
-    """Importances of gates on head outputs, from `gate_gradients`, over the norm of their layer's; 0 for norm 0."""
+    """Importance of a gate on the head's output, from `gate_gradients`, over the norm of its layer; 0 for norm 0."""
     gates = _per_head(statistics, "gates", gates)
     norm = gates.nan_to_num(0.0).norm(dim=1, keepdim=True)
     return torch.where(norm == 0, gates * 0, gates / norm)  # Eq. (19)
@@ -122,7 +122,7 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
 def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
     """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set.
 
-    All heads draw, frozen or not, so that a head's number does not depend on earlier events.
+    Frozen heads draw too, so that a head's number does not depend on earlier events.
     """
     generator = torch.Generator().manual_seed(seed_of(seed))
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
@@ -139,7 +139,7 @@ HOW_TO_COLLECT = {
     "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
     "outputs": (
         "call calibrate(..., collect=('mean_rows',)), then saf.head_outputs(model, heldout, statistics); "
-        "or give freeze_ heldout="
+        "or pass heldout= to freeze_"
     ),
     "gates": "call saf.gate_gradients(model, batches)",
 }
@@ -148,9 +148,9 @@ HOW_TO_COLLECT = {
 def score(statistics: AttentionStatistics, name: str | Score = "variance", **inputs: Any) -> Tensor:
     """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
 
-    `name` is one of `SCORES`, or a function of the statistics. `inputs` are what the score reads beside them:
-    `gradient`, `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`). Raises InputError for an
-    unknown name, missing inputs, and live heads without a value.
+    `name` is one of `SCORES`, or a function of the statistics. `inputs` are the score's further inputs: `gradient`,
+    `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`). Raises InputError for an unknown name,
+    missing inputs, and live heads without a value.
     """
     function, label = _function(name), score_name(name)
     if missing := [key for key in required_inputs(name) if inputs.get(key) is None]:
@@ -162,20 +162,20 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     if not isinstance(values, Tensor) or values.shape != shape:
         raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
     values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
-    lacking = (values.isnan() & statistics.measured).nonzero().tolist()
-    if lacking and isinstance(name, str):
+    without = (values.isnan() & statistics.measured).nonzero().tolist()
+    if without and isinstance(name, str):
         advice = "; ".join(HOW_TO_COLLECT[key] for key in required_inputs(name)) or "measure all heads"
-        raise InputError(f"score {name!r} has no value for live heads {lacking[:4]}: {advice}")
+        raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {advice}")
     return values
 
 
 def required_inputs(name: str | Score) -> tuple[str, ...]:
-    """Names of the inputs that a score cannot do without, beside the statistics."""
+    """Return the names of the inputs that a score requires in addition to the statistics."""
     return tuple(key for key, default in _keywords(_function(name)).items() if default is inspect.Parameter.empty)
 
 
 def score_name(name: str | Score) -> str:
-    """Name of a score in reports."""
+    """Return the name of a score in reports."""
     return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
 
 

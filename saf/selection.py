@@ -14,36 +14,12 @@ Limits = int | Mapping[int, int]
 """Most heads to choose in a layer: one number for all, or by layer; layers left out of a mapping have no limit."""
 
 
-def select(
-    scores: Tensor,
-    rate: float | None = None,
-    *,
-    count: int | None = None,
-    exclude: Iterable[Head] = (),
-    only: Iterable[Head] | None = None,
-    max_per_layer: Limits | None = None,
-    match: Iterable[Head] | None = None,
-    group_size: int = 1,
-) -> HeadSet:
+def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> HeadSet:
     """Choose the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
 
-    Args:
-        scores: `[L, H]`, NaN for heads that cannot be chosen.
-        rate: Share of all heads: `round(rate * L * H)` of them, halves to even.
-        count: Their number, instead of a rate.
-        exclude: Heads that stay live.
-        only: The heads that may be chosen; all by default.
-        max_per_layer: Most heads in a layer, one number or by layer.
-        match: Take as many from each layer as this set has, instead of a rate: the random control.
-        group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
-            scores; as many groups as stay within the budget.
-
-    Raises:
-        InputError: Not exactly one of rate, count and match, heads that do not exist, groups that do not divide.
-        SelectionError: Too few heads can be chosen under these conditions.
+    Takes the arguments of `chooser`. Raises SelectionError where too few heads can be chosen under its conditions.
     """
-    conditions: dict[str, Any] = {"exclude": exclude, "only": only, "max_per_layer": max_per_layer, "match": match}
-    choose = chooser(scores, rate, count=count, group_size=group_size, **conditions)
+    choose = chooser(scores, rate, **conditions)
     for unit in choose.propose():
         choose.accept(unit)
     if not choose.attained(len(choose)):
@@ -65,27 +41,42 @@ def chooser(
     match: Iterable[Head] | None = None,
     group_size: int = 1,
 ) -> "Chooser":
-    """Return a `Chooser` under the conditions of `select`."""
+    """Return the `Chooser` of a number of heads under conditions.
+
+    Args:
+        scores: `[L, H]`, NaN for heads that cannot be chosen.
+        rate: Share of all heads: `round(rate * L * H)` of them, halves to even.
+        count: Number of heads, instead of a rate.
+        exclude: Heads that stay live.
+        only: The heads that may be chosen; all by default.
+        max_per_layer: Most heads in a layer, one number or by layer.
+        match: Take as many from each layer as this set has, instead of a rate: the random control.
+        group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
+            scores; as many groups as stay within the budget.
+
+    Raises InputError unless exactly one of rate, count and match is set, and for heads that do not exist or groups that
+    do not divide.
+    """
     if sum(each is not None for each in (rate, count, match)) != 1:
-        raise InputError("give either rate or count, or a set of heads to match by layer")
+        raise InputError("pass either rate or count, or a set of heads to match by layer")
     if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
         raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
     if match is not None:
         if max_per_layer is not None:
-            raise InputError("match sets the number of heads of each layer; max_per_layer cannot be given with it")
+            raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
         matched = existing(scores, match)
         max_per_layer = {layer: sum(at == layer for at, _ in matched) for layer in range(len(scores))}
         count = len(matched)
     total = budget(rate or 0.0, scores.numel()) if count is None else count
     if total < 0:
         raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
-    order = units(scores, ranking(scores, exclude, only=only), group_size)
+    order = _units(scores, ranking(scores, exclude, only=only), group_size)
     # A matched set has the same number of heads in every layer; any other may end short of a whole group.
     return Chooser(order, total, _limits(scores, max_per_layer), group_size if match is None else 1)
 
 
 def budget(rate: float, num_heads: int) -> int:
-    """Number of heads k = round(rate * heads), halves to even."""
+    """Return the number of heads k = round(rate * heads), halves to even."""
     if not 0 <= rate <= 1:
         raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
     return round(rate * num_heads)
@@ -103,11 +94,11 @@ def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head
     return [(layer, head) for _, layer, head in sorted(heads)]
 
 
-def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Unit]:
-    """Ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
+def _units(scores: Tensor, order: Sequence[Head], group_size: int) -> list[Unit]:
+    """Return ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
 
-    A group's live heads come together, by ascending mean of their scores, ties by layer and head; a group with a live
-    head that is missing from `order` is left out.
+    Groups come by ascending mean of their live heads' scores, ties by layer and head. A group with a live head that is
+    missing from `order` is left out.
     """
     if group_size < 1 or scores.shape[1] % group_size:
         raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
@@ -123,7 +114,7 @@ def units(scores: Tensor, order: Sequence[Head], group_size: int = 1) -> list[Un
 
 
 def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
-    """Return the heads as a set; raise InputError for one that `scores [L, H]` has no place for."""
+    """Return the heads as a set; raise InputError for one outside of `scores [L, H]`."""
     named = head_pairs(heads)
     layers, width = scores.shape
     if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
@@ -146,7 +137,7 @@ class Chooser:
         self._chosen: list[Head] = []
 
     def propose(self) -> list[Unit]:
-        """Return the next units that would all be chosen if none were rejected; they wait no longer."""
+        """Return the next units, all of which fit within the total and the limits, and remove them from the queue."""
         taken, proposed, skipped = list(self._chosen), [], []
         for unit in self._waiting:
             layer = unit[0][0]
@@ -162,16 +153,16 @@ class Chooser:
         return proposed
 
     def accept(self, unit: Unit) -> None:
-        """Count a proposed unit as chosen; one that is not accepted is rejected."""
+        """Count a proposed unit as chosen; units that are not accepted are rejected."""
         self._chosen += unit
 
     @property
     def is_empty(self) -> bool:
-        """Whether no head may be chosen, or none is left that waits."""
+        """Whether no unit is in the queue."""
         return not self._waiting
 
     def attained(self, count: int) -> bool:
-        """Whether `count` heads exhaust the total: no further group would stay within it."""
+        """Return whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size
 
     def __iter__(self) -> Iterator[Head]:
@@ -182,7 +173,7 @@ class Chooser:
 
 
 def _limits(scores: Tensor, most: Limits | None) -> list[int]:
-    """Most heads of each layer that may be chosen: at most `most` of those that have scores."""
+    """Return the most heads of each layer that may be chosen: at most `most` of those with scores."""
     live: list[int] = (~scores.isnan()).sum(1).tolist()
     by_layer = dict.fromkeys(range(len(live)), most) if isinstance(most, int) else dict(most or {})
     if strange := {layer: limit for layer, limit in by_layer.items() if not (0 <= layer < len(live) and limit >= 0)}:

@@ -1,4 +1,4 @@
-"""`save` and `load`: the frozen heads of a model as two small files beside its weights."""
+"""`save` writes the frozen heads of a model as two small files, and `load` reads them."""
 
 import warnings
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ SCHEMA = "saf.model/1"
 def save(model: nn.Module, folder: str | Path) -> None:
     """Write `saf.json` and `saf.safetensors` (patterns, removed rows) and, for the project's GPT, the weights.
 
-    Weights of other models are theirs to keep. A model loaded from the folder by `load` gives the same outputs bit for
-    bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Raises
-    InputError for a file, and for the GPT when the folder is a run, a checkpoint or something else's; CheckpointError
-    when the disk is full. All files are written or none: what was saved there before stays until then.
+    Other models' weights are saved by their own library. A model that `load` opens from the folder has the same outputs
+    bit for bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Either
+    all files are written or none. Raises InputError for a file, and for the GPT when the folder is a run, a checkpoint
+    or of another origin; CheckpointError when the disk is full.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -65,42 +65,40 @@ def save(model: nn.Module, folder: str | Path) -> None:
 def load(
     model_or_folder: nn.Module | str | Path, folder: str | Path | None = None, *, backend: str | None = None
 ) -> nn.Module:
-    """Load what `save` wrote: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
+    """Open a folder of `save`: `load(folder)` builds the model, `load(model, folder)` fills a fresh one.
 
-    Both also take what the commands write: a checkpoint, or a run, of which they take the newest checkpoint.
-    Frozen heads are executed by the backend that they were saved with, so that outputs are the same bit for bit; where
-    it cannot run, a warning says so and `"auto"` takes its place. `backend` names another one, or `"auto"`.
+    A checkpoint, or a run with its newest checkpoint, opens the same way. Frozen heads have the backend that they were
+    saved with, so that outputs are the same bit for bit; where it cannot run, `"auto"` replaces it with a warning.
+    `backend` chooses another one. No random numbers are drawn.
 
-    A model of transformers has its weights already: its heads are frozen as the saved ones were. If it was trained on
-    after freezing, load that state dict afterwards; a warning names the attention weights that differ from those saved,
-    another one settings of attention (rotary positions, windows).
-    Weights of a narrower dtype than the saved ones are compared by the rows kept for undoing alone.
+    A model of transformers has its weights already, and only its heads are frozen. If it was trained after freezing,
+    load that state dict afterwards: a warning lists the attention weights that differ from the saved ones, another one
+    settings of attention (rotary positions, windows). Of weights of a narrower dtype only removed rows are compared.
 
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
-    InputError when a model is given without a folder, or a run that has no checkpoint yet. No random numbers are drawn.
+    InputError for a model without a folder, or a run without a checkpoint.
     """
     from saf.checkpoint import find_checkpoint, open_checkpoint
 
     if isinstance(model_or_folder, nn.Module):
         if folder is None:
-            raise InputError("load(model, folder) needs the folder that save wrote")
+            raise InputError("load(model, folder) needs a folder of saf.save")
         model, source = model_or_folder, Path(folder)
     else:
         model, source = None, Path(model_or_folder)
     expect(source, Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS, error=CheckpointError)
-    if found := find_checkpoint(source):
-        checkpoint = open_checkpoint(found, optimizer=False)
+    if (path := find_checkpoint(source)) is not None:
+        checkpoint = open_checkpoint(path, optimizer=False)
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
-        source = found
+        source = path
     state = read_json(source / STATE, error=CheckpointError)
     check_sums(source, state)
     if model is None:
         if "sha256" in state and WEIGHTS not in state["sha256"]:
             raise CheckpointError(
-                f"{source} holds the frozen heads of a model that keeps its own weights, as those of transformers do; "
-                f"open that model, then saf.load(model, folder), or where save_pretrained wrote its weights here too: "
-                f"{OPENS}, then from_pretrained(folder)"
+                f"{source} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
+                f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
             )
         config = GPTConfig.from_dict(_read_shape(source / CONFIG))
         model = GPT.undrawn(config, torch.get_default_device())
@@ -109,8 +107,8 @@ def load(
         apply_(model, state, tensors, backend=backend)
         if differing := _differing_settings(adapter_for(model), state.get("attention", {})):
             warnings.warn(
-                f"the model's live heads attend otherwise than those saved ({'; '.join(differing)}): open it with the "
-                "configuration it had",
+                f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with the "
+                "configuration of then",
                 SafWarning,
                 stacklevel=3,
             )
@@ -122,7 +120,7 @@ def load(
 
 
 def _read_shape(path: Path) -> dict[str, Any]:
-    """Return what config.json tells of the shape of a model."""
+    """Return the shape of a model in config.json."""
     record = read_json(path, error=CheckpointError)
     if record.get("schema") != SCHEMA or not isinstance(record.get("model"), dict):
         raise CheckpointError(f"{path} has schema {record.get('schema')!r}; expected {SCHEMA!r}, and a model in it")
@@ -130,7 +128,7 @@ def _read_shape(path: Path) -> dict[str, Any]:
 
 
 def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
-    """Return "name: here, saved there" for every setting that is another one; earlier files have saved none."""
+    """Return "name: here, saved there" for every setting that differs."""
     own = adapter.attention_settings()
     return [
         f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if name in own and own[name] != value
@@ -138,10 +136,9 @@ def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]
 
 
 def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
-    """Check the tensor files against the sums in saf.json's `state`, and return these.
+    """Check the tensor files against the sums in saf.json's `state`, and return these; a checkpoint has a manifest.
 
-    A checkpoint's saf.json has none: its manifest has them. Raises CheckpointError naming the file that differs or is
-    missing.
+    Raises CheckpointError for a file that differs or is missing.
     """
     if state.get("schema") != HEADS_SCHEMA:
         raise CheckpointError(
@@ -156,15 +153,14 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_free(folder: Path) -> None:
-    """Raise InputError when writing a whole model would overwrite what `save` did not write."""
+    """Raise InputError when writing a whole model would overwrite files of another origin."""
     for name in (CONFIG, "manifest.json"):
         path = folder / name
         if path.is_file() and not (name == CONFIG and _is_own(path)):
-            raise InputError(f"{path} was not written by saf.save and the folder is left as it is; take another folder")
+            raise InputError(f"{path} was not written by saf.save; choose another folder")
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file is a sidecar's."""
     try:
         return read_json(path).get("schema") == SCHEMA
     except InputError:

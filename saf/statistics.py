@@ -1,4 +1,4 @@
-"""`AttentionStatistics` holds what calibration measures of every head; scores, targets and fitters read it."""
+"""`AttentionStatistics` holds the measurements of calibration for every head; scores, targets and fits read it."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ COLLECTIONS = {
     "rows": "FNRT",
     "logit_rows": "FNRT",
 }
-"""Names that `calibrate(collect=...)` can keep, with their shapes: F heads, N sequences, R positions, T tokens.
+"""Names for `calibrate(collect=...)`, with the shapes of their tensors: F heads, N sequences, R positions, T tokens.
 
 Means and variances over the sequences (dividing by N - 1) of each entry of the pattern, of its logits (0 above the
 diagonal); `row_variance` sums `entry_variance` over keys. `sharp_*` are the marginals and entropy (nats) of the
@@ -43,7 +43,7 @@ diagonal) those of every sequence.
 class AttentionStatistics:
     """Statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
 
-    The mean pattern is floored at 1e-9 and row-normalised before the last three are taken. Statistics of different
+    `eta_*` and `row_entropy` are of the mean pattern, floored at 1e-9 and normalised by row. Statistics of different
     sequences cannot be merged (the variance of a union is not a sum); those of different heads can, see `join`.
     """
 
@@ -72,7 +72,6 @@ class AttentionStatistics:
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
 
     def __post_init__(self):
-        """Raise InputError unless the tensors have the shapes that belong together."""
         heads = self.variance.shape
         for name in _TENSORS:
             expected = (*heads, self.length) if name.startswith("eta") else tuple(heads)
@@ -108,16 +107,16 @@ class AttentionStatistics:
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
         """Return the tensor collected under `name` for `heads`, in their order, `[F, ...]`.
 
-        Raises InputError that says how to collect it when it is missing.
+        Raises InputError where it is missing, with the call that collects it.
         """
-        wanted = head_pairs(heads)
-        held = self.collected_heads if name in self.collected else HeadSet()
-        if missing := [head for head in wanted if head not in held]:
+        pairs = head_pairs(heads)
+        known = self.collected_heads if name in self.collected else HeadSet()
+        if missing := [head for head in pairs if head not in known]:
             raise InputError(
-                f"these statistics hold no {name!r} of heads {missing[:4]}{'...' if len(missing) > 4 else ''}; "
+                f"these statistics have no {name!r} of heads {missing[:4]}{'...' if len(missing) > 4 else ''}; "
                 f"measure it with calibrate(model, batches, collect=({name!r},), heads=...)"
             )
-        return self.collected[name][[self.collected_heads.index(head) for head in wanted]]
+        return self.collected[name][[self.collected_heads.index(head) for head in pairs]]
 
     @classmethod
     def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
@@ -132,7 +131,7 @@ class AttentionStatistics:
                     f"differ in {differing or ['collected']}"
                 )
         if (torch.stack([part.measured.int() for part in parts]).sum(0) > 1).any():
-            raise InputError("statistics to join measure some heads twice; give each head to one part")
+            raise InputError("statistics to join measure some heads twice; measure each head in one part")
         merged = {name: getattr(first, name).clone() for name in _TENSORS}
         for part in others:
             for name, tensor in merged.items():
@@ -153,14 +152,11 @@ class AttentionStatistics:
 
     @classmethod
     def load(cls, path: str | Path) -> "AttentionStatistics":
-        """Read a file written by `save`; raise CheckpointError when it is missing, damaged or another kind of file."""
+        """Read a file written by `save`; raise CheckpointError for a missing, damaged or other file."""
         advice = "expected a file that AttentionStatistics.save wrote"
         tensors = read_tensors(Path(path), error=CheckpointError, advice=advice)
-        try:
-            meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: its metadata are not JSON ({error})") from error
-        if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
+        meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
+        if meta.get("schema") != SCHEMA:
             raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
         if meta.get("hash") != entries_hash(meta) or meta["sha256"] != tensors_hash(tensors):
             raise CheckpointError(f"{path} was changed since it was saved: its checksums differ; measure again")
@@ -171,7 +167,7 @@ class AttentionStatistics:
 
 
 def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:
-    """Number of sequences and their tokens in words; where lengths differ, how far two of them reach.
+    """Return the number of sequences and their tokens in words, with the rows of unequal lengths that two reach.
 
     >>> sequences_in_words(3, 9, (9, 7, 2))
     '3 sequences of 2 to 9 tokens (7 rows are reached by two or more)'

@@ -9,12 +9,11 @@ from torch import nn
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.models.adapter import adapter_for
-from saf.patterns import Pattern
 
 
 @dataclass(frozen=True)
 class StorageReport:
-    """Hold the bytes of one set of patterns in each form; printed in GB (1e9 bytes)."""
+    """The bytes of one set of patterns in each form; printed in GB (1e9 bytes)."""
 
     dense_by_layer: int
     """A `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation has it."""
@@ -23,15 +22,14 @@ class StorageReport:
     compact: int
     """Key logits, distance logits and normalisers of the frozen heads."""
     parameters: int | None = None
-    """Numbers of the patterns as a model saves them: of exponential ones alpha, the band and the poles.
-    None without a model."""
+    """The saved tensors of a model's patterns: of exponential ones alpha, the band and the poles."""
     allocated: int | None = None
-    """What a model's layers hold to execute them: tables for every dtype of values, and trained logits. None without a
-    model. The original patterns and the rows removed for undoing are on the CPU beside it."""
+    """Tables of a model's layers for every dtype of values, and trained logits. The patterns and the rows for undoing
+    are on the CPU and not counted."""
 
     @property
     def ratio(self) -> float:
-        """Return how many times smaller compact is than packed dense."""
+        """Packed dense over compact."""
         return self.dense_packed / self.compact if self.compact else 1.0
 
     def __str__(self) -> str:
@@ -46,10 +44,10 @@ def storage_report(
     num_heads: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> StorageReport:
-    """Return the storage of the patterns of a model's frozen heads, and what of it is allocated to execute them.
+    """Return the storage of the patterns of a model's frozen heads.
 
-    Or, instead of a model, that of patterns over `length` tokens of `heads` in layers of `num_heads` heads, of which
-    nothing is allocated. `dtype` is that of the forms that are only counted.
+    Instead of a model, `heads` are counted with patterns over `length` tokens, in layers of `num_heads` heads; then
+    `parameters` and `allocated` are None. `dtype` is that of the forms that are only counted.
 
     >>> storage_report([(0, 1), (0, 2), (3, 0)], length=1024, num_heads=12).dense_packed
     12582912
@@ -64,7 +62,9 @@ def storage_report(
         length = max((one.max_length for one in frozen), default=1)
         num_heads = sites[0].layout.num_heads
         heads, allocated = adapter.frozen_heads(), sum(one.allocated for one in frozen)
-        parameters = sum(pattern_bytes(pattern) for one in frozen for pattern in one.patterns)
+        parameters = sum(
+            tensor.nbytes for one in frozen for pattern in one.patterns for tensor in pattern.state().values()
+        )
     heads = HeadSet(heads)
     if length is None or num_heads is None or length < 1 or any(head >= num_heads for _, head in heads):
         raise InputError(
@@ -78,8 +78,3 @@ def storage_report(
         parameters=parameters,
         allocated=allocated,
     )
-
-
-def pattern_bytes(pattern: Pattern) -> int:
-    """Return the bytes of the numbers of a pattern as it is saved."""
-    return sum(tensor.nbytes for tensor in pattern.state().values())

@@ -479,7 +479,7 @@ _outdated: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
 def _refuse_training(_: nn.Module, __: Any) -> None:
-    # With find_unused_parameters such a wrapper takes edited weights for unused, and processes drift apart.
+    # With find_unused_parameters such a wrapper takes edited weights for unused, and processes diverge.
     if torch.is_grad_enabled():
         raise InputError(
             "heads were edited, and this DistributedDataParallel from before would not average their gradients: wrap "

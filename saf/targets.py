@@ -1,4 +1,4 @@
-"""Targets are the patterns that frozen heads attend by (paper, section 3.2): dense, or as marginals for a fit."""
+"""Targets are the patterns that replace attention (paper, section 3.2): dense, or as marginals for a fit."""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -15,17 +15,17 @@ from saf.statistics import FLOOR, AttentionStatistics
 
 Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
 FITTED = ("compact", "exponential")
-"""Storages whose patterns are fitted to marginals; the others keep every entry."""
+"""Storages whose patterns are fitted to marginals; the others hold every entry."""
 Seed = int | torch.Generator
 """A seed, or a generator that draws one."""
 SHARP_MARGINALS = ("sharp_eta_abs", "sharp_eta_rel", "sharp_row_entropy")
 
 SCALE = 16.0
-"""Factor of the moment estimate of Dirichlet concentrations, as in the paper."""
+"""Factor of the moment estimate of Dirichlet concentrations: the paper's."""
 BOUNDS = (1e-2, 1e6)
 """Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
 PARAMETER_FLOOR = 1e-6
-"""The paper's, for numerical sampling."""
+"""Smallest parameter in numerical sampling: the paper's."""
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
 # concentration would be a quotient of rounding errors.
 NEAR_DETERMINISTIC = 1e-6
@@ -41,18 +41,18 @@ class Target(NamedTuple):
 
 
 class TargetKind(NamedTuple):
-    """How one pattern is computed from the statistics, dense and compact; all functions take `(statistics, heads)`."""
+    """The functions that compute one pattern from `(statistics, heads)`."""
 
     dense: Callable[..., Tensor]
     """Returns the pattern, `[F, T, T]`."""
     collect: tuple[str, ...] = ()
-    """Names of `COLLECTIONS` that `dense` reads."""
+    """Inputs of `dense`, names of `COLLECTIONS`."""
     compact: Callable[..., Target] | None = None
-    """Returns the target of a compact fit; where None, it is taken from the dense pattern."""
+    """Returns the target of a compact fit; None takes it from the dense pattern."""
     collect_compact: tuple[str, ...] = ()
-    """Names of `COLLECTIONS` that `compact` reads."""
+    """Inputs of `compact`, names of `COLLECTIONS`."""
     exact: Callable[..., CompactPattern] | None = None
-    """Returns the pattern itself, `[F]`, where it is compact by nature and needs no fit."""
+    """Returns the pattern itself, `[F]`, where it has key and distance logits and needs no fit."""
 
 
 # --- the five patterns
@@ -62,11 +62,6 @@ def mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
     """Target of the post-softmax mean: marginals (Eq. 4) and row entropy of the floored mean pattern."""
     layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
     return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
-
-
-def dense_mean(statistics: AttentionStatistics, heads: HeadSet) -> Tensor:
-    """Post-softmax mean over the sequences."""
-    return statistics.take("mean", heads)
 
 
 def sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
@@ -127,35 +122,33 @@ def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: 
     return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
 
 
-def dense_structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
-    """Entries of the same patterns."""
-    return structured_random(statistics, heads, seed=seed).dense()
-
-
 TARGETS: dict[str, TargetKind] = {
-    "mean": TargetKind(dense_mean, ("mean",), mean),
+    "mean": TargetKind(lambda statistics, heads: statistics.take("mean", heads), ("mean",), mean),
     "sharp_mean": TargetKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
     "gaussian": TargetKind(gaussian, ("logit_mean", "logit_variance")),
     "dirichlet": TargetKind(dirichlet, ("mean", "row_variance")),
-    "structured_random": TargetKind(dense_structured_random, exact=structured_random),
+    "structured_random": TargetKind(
+        lambda statistics, heads, *, seed=0: structured_random(statistics, heads, seed=seed).dense(),
+        exact=structured_random,
+    ),
 }
 
 
-# --- what they are for
+# --- by name
 
 
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
-    """Names that `calibrate(collect=...)` must keep for a pattern in a storage."""
+    """Return the names that `calibrate(collect=...)` needs for a pattern in a storage."""
     kind = _kind(name)
     return kind.collect_compact if storage in FITTED and kind.compact is not None else kind.collect
 
 
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
-    """Target of the compact fit of a pattern, for `heads` in order.
+    """Return the target of the compact fit of a pattern, for `heads` in order.
 
-    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A seed may also be a
-    `torch.Generator`, which draws one for all heads: draws depend on the seed, the layer and the head alone.
-    Raises InputError for unknown names and options, and for statistics that lack what `collect_for` names.
+    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A `torch.Generator` as
+    seed draws one for all heads: draws depend on the seed, the layer and the head alone. Raises InputError for unknown
+    names and options, and for statistics without the tensors of `collect_for`.
     """
     kind, options, heads = _kind(name), check_options(name, options), _some(heads)
     if kind.compact is not None:
@@ -167,7 +160,7 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
 def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
-    """Patterns of `heads` where this kind is compact by nature, None where it must be fitted; options as `target`."""
+    """Return the patterns of `heads` where this kind needs no fit, None where it does; options as for `target`."""
     kind, options = _kind(name), check_options(name, options)
     return None if kind.exact is None else kind.exact(statistics, _some(heads), **options)
 
@@ -180,15 +173,15 @@ def dense_pattern(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> DensePattern:
-    """Pattern of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
+    """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
     kind, options = _kind(name), check_options(name, options)
-    # Head by head: what a pattern is computed from takes several times its own memory.
+    # Head by head: the computation takes several times a pattern's own memory.
     rows = [kind.dense(statistics, HeadSet([head]), **options).to(dtype) for head in _some(heads)]
     return DensePattern(torch.cat(rows))
 
 
 def target_of(weights: Tensor) -> Target:
-    """Target of dense patterns `[F, T, T]`, floored at 1e-9 and normalised again, Eqs. (S.3) and (S.4)."""
+    """Return the target of dense patterns `[F, T, T]`, floored at 1e-9 and normalised again, Eqs. (S.3) and (S.4)."""
     length = weights.shape[-1]
     causal = causal_mask(length).to(weights.device)
     position = torch.arange(length, device=weights.device)
@@ -203,9 +196,9 @@ def target_of(weights: Tensor) -> Target:
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a pattern takes, a generator given as `seed` replaced by a seed that it draws.
+    """Return a pattern's options, with a generator as `seed` replaced by a seed that it draws; all accept `seed`.
 
-    All patterns accept `seed`. Raises InputError for other options and for a seed that is none.
+    Raises InputError for other options and for a seed that is not a number.
     """
     known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, _kind(name).dense)
     taken = {key: value for key, value in options.items() if key in known}
@@ -228,7 +221,7 @@ def _kind(name: str) -> TargetKind:
 
 
 def seed_of(seed: Seed) -> int:
-    """Return the seed itself, or one that the generator draws, below 2**53 so that JSON keeps it."""
+    """Return the seed itself, or one that the generator draws, below 2**53, exact in JSON."""
     if isinstance(seed, torch.Generator):
         return int(torch.randint(1 << 53, (), generator=seed, device=seed.device))
     if (number := operator.index(seed)) < 0:
@@ -237,21 +230,21 @@ def seed_of(seed: Seed) -> int:
 
 
 def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Generator:
-    """Random stream of a seed, a head (a query position may follow) and a stream number.
+    """Return the random stream of a seed, a head (a query position may follow) and a stream number.
 
-    A head draws the same whatever else is frozen with it, at whatever rate and time.
+    A head's draws do not depend on other heads, the rate or the time of freezing.
     """
     return np.random.default_rng([seed, *head, number])
 
 
 def concentration(mean: Tensor, variance: Tensor) -> Tensor:
-    """Moment estimate of Eq. (18), `[T]`, of rows with mean `[T, T]` and summed variance `[T]`."""
+    """Return the moment estimate of Eq. (18), `[T]`, for rows with mean `[T, T]` and summed variance `[T]`."""
     spread = 1 - mean.square().sum(-1)
     return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1
 
 
 def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:
-    """Logarithms of gamma variates of the given shapes, one each.
+    """Return the logarithm of one gamma variate of each shape.
 
     Gamma(a) is Gamma(a + 1) · U^(1/a); in the logarithm, draws of tiny shapes do not underflow to rows of zeros.
     """
@@ -262,10 +255,10 @@ def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:
 
 
 def causal_softmax(logits: Tensor) -> Tensor:
-    """Softmax of each row's causal entries, `[..., T, T]`; entries above the diagonal are ignored."""
+    """Return the softmax of each row's causal entries, `[..., T, T]`; entries above the diagonal are ignored."""
     return logits.masked_fill(~causal_mask(logits.shape[-1]).to(logits.device), -torch.inf).softmax(-1)
 
 
 def causal_mask(length: int) -> Tensor:
-    """Mask `[T, T]`, true on and below the diagonal."""
+    """Return the mask `[T, T]`, true on and below the diagonal."""
     return torch.ones(length, length, dtype=torch.bool).tril()

@@ -1,7 +1,6 @@
 """Saved models: whole, guarded by sums, never over something else, and loaded without drawing."""
 
 import contextlib
-import errno
 import json
 from pathlib import Path
 
@@ -53,23 +52,9 @@ def test_a_flipped_bit_is_named(name, tmp_path):
 @pytest.mark.parametrize("name", ["config.json", "manifest.json"])
 def test_a_folder_of_something_else_is_left_as_it_is(name, tmp_path):
     (tmp_path / name).write_text('{"schema": "saf.run/1"}')
-    with pytest.raises(InputError, match=rf"{name} was not written by saf.save.*take another folder"):
+    with pytest.raises(InputError, match=rf"{name} was not written by saf.save; choose another folder"):
         saf.save(frozen_model(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(InputError, match="is a file; save writes a folder"):
-        saf.save(frozen_model(), tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "kept"
-
-
-def test_a_saved_model_may_be_saved_over(tmp_path):
-    for _ in range(2):
-        saf.save(frozen_model(), tmp_path)
-    assert read_json(tmp_path / "config.json")["schema"] == "saf.model/1"
-    saf.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +63,6 @@ def test_a_saved_model_may_be_saved_over(tmp_path):
         (None, "must hold a JSON object; got list"),
         ({"sha256": None}, "sha256 must name files"),
         ({"schema": None}, "expected frozen heads of schema"),
-        ({"layers": None}, "is damaged: layers must have"),
         ({"layers": [{}, {}]}, "is damaged: layers must have"),
     ],
 )
@@ -97,7 +81,7 @@ def test_frozen_heads_without_their_model_say_whose_they_are(tmp_path):
     (tmp_path / "saf.json").write_text(json.dumps(state))
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"keeps its own weights.*saf\.load\(model, folder\)"):
+    with pytest.raises(CheckpointError, match=r"frozen heads without weights.*saf\.load\(model, folder\)"):
         saf.load(tmp_path)
 
 
@@ -118,22 +102,6 @@ def test_a_checkpoint_and_a_run_load_without_their_optimiser(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
     fresh = GPT(models[1].config)
     assert torch.equal(saf.load(fresh, tmp_path)(tokens), models[1](tokens))
-
-
-def test_a_damaged_checkpoint_fills_no_model(tmp_path):
-    write_checkpoint(tmp_path / "step-1", frozen_model())
-    weights = tmp_path / "step-1" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    for given in ((), (GPT(frozen_model().config),)):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            saf.load(*given, tmp_path / "step-1")
-
-
-def test_a_checkpoint_that_lost_its_manifest_is_not_a_saved_model(tmp_path):
-    write_checkpoint(tmp_path / "step-1", frozen_model())
-    (tmp_path / "step-1" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"it has no manifest\.json"):
-        saf.load(tmp_path / "step-1")
 
 
 @pytest.mark.parametrize("trainable", [False, True])
@@ -196,17 +164,3 @@ def test_a_killed_save_is_whole_or_absent(at, there, tmp_path, monkeypatch):
         assert torch.equal(saf.load(folder)(tokens), expected(tokens))
         assert not there or (folder / "notes.txt").read_text() == "mine"
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-
-
-def test_a_full_disk_leaves_what_was_saved(tmp_path, monkeypatch):
-    model, tokens = frozen_model(), torch.randint(0, 40, (2, LENGTH))
-    saf.save(model, tmp_path)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(description, "write_json", full)
-    with pytest.raises(CheckpointError, match=r"no space left on the disk: .* is as it was; free some space"):
-        saf.save(frozen_model(), tmp_path)
-    monkeypatch.undo()
-    assert torch.equal(saf.load(tmp_path)(tokens), model(tokens))

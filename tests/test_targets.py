@@ -140,13 +140,6 @@ def test_zeros_are_floored_before_marginals_are_taken():
     assert 0 < goal.row_entropy.item() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["sharp_mean", "gaussian", "dirichlet"])
-def test_with_one_sequence_nothing_is_left_to_sample(name):
-    logits = make_logits(count=1)
-    found = dense_pattern(make_statistics(logits), HEADS, name, dtype=torch.float64, seed=3)
-    torch.testing.assert_close(found.weights, logits[:, 0].softmax(-1), rtol=1e-12, atol=1e-15)
-
-
 def test_wrong_requests_are_refused():
     found = make_statistics(make_logits())
     for arguments, options, message in [

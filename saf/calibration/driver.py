@@ -73,7 +73,9 @@ def calibrate(
     plan = _plan(adapter, sequences, chosen, collect, positions, capture_bytes)
     dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
     count, length = plan.sequences, plan.length
-    collection = Collection(collect, chosen, sequences=count, length=length, positions=positions, dtype=dtype)
+    collection = None
+    if collect:
+        collection = Collection(collect, chosen, sequences=count, length=length, positions=positions, dtype=dtype)
     shape = len(adapter.sites()), adapter.sites()[0].layout.num_heads
     statistics = {
         name: torch.full((*shape, length) if name.startswith("eta") else shape, torch.nan, dtype=torch.float64)
@@ -95,14 +97,14 @@ def calibrate(
         num_sequences=count,
         sequences_hash=sequences.hash,
         lengths=sequences.unequal,
-        collected=collection.tensors,
-        collected_heads=chosen if collection.tensors else HeadSet(),
-        positions=collection.positions,
+        collected=collection.tensors if collection else {},
+        collected_heads=chosen if collection else HeadSet(),
+        positions=collection.positions if collection else (),
     )
 
 
 def _measure(
-    adapter: Adapter, plan: "CalibrationPlan", sequences: Sequences, collection: Collection, timer: Stopwatch
+    adapter: Adapter, plan: "CalibrationPlan", sequences: Sequences, collection: Collection | None, timer: Stopwatch
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the plan's layers with the values of their `LayerStatistics`, on the CPU."""
     sites = adapter.sites()
@@ -120,7 +122,7 @@ def _measure(
                     scale=sites[layer].scale,
                     soft_cap=sites[layer].soft_cap,
                     lengths=sequences.lengths,
-                    take=collection.of_layer(layer),
+                    take=collection.of_layer(layer) if collection else None,
                 )
                 values = [each.cpu() for each in measured]
                 del query, key
@@ -230,10 +232,12 @@ def _plan(
             f"not enough memory: queries and keys of one layer take {readable(largest)}, capture_bytes allows "
             f"{readable(limit)}; raise it, pass fewer sequences, or measure fewer heads (heads=)"
         )
-    shape = {"heads": len(heads), "sequences": count, "length": length}
-    rows = len(latter_half(length) if positions is None else positions)
-    collected = collection_bytes(collect, **shape, positions=rows, itemsize=_itemsize(adapter))
-    spare = free_bytes(torch.device("cpu"))
+    collected, spare = 0, None
+    if collect:
+        shape = {"heads": len(heads), "sequences": count, "length": length}
+        rows = len(latter_half(length) if positions is None else positions)
+        collected = collection_bytes(collect, **shape, positions=rows, itemsize=_itemsize(adapter))
+        spare = free_bytes(torch.device("cpu"))
     if spare is not None and collected > spare:
         raise InputError(
             f"not enough memory: {readable(collected)} to collect, {readable(spare)} free on the CPU; measure fewer "

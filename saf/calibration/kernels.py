@@ -123,7 +123,7 @@ def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
 
 @triton.jit
 def _write_marginals(
-    b_mean, inside, weight_ptr, row_ptr, column_ptr, diagonal_ptr, H, T, floor,
+    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor,
     i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
@@ -134,7 +134,6 @@ def _write_marginals(
     tl.store(p_row + tl.cast(H, tl.int64) * num_j * (num_i * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
     b_f = tl.where(inside, b_f, 0.0)
     tl.store(p_row, tl.sum(b_f, 1))
-    b_f *= tl.load(weight_ptr + i_h * T + o_i, mask=o_i < T, other=0.0)[:, None]
     i_band = i_i - first
     tl.store(column_ptr + (i_h * num_i + i_band) * T + o_j, tl.sum(b_f, 0), mask=o_j < T)
 
@@ -151,9 +150,9 @@ def _write_marginals(
 
 
 @triton.jit
-def _write_scores(b_a0, b_l0, total, square, gain, N, b_reach, p_scalar, stride, UNEQUAL: tl.constexpr):
+def _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, stride):
     """Write a tile's sums of squared deviations from the mean and of A log2(A / mean); return the mean [BM, BN]."""
-    count = tl.cast(b_reach, tl.float32)[:, None] if UNEQUAL else tl.cast(N, tl.float32)
+    count = tl.cast(N, tl.float32)
     b_shift = total / count
     b_mean = b_a0 + b_shift
     # log(mean / A_0): exactly zero if nothing deviates, and without A_0's logarithm unless A_0 vanishes.
@@ -163,9 +162,6 @@ def _write_scores(b_a0, b_l0, total, square, gain, N, b_reach, p_scalar, stride,
     b_ratio = tl.where(total == 0, 0.0, b_ratio)
     deviation = square - tl.sum(total * b_shift, 1)
     divergence = gain - tl.sum(count * b_mean * b_ratio, 1)
-    if UNEQUAL:
-        deviation = deviation / tl.cast(tl.maximum(b_reach - 1, 1), tl.float32)
-        divergence = divergence / tl.cast(b_reach, tl.float32)
     tl.store(p_scalar, tl.sum(deviation))
     tl.store(p_scalar + stride, tl.sum(divergence))
     return b_mean
@@ -173,19 +169,16 @@ def _write_scores(b_a0, b_l0, total, square, gain, N, b_reach, p_scalar, stride,
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def tile_kernel(
-    q_ptr, k_ptr, kv_ptr, lse_ptr, reach_ptr, weight_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
+    q_ptr, k_ptr, kv_ptr, lse_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
     N, H, T, scale, floor, first, num_i, num_j, offset, num_tiles,
     q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    DIAGONAL: tl.constexpr, UNEQUAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
 
-    With UNEQUAL lengths, of which the first is the longest, row i is reached by the first reach[i] sequences, and
-    each row's sums over sequences are divided here: by reach - 1, nothing where one sequence reaches, and by reach.
-
     Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
-    of rows F and F log F of the floored mean, `row [2, H, J, rows]`; of its columns, each row times its weight,
+    of rows F and F log F of the floored mean, `row [2, H, J, rows]`; of its columns,
     `column [H, I, T]`; and of its diagonals likewise, `diagonal [H, I, RATIO + 1, J, BN]`.
     """
     RATIO: tl.constexpr = BM // BN
@@ -215,12 +208,7 @@ def tile_kernel(
     total = tl.zeros((BM, BN), dtype=tl.float32)
     square = tl.zeros((BM,), dtype=tl.float32)
     gain = tl.zeros((BM,), dtype=tl.float32)
-    last = N
-    b_reach = tl.full((BM,), 1, dtype=tl.int32)
-    if UNEQUAL:
-        b_reach = tl.load(reach_ptr + o_i, mask=o_i < T, other=1)
-        last = tl.load(reach_ptr + i0)  # no later row is reached by more
-    for n in tl.range(1, last, num_stages=STAGES):
+    for n in tl.range(1, N, num_stages=STAGES):
         n64 = tl.cast(n, tl.int64)
         b_lse = tl.load(p_lse + n64 * lse_stride, mask=o_i < T, other=FAR)
         b_s = _products(
@@ -232,19 +220,13 @@ def tile_kernel(
             b_l = tl.where(past, b_l, -FAR)
         b_a = tl.exp2(b_l)
         b_d = b_a - b_a0
-        b_g = b_a * (b_l - b_l0)
-        if UNEQUAL:
-            b_d = tl.where((b_reach > n)[:, None], b_d, 0.0)
-            b_g = tl.where((b_reach > n)[:, None], b_g, 0.0)
         total += b_d
         square += tl.sum(b_d * b_d, 1)
-        gain += tl.sum(b_g, 1)
+        gain += tl.sum(b_a * (b_l - b_l0), 1)
 
     p_scalar = scalar_ptr + i_h * num_tiles + offset + t
-    b_mean = _write_scores(
-        b_a0, b_l0, total, square, gain, N, b_reach, p_scalar, tl.cast(H, tl.int64) * num_tiles, UNEQUAL
-    )
+    b_mean = _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, tl.cast(H, tl.int64) * num_tiles)
     _write_marginals(
-        b_mean, past & (o_i < T)[:, None], weight_ptr, row_ptr, column_ptr, diagonal_ptr, H, T, floor,
+        b_mean, past & (o_i < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor,
         i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM, BN,
     )  # fmt: skip

@@ -80,7 +80,8 @@ def unsupported_reason(
     dtypes: tuple[torch.dtype, torch.dtype],
     dim: int,
     *,
-    whole_rows: bool,
+    unequal: bool = False,
+    whole_rows: bool = False,
     soft_cap: float | None = None,
 ) -> str:
     """Return why the kernels cannot measure queries and keys of these dtypes with `dim` channels; empty if they can."""
@@ -94,6 +95,8 @@ def unsupported_reason(
         return f"heads must have at most {MAX_DIM} channels, got {dim}"
     if soft_cap is not None:
         return f"the kernels have no soft cap of logits, got {soft_cap:g}"
+    if unequal:
+        return "the kernels need sequences of one length"
     return "the kernels hold no whole rows, which are to be collected" if whole_rows else ""
 
 
@@ -112,8 +115,8 @@ def measure_layer(
 
     Logits are products times `scale`, `D ** -0.5` by default, then within the `soft_cap` c as `c * tanh(logit / c)`.
     Of sequences of unequal `lengths`, longest first and the first one T, a row's mean and variance are over the n(i)
-    sequences that reach it. Variance and divergence average the rows that two sequences or more reach
-    (`compared_rows`); marginals and entropy average all rows of the mean pattern.
+    sequences that reach it. Variance and divergence average the rows that two sequences or more reach; marginals and
+    entropy average all rows of the mean pattern.
 
     `take` reads every strip once and must not change it. `strip_elements`, the most entries of a strip, changes
     results by rounding alone; a number takes strips even where the kernels run. Strips are computed in float32
@@ -121,15 +124,14 @@ def measure_layer(
     """
     count, heads, length, dim = query.shape
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
-    dtypes = query.dtype, key.dtype
-    reason = unsupported_reason(query.device, dtypes, dim, whole_rows=take is not None, soft_cap=soft_cap)
-    if not (reason or strip_elements):
+    dtypes, spans = (query.dtype, key.dtype), spans_of(lengths or [length] * count)
+    special = {"unequal": len(spans) > 1, "whole_rows": take is not None, "soft_cap": soft_cap}
+    if not (strip_elements or unsupported_reason(query.device, dtypes, dim, **special)):
         from saf.calibration.tiles import measure_by_kernel
 
-        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale, lengths=lengths)
+        return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     rows, together = _cut(count, length, limit)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    spans, parts = spans_of(lengths or [length] * count), []
+    wide, parts = torch.float64 if query.dtype == torch.float64 else torch.float32, []
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
             some = slice(first, min(first + together, heads))
@@ -164,11 +166,6 @@ def spans_of(lengths: Sequence[int]) -> list[Span]:
     return [
         Span(start, end, sum(length > start for length in lengths)) for start, end in zip(starts, ends, strict=True)
     ]
-
-
-def compared_rows(lengths: Sequence[int]) -> int:
-    """Return the number of rows that two sequences or more reach, longest first; all rows of a single sequence."""
-    return lengths[min(1, len(lengths) - 1)]
 
 
 def _measure_heads(
@@ -290,10 +287,8 @@ class Collection:
             for name in collect
         }
 
-    def of_layer(self, layer: int) -> Callable[[Strip], None] | None:
-        """Return the function that reads the strips of a layer; None when there is nothing to collect."""
-        if not self.tensors:
-            return None
+    def of_layer(self, layer: int) -> Callable[[Strip], None]:
+        """Return the function that reads the strips of a layer."""
         chosen = self._heads.in_layer(layer)
         first = self._heads.index((layer, chosen[0]))
         tensors = {name: tensor[first : first + len(chosen)] for name, tensor in self.tensors.items()}

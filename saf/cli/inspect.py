@@ -107,9 +107,9 @@ def _saved(contents: Contents) -> list[Part]:
     if contents["kind"] == "transformers":
         sizes = ", ".join(f"{name} {readable(size)}" for name, size in contents["weights"].items())
         rows = {"model": contents["architecture"], "weights": sizes, "hash": contents["hash"]}
-    elif (beside := contents.get("beside")) is not None:
-        rows["model beside it"] = (
-            f"an ordinary {beside}: these heads are not of its weights, and saf.load(model, folder) freezes them in "
+    elif (base := contents.get("base_model")) is not None:
+        rows["base model here"] = (
+            f"an ordinary {base}: these heads are not of its weights, and saf.load(model, folder) freezes them in "
             "the model that they were made from; were they undone, move both files away"
         )
     kinds: Counter[str] = Counter()
@@ -163,21 +163,9 @@ def _layers(contents: Contents) -> list[Part]:
     if "patterns" not in contents:
         return [Table.of("frozen heads", ["layer", "heads"], rows)]
     for row, patterns in zip(rows, contents["patterns"], strict=True):
-        stored = {"dense" if why == "dense" else f"in {why}": n for why, n in patterns["stored"].items() if n}
-        row += [_counts(patterns["kinds"]), _counts(stored), str(patterns["length"]), patterns["sha256"][:16]]
-    head = ["layer", "heads", "patterns", "stored as T x T", "length", "SHA-256"]
-    totals: Counter[str] = Counter()
-    for patterns in contents["patterns"]:
-        totals.update(patterns["stored"])
-    stored = [
-        f"{count} whose pattern is dense" if why == "dense" else f"{count} that {why} cannot hold as tables"
-        for why, count in totals.items()
-        if count
-    ]
-    sizes = {name.replace("_", " "): readable(size) for name, size in contents["storage"].items()}
-    allocated = f"allocated to execute them (CPU, float32 and bfloat16): {sizes.pop('allocated')}"
+        row += [_counts(patterns["kinds"]), str(patterns["length"]), patterns["sha256"][:16]]
+    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in contents["storage"].items())
     return [
-        Table.of("frozen heads", head, rows),
-        f"patterns in float32: {', '.join(f'{name} {size}' for name, size in sizes.items())}; {allocated}",
-        f"heads that backend toeplitz stores as T x T: {', '.join(stored) or 'none'}",
+        Table.of("frozen heads", ["layer", "heads", "patterns", "length", "SHA-256"], rows),
+        f"patterns in float32: {sizes}",
     ]

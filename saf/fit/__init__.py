@@ -1,7 +1,7 @@
 """`fit_compact` fits compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
 
-A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` holds what they minimise
-and how close a fit is. `exponential` fits patterns that run in linear time.
+A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` has their loss and the
+measures of a fit. `exponential` fits patterns that run in linear time.
 """
 
 import warnings
@@ -37,12 +37,12 @@ __all__ = [
     "warn_of_missed",
 ]
 
-# Each takes checked targets [N, T] and keyword options, and returns alpha, rho [N, T] and steps [N].
 FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "proportional": fit_proportional,
     "adam": fit_adam,
     "dense": fit_dense,
 }
+"""A fitter takes checked targets `[N, T]` and keyword options; it returns alpha, rho `[N, T]` and its steps `[N]`."""
 
 
 def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any) -> CompactPattern:
@@ -64,7 +64,7 @@ def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional
 
 
 def warn_of_missed(certificate: Certificate, fitter: str) -> None:
-    """Warn the caller's caller of fits that stopped before their marginals agreed; `adam` never promises that."""
+    """Warn of fits that stopped before their marginals agreed; `adam` has a fixed number of steps."""
     missed = int((~certificate.converged).sum())
     if missed and fitter != "adam":
         warnings.warn(
@@ -79,7 +79,7 @@ def warn_of_missed(certificate: Certificate, fitter: str) -> None:
 def fit_with_certificate(
     eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
 ) -> tuple[CompactPattern, Certificate]:
-    """Return what `fit_compact` returns, and how far each fitted marginal is from its target."""
+    """Return the patterns of `fit_compact`, and the distance of each fitted marginal from its target."""
     check_fitter_options(fitter, options)
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
@@ -101,7 +101,7 @@ def fit_with_certificate(
 
 
 def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
-    """Raise InputError for an unknown fitter, and for options that it does not take."""
+    """Raise InputError for an unknown fitter, and for options that are not its own."""
     check_name("fitter", fitter, FITTERS)
     check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])
 
@@ -120,6 +120,6 @@ def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[d
 
 def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:
     """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
-    # Up to a quarter of the keys, the canonical gauge keeps a constant tail constant.
+    # Up to a quarter of the keys, a constant tail stays constant in the canonical gauge.
     if not (after == 0 or 0 < 4 * after < length):
-        raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: give {(length - 1) // 4} or less")
+        raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: use {(length - 1) // 4} or less")

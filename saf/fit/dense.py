@@ -1,15 +1,15 @@
-"""The oracle: Newton's method on Eq. (4) with every row formed, for short lengths; shares no code with the tiles."""
+"""The oracle of fits: Newton's method on Eq. (4) with every row formed, for short lengths; no code of the tiles."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# A hundred times the rounding of a loss of a few nats, and a bound that ends what does not converge: round numbers.
+# A hundred times the rounding of a loss of a few nats, and a bound on steps that do not converge: round numbers.
 _DECREASE, _MOST_STEPS = 1e-13, 200
 # Eigenvalues below this share of the largest belong to the gauge, which the loss does not see.
 _GAUGE = 1e-12
-# The usual sufficient decrease of a line search, a share of what the slope foretells, and where it gives up.
+# The usual sufficient decrease of a line search, a share of the slope's, and its shortest step.
 _SUFFICIENT, _SHORTEST = 1e-4, 1e-10
 
 
@@ -37,7 +37,7 @@ def fit_dense(
 
 @dataclass(frozen=True)
 class _DenseModel:
-    """Model one head: parameters are alpha of the free keys (the last one may stand for a whole tail), then rho."""
+    """One head: parameters are alpha of the free keys (the last one may be that of a whole tail), then rho."""
 
     basis: Tensor  # [T, free], one-hot: the parameter of each key
     target: Tensor  # [free + T], its marginals
@@ -77,7 +77,7 @@ class _DenseModel:
 
 
 def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tensor, int]:
-    """Minimise one head's loss by damped Newton steps; return its parameters and how many steps it took."""
+    """Minimise one head's loss by damped Newton steps; return its parameters and the number of steps."""
     parameters = torch.zeros_like(model.target)
     loss, pattern = model.rows(parameters)
     for step in range(max_steps):

@@ -1,10 +1,11 @@
 """Fit exponential patterns: a free band and a sum of damped cosines, by maximum likelihood, many heads at once.
 
-A compact fit comes first. Poles are chosen greedily for it, and stay. Then band, amplitudes and key logits minimise the
-cross-entropy of Eq. (4) with a penalty on the cancellation among poles, which low precision would not survive.
+A compact fit comes first. Poles are chosen greedily for it, and then fixed. Band, amplitudes and key logits minimise
+the cross-entropy of Eq. (4), with a penalty on cancellation among poles, which would lose low-precision digits.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,47 +14,46 @@ from torch import Tensor
 
 from saf.damped_cosines import DampedCosines
 from saf.errors import InputError
-from saf.fit.lbfgs import minimize
 from saf.fit.objective import check_targets, fit_loss
 from saf.fit.proportional import fit_proportional
 from saf.patterns import CompactPattern, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02
-"""Nats per row that an exponential pattern may be further from its target than the compact fit is."""
+"""Nats per row by which an exponential pattern may be further from its target than the compact fit."""
 MAX_CANCELLATION = 4.0
 """Largest accepted mean of (sum of the poles' envelopes) / g: rounding errors of the sum grow by it."""
 MAX_SHORT_KL = 0.005
-"""Nats per row that the short form of alpha may cost beside an exponential pattern with every key free."""
+"""Nats per row that the short form of alpha may cost more than an exponential pattern with every key free."""
 POLES = (16, 32)
-"""Numbers of poles that are tried in turn."""
+"""Numbers of poles, tried in turn."""
 SINKS = 16
-"""Keys that have logits of their own in the short form of alpha."""
+"""Keys with logits of their own in the short form of alpha."""
 TRENDS = (24.0, 96.0, 384.0)
-"""Keys over which the decays of that short form fall by e: sinks of real models fade within a few hundred keys."""
+"""Keys over which the decays of the short form fall by e: sinks of real models fade within a few hundred keys."""
 
 _DECAYS = 2  # poles without frequency: a constant, and one that falls over _NEAR distances
 _NEAR = 40.0
 _DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)  # of the poles tried, at T = 4096; they scale with 1 / T
-_LONGEST_PERIOD = 2.5  # radians over T below which a frequency is left to the decays
+_LONGEST_PERIOD = 2.5  # radians over T; the decays represent lower frequencies
 _CANCELLATION = 1e-3  # nats per row and unit of mean cancellation: a group lasso over amplitudes
-_PSEUDO = 0.1  # counts a distance that pull g to its smoothed form, so that it stays positive
+_PSEUDO = 0.1  # weight a distance of the prior that g equals its smoothed form: g stays positive
 _RIDGE, _GREEDY_RIDGE = 1e-4, 1e-5
 _SMOOTH = 32  # distances on either side that the smoothed g averages over
 _STEPS, _TOLERANCE = 200, 1e-5  # evaluations; nats per row that the last ten steps gain together
-_HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # numbers of the largest array: a CPU's cache, a tenth of a GPU's memory
+_HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # entries of the largest array: a CPU's cache, a tenth of a GPU's memory
 
 
 @dataclass(frozen=True, eq=False)
 class ExponentialFit:
-    """Hold one head's pattern as accepted, and how it compares with the head's compact fit.
+    """One head's accepted pattern, compared with the head's compact fit.
 
     Attributes:
         pattern: an ExponentialPattern, or the compact fit where none was accepted.
         extra_kl: nats per row further from the target than the compact fit; of the best attempt if none was accepted.
         cancellation: mean over attention mass beyond the band of (sum of the poles' envelopes) / g.
         worst_row: the largest KL of a row of the compact fit to the same row of the pattern, nats.
-        poles: how many the pattern has; 0 for a compact one.
-        free_keys: how many keys have a logit of their own.
+        poles: their number; 0 for a compact pattern.
+        free_keys: number of keys with a logit of their own.
     """
 
     pattern: CompactPattern | ExponentialPattern
@@ -74,8 +74,8 @@ def fit_exponential(
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
     `band` is the number of distances with a free weight and `pairs` that of poles beyond it, two of them without
-    frequency; every key keeps a logit of its own. Raises InputError for marginals that no causal pattern has. How close
-    a fit is, `saf.fit_kl(pattern.to_compact(), ...)` tells; `fit_exponential_heads` keeps to limits.
+    frequency; every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, for which
+    `fit_exponential_heads` has limits. Raises InputError for marginals that no causal pattern has.
     """
     if band < 1 or pairs < 2:
         raise InputError(f"band must be at least 1 and pairs at least 2, got {band} and {pairs}")
@@ -102,7 +102,7 @@ def fit_exponential_heads(
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
     Tried in turn: 16 poles, 32 poles, the compact fit itself. The short form of alpha is taken if it costs at most
-    `max_short_kl` nats more; with None it is not tried, and every key keeps a logit of its own.
+    `max_short_kl` nats more; with None it is not tried, and every key has a logit of its own.
     """
     if band < 1:
         raise InputError(f"band must be at least 1, got {band}")
@@ -173,8 +173,8 @@ def _fit(
 def _sums(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return Z, column sums and diagonal sums of the patterns with factors `exp(alpha)` and `g`, `[N, T]` each.
 
-    By FFT in float64, whose errors are relative to the largest row: good for a step of a fit. What is reported and
-    executed is computed without it.
+    By FFT in float64, whose errors are relative to the largest row: good for a step of a fit. Reported and executed
+    numbers are computed without it.
     """
     length = keys.shape[-1]
     keys_f, weights_f = torch.fft.rfft(keys, 2 * length), torch.fft.rfft(weights, 2 * length)
@@ -187,8 +187,8 @@ def _sums(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
     """Return damping and frequency `[N, P]`: the decays, then `count` poles for g `[N, n]` with diagonal sums `mass`.
 
-    Each is the one of the grid that correlates most with what the poles before it leave of g, relative to g and
-    weighted by attention mass.
+    Each is the pole of the grid that correlates most with the residual of g after the poles before it, relative to g
+    and weighted by attention mass.
     """
     heads, size = weights.shape
     at = torch.arange(size, dtype=torch.float64, device=weights.device)
@@ -268,7 +268,7 @@ class _Model:
         return torch.cat([alpha[:, : self.free_keys], later.squeeze(1)], -1)
 
     def _set_amplitudes(self) -> None:
-        """Set the scale of g, the floors that keep it positive, and the coordinates of amplitudes."""
+        """Set the scale of g, the floors for positive g, and the coordinates of amplitudes."""
         band, poles = self.band, self.poles
         mass = _sums(self.alpha.exp(), self.rho.exp())[2][:, band:]
         weights = self.rho[:, band:].exp()
@@ -304,7 +304,7 @@ class _Model:
         return rows.log().sum(-1) - (self.eta_abs * alpha).sum(-1) - (self.eta_rel * rho).sum(-1)
 
     def _positive(self, amplitudes: Tensor, share: float) -> Tensor:
-        """Return the amplitudes moved towards the two decays until g is at least a share of what is expected of it."""
+        """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
         weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
         least = share * torch.minimum(self.smooth, decays)
         step = torch.where(weights < least, (least - weights) / (decays - weights).clamp(min=1e-300), 0.0)
@@ -317,7 +317,7 @@ class _Model:
         return torch.cat([self.first.new_zeros(len(self.first), width), self.first], -1)
 
     def start_from(self, other: "_Model", point: Tensor) -> Tensor:
-        """Return the coordinates of another model's band and amplitudes, its key logits replaced by the short form."""
+        """Return the coordinates of another model's band and amplitudes, with key logits in the short form."""
         _, rho, amplitudes, _ = other.unpack(point)
         band = (rho[:, : self.band] - self.rho[:, : self.band]) / self.band_scale
         scaled = amplitudes * (other.unit / self.unit)
@@ -365,7 +365,7 @@ class _Model:
         return minimize(self, point, steps=steps, tolerance=_TOLERANCE * self.length)
 
     def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
-        """Return the patterns at a point and how far each is from its compact fit."""
+        """Return the patterns at a point, each compared with its compact fit."""
         amplitudes = self._positive(self.unpack(point)[2], 0.05)
         alpha, rho, amplitudes, _ = self.unpack(point, amplitudes)
         cosine, sine = (amplitudes * self.unit).chunk(2, -1)
@@ -414,3 +414,91 @@ def _convolve(left: Tensor, right: Tensor) -> Tensor:
     """Return the causal convolution of `[N, T]` with `[N, T]`."""
     length = left.shape[-1]
     return torch.fft.irfft(torch.fft.rfft(left, 2 * length) * torch.fft.rfft(right, 2 * length), 2 * length)[:, :length]
+
+
+# --- L-BFGS
+
+# Wolfe's conditions with the usual constants: enough decrease, and a slope that is flatter by a tenth.
+_DECREASE, _SLOPE = 1e-4, 0.9
+# Shortest step of a line search, after which a function is finished.
+_SHORTEST = 2.0**-30
+
+
+def minimize(
+    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]],
+    start: Tensor,
+    *,
+    steps: int,
+    tolerance: float,
+    patience: int = 10,
+    memory: int = 12,
+) -> Tensor:
+    """Minimise N smooth functions at once by L-BFGS; return their lowest points `[N, n]` from `start [N, n]`.
+
+    `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most `steps` times. A function is
+    finished when the last `patience` accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
+    one step length of every function, so no function waits for the line search of another.
+    """
+    point = start.clone()
+    value, slope = evaluate(point)
+    heads, size = start.shape
+    every = torch.arange(heads, device=start.device)
+    taken = start.new_zeros(2, heads, memory, size)  # steps and changes of the gradient
+    count = torch.zeros(heads, dtype=torch.int64, device=start.device)
+    recent = value[:, None].repeat(1, patience + 1)
+    direction = -slope / slope.norm(dim=1, keepdim=True).clamp(min=1.0)
+    low, high, length = value.new_zeros(heads), value.new_full((heads,), torch.inf), value.new_ones(heads)
+    active = torch.ones_like(count, dtype=torch.bool)
+    for _ in range(steps):
+        tried = point + torch.where(active, length, 0.0)[:, None] * direction
+        new_value, new_slope = evaluate(tried)
+        descent = (slope * direction).sum(1)
+        enough = new_value <= value + _DECREASE * length * descent
+        flat = (new_slope * direction).sum(1) >= _SLOPE * descent
+        accepted = active & enough & (flat | (length >= 8))
+
+        high = torch.where(enough, high, length)
+        low = torch.where(enough & ~flat, length, low)
+        length = torch.where(high.isinf(), 2 * length, (low + high) / 2)
+
+        here = every[accepted], count[accepted] % memory
+        taken[0][here], taken[1][here] = (tried - point)[accepted], (new_slope - slope)[accepted]
+        count += accepted
+        point = torch.where(accepted[:, None], tried, point)
+        value = torch.where(accepted, new_value, value)
+        slope = torch.where(accepted[:, None], new_slope, slope)
+        recent = torch.where(accepted[:, None], torch.cat([recent[:, 1:], value[:, None]], 1), recent)
+        active &= ~(accepted & (count > patience) & (recent[:, 0] - value < tolerance)) & (high - low > _SHORTEST)
+        if not bool(active.any()):
+            break
+        direction = torch.where(accepted[:, None], -_product(taken, count, slope), direction)
+        low, high = torch.where(accepted, 0.0, low), torch.where(accepted, torch.inf, high)
+        length = torch.where(accepted, 1.0, length)
+    return point
+
+
+def _product(taken: Tensor, count: Tensor, slope: Tensor) -> Tensor:
+    """Return the inverse Hessian's approximation times gradients `[N, n]`, in its compact form.
+
+    Byrd, Nocedal and Schnabel 1994, theorem 2.2: products with all steps at once, where the usual recursion would
+    launch four kernels for each of them.
+    """
+    steps, changes = taken
+    memory = steps.shape[1]
+    order = (count[:, None] + torch.arange(memory, device=count.device)) % memory  # oldest first
+    inner, outer = (
+        x.take_along_dim(order[..., None], 1).take_along_dim(order[:, None], 2)
+        for x in (steps @ changes.mT, changes @ changes.mT)
+    )
+    curvature = inner.diagonal(dim1=1, dim2=2)
+    empty = curvature <= 0  # not filled yet, or cut short in a line search
+    scale = (curvature[:, -1] / outer[:, -1, -1].clamp(min=1e-300)).clamp(min=1e-12)
+    scale = torch.where(empty[:, -1], 1.0, scale)[:, None]
+    keep = (~empty).to(steps)
+    triangle = inner.triu() * keep[:, :, None] * keep[:, None] + torch.diag_embed(empty.to(steps))
+    by_step, by_change = ((x @ slope[..., None]).squeeze(-1).gather(1, order) * keep for x in (steps, changes))
+    solved = torch.linalg.solve_triangular(triangle, by_step[..., None], upper=True).squeeze(-1) * keep
+    right = curvature * solved + scale * ((outer @ solved[..., None]).squeeze(-1) - by_change)
+    back = torch.linalg.solve_triangular(triangle.mT, (right * keep)[..., None], upper=False).squeeze(-1) * keep
+    back, solved = (torch.zeros_like(x).scatter(1, order, x)[:, None] for x in (back, scale * solved))
+    return scale * slope + (back @ steps - solved @ changes).squeeze(1)

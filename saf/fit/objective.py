@@ -1,4 +1,4 @@
-"""Eq. (4), which fitters minimise from two marginals; how far a fit is from its target, and from the optimum."""
+"""Eq. (4), which fitters minimise from two marginals, and the distance of a fit from its target and the optimum."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,26 +11,26 @@ from saf.log_sums import log_column_sums, log_diagonal_sums
 from saf.patterns import CompactPattern
 from saf.statistics import FLOOR
 
-# Marginals measured in float32 or by a few tiles at a time miss their sums by far less than this, relatively;
-# marginals of two different patterns by more.
+# Relative error of the sums of marginals: those measured in float32 or by tiles miss them by far less than this, those
+# of two different patterns by more.
 _CONSISTENCY = 1e-3
-# Newton steps on a moment that is off by that much at most: each squares the error, so three end in rounding.
+# Newton steps on a moment with at most that error: each squares it, so three end in rounding.
 _TILTS = 3
-# An entry counts in a relative error if the probabilities it sums average at least this: a hundred times the
-# floor under the target, below which a marginal records the floor and not the model.
+# An entry counts in a relative error if the probabilities in it average at least this: a hundred times the floor of
+# targets. A smaller marginal measures the floor and not the model.
 _MEANINGFUL = 1e-7
 TOLERANCE = 1e-4
-"""The largest error of a marginal of a converged fit, relatively: fits then are within 1e-6 nats of the oracle's, where
-0.2 nats are accepted (docs/log.md, "How are the heads of a real model fitted?")."""
+"""Largest relative error of a marginal of a converged fit: fits then are within 1e-6 nats of the oracle's, where 0.2
+nats are accepted (docs/log.md, "How are the heads of a real model fitted?")."""
 
 
 def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
 
-    Marginals of one row-stochastic causal T x T pattern each sum to T and, since a query's position is its key's
-    plus their distance, satisfy `sum_j j*eta_abs + sum_δ δ*eta_rel = T(T-1)/2`. Raises InputError where a value
-    is not finite and positive or a relation misses by more than 0.1%. The third relation makes Eq. (4) blind to
-    the tilt; it is restored exactly by an exponential tilt of both marginals.
+    Marginals of one causal T x T pattern with rows that sum to one each sum to T. A query's position is its key's plus
+    their distance, so `sum_j j*eta_abs + sum_δ δ*eta_rel = T(T-1)/2`. Eq. (4) is blind to the tilt by this relation;
+    an exponential tilt of both marginals restores it exactly. Raises InputError where a value is not finite and
+    positive or a relation misses by more than 0.1%.
     """
     if eta_abs.shape != eta_rel.shape or eta_abs.ndim == 0 or eta_abs.shape[-1] == 0:
         shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
@@ -50,7 +50,7 @@ def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_relation(what: str, got: Tensor, expected: float) -> None:
-    """Raise InputError where marginals miss a relation that those of one causal pattern keep."""
+    """Raise InputError where marginals miss a relation of one causal pattern."""
     error = (got - expected).abs()
     if got.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
         worst = got.flatten()[error.flatten().argmax()].item()
@@ -96,7 +96,7 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
     """Return the row-averaged KL(target || pattern) in nats, `[...]`.
 
     The target enters through its marginals `[..., T]` and its row-averaged entropy `[...]` in nats: the KL is
-    Eq. (4) less that entropy, without any T x T array. Raises InputError for shapes that do not belong together.
+    Eq. (4) less that entropy, without any T x T array. Raises InputError for shapes that do not match.
     """
     if pattern.alpha.shape != eta_abs.shape or row_entropy.shape != pattern.shape:
         got = f"{list(pattern.alpha.shape)}, {list(eta_abs.shape)} and {list(row_entropy.shape)}"
@@ -110,7 +110,7 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """Hold marginal residuals of fitted patterns; at the optimum of the convex Eq. (4) all of them are zero.
+    """Marginal residuals of fitted patterns; at the optimum of the convex Eq. (4) all of them are zero.
 
     All tensors have the patterns' leading shape `[...]`.
     """
@@ -124,20 +124,20 @@ class Certificate:
     gap: Tensor
     """Upper bound, nats per row, on the loss above its minimum if alpha and rho lie within `radius` of an optimum."""
     radius: float
-    """Largest entrywise distance, nats, from (alpha, rho) to a minimiser in some gauge, assumed by `gap`."""
+    """Assumption of `gap`: largest entrywise distance, nats, from (alpha, rho) to a minimiser in some gauge."""
     sweeps: Tensor
     """Sweeps or steps taken."""
     tolerance: float
-    """The error below which a fit counts as converged."""
+    """Largest error of a converged fit."""
 
     @property
     def max_relative(self) -> Tensor:
-        """Return the larger of the two relative errors."""
+        """The larger of the two relative errors."""
         return torch.maximum(self.max_relative_abs, self.max_relative_rel)
 
     @property
     def converged(self) -> Tensor:
-        """Return whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
+        """Whether both relative errors and the L1 residual are within the tolerance, `[...]` bool."""
         return torch.maximum(self.max_relative, self.l1) <= self.tolerance
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -149,13 +149,13 @@ class Certificate:
 
 
 def meaningful(eta: Tensor) -> Tensor:
-    """Return which entries of a marginal `[..., T]` average at least 1e-7 over the probabilities they sum."""
+    """Return a mask of the entries of a marginal `[..., T]` whose probabilities average at least 1e-7."""
     count = torch.arange(eta.shape[-1], 0, -1, dtype=eta.dtype, device=eta.device)
     return eta >= _MEANINGFUL * count
 
 
 def pool_tail(values: Tensor, first: int | None) -> Tensor:
-    """Add up all keys from `first` on, `[..., T]` to `[..., first + 1]`; None leaves `values` as they are."""
+    """Sum all keys from `first` on, `[..., T]` to `[..., first + 1]`; None changes nothing."""
     if first is None:
         return values
     return torch.cat([values[..., :first], values[..., first:].sum(-1, keepdim=True)], -1)

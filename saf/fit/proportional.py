@@ -15,14 +15,14 @@ from saf.fit.objective import TOLERANCE, fit_loss, initial_parameters, meaningfu
 from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 # Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
-# 500 are for heads that nobody has seen yet.
+# 500 leave room for harder heads.
 _MEMORY, _MOST_SWEEPS = 3, 500
-# Added to the diagonal of the extrapolation's equations, as a share of its sum, so that sweeps that hardly differ leave
-# them solvable; the second, near float64's smallest number, where all are equal. Round numbers, not measured.
+# Added to the diagonal of the extrapolation's equations, as a share of its sum: sweeps that hardly differ would make
+# them singular. The second is for sweeps that are all equal. Round numbers, not measured.
 _RIDGE, _RIDGE_OF_NONE = 1e-10, 1e-300
-# An extrapolation that moves a parameter further than this from the plain sweep, in nats, is not trusted.
+# An extrapolation that moves a parameter further than this from the plain sweep, in nats, is rejected.
 _LONGEST_STEP = 5.0
-# Rounding of the loss, in nats: a rise below this is none.
+# Rounding of the loss, in nats: a rise below this does not count.
 _LOSS_NOISE = 1e-12
 
 
@@ -61,7 +61,7 @@ def fit_proportional(
 
 @dataclass
 class _Heads:
-    """Hold the heads still being fitted: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
+    """The unfinished heads: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
 
     eta_abs: Tensor
     eta_rel: Tensor
@@ -131,7 +131,7 @@ class _Heads:
 
 
 def _alpha_step(eta_abs: Tensor, log_columns: Tensor, constant_after: int | None) -> Tensor:
-    """Return the alpha whose key marginals are the targets, given the rows' normalisers and rho."""
+    """Return the alpha whose key marginals are the targets, for fixed normalisers of rows and rho."""
     if constant_after is None:
         return eta_abs.log() - log_columns
     log_tail = log_columns[:, constant_after:].logsumexp(-1, keepdim=True)

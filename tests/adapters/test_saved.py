@@ -47,7 +47,7 @@ def test_another_rotation_is_told(family, tmp_path):
         other.config.scale_attn_by_inverse_layer_idx = True
     else:
         other.config.rope_parameters = dict(other.config.rope_parameters, rope_theta=5e5)
-    with pytest.warns(SafWarning, match="attend otherwise"):
+    with pytest.warns(SafWarning, match="attention differs from the saved one"):
         saf.load(other, tmp_path)
 
 

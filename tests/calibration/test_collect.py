@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, collection_bytes, latter_half
+from saf.calibration import calibrate, collection_bytes
 from saf.calibration.streaming import Collection, measure_layer
 from saf.errors import InputError
 from saf.heads import HeadSet
@@ -81,14 +81,6 @@ def test_collections_do_not_depend_on_strips_or_order(generator):
         measure_layer(query[order], key[order], strip_elements=elements, **operands)
     for name, one in found[0].tensors.items():
         assert ((one - found[1].tensors[name]).abs() <= 1e-10 * one.abs().max()).all(), name
-
-
-def test_positions_lie_evenly_in_the_latter_half():
-    assert latter_half(24, 5) == (12, 15, 18, 20, 23)
-    assert len(set(latter_half(8192))) == 64
-    assert latter_half(1, 5) == (0,)
-    assert latter_half(6, 64) == (3, 4, 5)
-    assert calibrate(model(), [tokens()], collect=("rows",)).positions == latter_half(40)
 
 
 def test_missing_values_and_wrong_requests_are_refused():

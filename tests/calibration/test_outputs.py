@@ -91,14 +91,6 @@ def test_scores_equal_the_dense_computation(model, ids, heldout):
     assert outputs.num_samples == 3 * 5
 
 
-def test_scores_do_not_depend_on_batches_or_their_order(model, ids, heldout):
-    _, _, whole = measure(model, ids, heldout, (3, 12, 23))
-    statistics = calibrate(model, [ids[3:], ids[:3]], collect=("mean_rows",), positions=(3, 12, 23))
-    outputs = head_outputs(model, [heldout[2:], heldout[:1], heldout[1:2]], statistics)
-    for name in NAMES:
-        torch.testing.assert_close(saf.score(statistics, name, outputs=outputs), whole[name], rtol=1e-10, atol=1e-13)
-
-
 def test_measuring_outputs_leaves_no_trace(model, ids, heldout):
     statistics = calibrate(model, [ids], collect=("mean_rows",))
     model.train()

@@ -29,13 +29,7 @@ CASES = {
     "sharper": {"count": 5, "length": 70, "dim": 16, "spread": 200.0},
     "bands": {"count": 2, "length": 129, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
     "far-apart": {"count": 4, "length": 37, "dim": 16, "blocks": (32, 16), "far": True},
-    "unequal": {"count": 4, "length": 129, "dim": 16, "lengths": [129, 70, 65, 3]},
-    "unequal-bands": {
-        **{"count": 4, "length": 70, "dim": 16, "blocks": (32, 16), "lengths": [70, 33, 32, 1]},
-        "options": {"scratch_bytes": 1},
-    },
-    "floor-by-rows": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 0.0}},
-    "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3, "options": {"tolerance": 1.0}},
+    "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3},
 }
 COMPILED = [
     (torch.bfloat16, 64, 227),
@@ -85,15 +79,12 @@ def interpreted(case: dict) -> dict:
     query, key = far_operands(**shape) if case.get("far") else operands(**shape)
     block_m, block_n = case.get("blocks", (64, 32))
     config = tiles.TileConfig(block_m=block_m, block_n=block_n)
-    kv_head, lengths = [1, 0, 0, 1], case.get("lengths")
-    for place, end in enumerate(lengths or []):  # what stands behind a sequence never enters
-        query[place, :, end:] = key[place, :, end:] = torch.nan
+    kv_head = [1, 0, 0, 1]
     usual = tiles.FLOOR, dense.FLOOR
     tiles.FLOOR = dense.FLOOR = case.get("floor", usual[0])
     try:
-        given = {"kv_head": kv_head, "lengths": lengths}
-        run = tiles.measure_by_kernel(query, key, config=config, **given, **case.get("options", {}))
-        exact = dense.dense_statistics(query, key, **given)
+        run = tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
+        exact = dense.dense_statistics(query, key, kv_head=kv_head)
     finally:
         tiles.FLOOR, dense.FLOOR = usual
     errors = {}
@@ -135,15 +126,13 @@ def compiled() -> dict:
         config = choose_tile_config(dim=dim, dtype=dtype, shared=shared << 10)
         plans = [("lse", lse_kernel, {}, {})]
         limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-        plans += [("tile", tile_kernel, {"DIAGONAL": False, "UNEQUAL": False}, limit)]
-        plans += [("edge", tile_kernel, {"DIAGONAL": True, "UNEQUAL": False}, limit)]
-        plans += [("unequal", tile_kernel, {"DIAGONAL": True, "UNEQUAL": True}, limit)]
+        plans += [("tile", tile_kernel, {"DIAGONAL": False}, limit), ("edge", tile_kernel, {"DIAGONAL": True}, limit)]
         for label, kernel, more, options in plans:
             constants = tile_constants(config, 4096, dim) | more
             names = list(inspect.signature(kernel.fn).parameters)
             element = "bf16" if dtype == torch.bfloat16 else "fp32"
             types = dict.fromkeys(("q_ptr", "k_ptr"), f"*{element}") | dict.fromkeys(("scale", "floor"), "fp32")
-            types |= dict.fromkeys(("kv_ptr", "reach_ptr"), "*i32")
+            types["kv_ptr"] = "*i32"
             signature = {
                 name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
                 for name in names

@@ -16,25 +16,6 @@ def test_sweeps_with_and_without_extrapolation_reach_one_optimum(make_target, me
     torch.testing.assert_close(pattern.dense(), best.dense(), rtol=0, atol=1e-6)
 
 
-def test_extrapolation_saves_sweeps(make_target):
-    target = make_target(8, length=200, scale=2.0, sequences=8)
-    sweeps = [
-        fit_with_certificate(target.eta_abs, target.eta_rel, tolerance=1e-6, memory=memory)[1].sweeps
-        for memory in (0, 3)
-    ]
-    assert sweeps[1].double().mean() < sweeps[0].double().mean()
-
-
-def test_a_hard_head_does_not_change_an_easy_one(make_target, make_one_hot):
-    easy, hard = make_target(length=60), make_one_hot("random", 60)
-    together, certificate = fit_with_certificate(
-        torch.stack([easy.eta_abs, hard.eta_abs]), torch.stack([easy.eta_rel, hard.eta_rel])
-    )
-    alone, own = fit_with_certificate(easy.eta_abs, easy.eta_rel)
-    assert certificate.sweeps[0] == own.sweeps
-    torch.testing.assert_close(together[0].alpha, alone.alpha, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("constant_after", [0, 8])
 def test_constant_tail_is_the_optimum_of_the_constrained_fit(make_target, constant_after):
     target = make_target(3, length=64, scale=1.0, sequences=4)

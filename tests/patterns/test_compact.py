@@ -85,16 +85,6 @@ def test_balanced_log_z_is_level_for_rising_and_falling_rho(slope):
         assert pattern.canonical().log_z.max() - pattern.canonical().log_z.min() > 500
 
 
-def test_parameters_keep_their_dtype_and_log_z_is_float64():
-    alpha, rho = normal(3, 50).bfloat16(), normal(3, 50, seed=1).float()
-    with pytest.raises(InputError, match="one dtype"):
-        CompactPattern.from_parameters(alpha, rho)
-    pattern = CompactPattern.from_parameters(alpha, rho.bfloat16())
-    assert pattern.alpha.dtype == torch.bfloat16
-    assert pattern.log_z.dtype == torch.float64
-    same(pattern.dense().sum(-1), torch.ones(3, 50, dtype=torch.float64), 1e-12)
-
-
 def test_rounding_recomputes_the_normaliser():
     pattern = random_pattern(2, 40)
     rounded = pattern.to(dtype=torch.bfloat16)

@@ -5,7 +5,6 @@ import torch
 
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.patterns import (
-    KINDS,
     CompactPattern,
     DensePattern,
     ExponentialPattern,
@@ -29,11 +28,6 @@ SINGLES = {
     "exponential": EXPONENTIAL,
     "trainable": TrainablePattern(COMPACT.alpha, COMPACT.rho),
 }
-
-
-def test_the_samples_cover_every_kind():
-    assert SINGLES.keys() == KINDS.keys()
-    assert all(type(pattern) is KINDS[kind] for kind, pattern in SINGLES.items())
 
 
 @pytest.mark.parametrize("kind", SINGLES)

@@ -22,7 +22,7 @@ from saf.schedules import (
     schedule_from_dict,
     schedule_to_dict,
 )
-from tests.schedules.simulated import HEADS, Simulated, score
+from tests.schedules.simulated import HEADS, Simulated
 
 ONE_PERCENT = math.log(1.01)
 
@@ -74,18 +74,13 @@ def test_resumed_anywhere_even_between_a_measurement_and_its_outcome(schedule, o
     ("schedule", "settings", "message"),
     [
         (OneTime, {"at": -1}, "schedule.at must be a whole number of updates from 0, or a share"),
-        (OneTime, {"at": 1.5}, "got 1.5"),
         (Gradual, {"begin": 0.6, "end": 0.5}, "end must be at least begin"),
         (Gradual, {"begin": float("nan")}, "got nan"),
-        (Gradual, {"begin": "half"}, "got 'half'"),
-        (Gradual, {"end": True}, "got True"),
         (Gradual, {"groups": 0}, "groups must be a whole number from 1, got 0"),
         (ValidationBudget, {"budget": -0.01}, "budget must be at least 0"),
-        (ValidationBudget, {"budget": math.inf}, "got inf"),
         (ValidationBudget, {"every": 0.0}, "every must be above 0"),
         (ValidationBudget, {"cap": 1.5}, "cap must be above 0 and at most 1"),
         (TrainLoss, {"multiplier": 0}, "multiplier must be above 0"),
-        (TrainLoss, {"group": 2}, "group must be above 0 and at most 1"),
     ],
 )
 def test_settings_that_no_run_has_are_refused(schedule, settings, message):
@@ -351,8 +346,3 @@ def test_stops_at_the_most_heads_and_when_too_few_updates_are_left():
     assert Simulated(TrainLoss(), at + 32, levels_off, noise=0.02).run().short()[0] == (at, "freeze", 3)
     late = Simulated(TrainLoss(), at + 31, levels_off, noise=0.02).run()
     assert (late.events, late.proposer.finished) == ([], True)
-
-
-def test_scores_of_the_simulation_ascend():
-    heads = Simulated(Gradual(), 10).live
-    assert sorted(heads, key=score) == heads

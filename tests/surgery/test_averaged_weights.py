@@ -1,6 +1,5 @@
 """Averaging a model's weights, buffers and state dicts: which heads are frozen, and how, is no number to average."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -23,23 +22,8 @@ def by_torch(model):
     return average
 
 
-def by_hand(model):
-    """An average over state dicts, as some training loops keep it."""
-    averaged = copy.deepcopy(model)
-
-    def average():
-        with torch.no_grad():
-            pairs = zip(averaged.state_dict().values(), model.state_dict().values(), strict=True)
-            for mean, new in pairs:
-                mean.copy_(0.9 * mean + 0.1 * new)
-        return averaged
-
-    return average
-
-
 WAYS = {
     "stochastic weight averaging": by_torch,
-    "a state dict": by_hand,
     "a cast of all there is": lambda model: lambda: model.type(torch.float32),
 }
 

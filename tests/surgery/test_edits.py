@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
@@ -59,24 +58,6 @@ def group(tmp_path):
     distributed.destroy_process_group()
 
 
-def test_models_wrapped_for_data_parallelism_are_refused(group):
-    model, trainer = make()
-    untouched = copy.deepcopy(model.state_dict())
-    wrapped = DistributedDataParallel(model)
-    with pytest.raises(
-        UnsupportedError, match=r"inside DistributedDataParallel.*pass its \.module, then wrap that again"
-    ):
-        install_(wrapped, SOME, patterns(6), optimizer=trainer)
-    with pytest.raises(UnsupportedError, match=r"pass its \.module"):
-        saf.freeze_(torch.compile(wrapped), [TOKENS[:, :-1]], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
-    assert all(map(torch.equal, model.state_dict().values(), untouched.values()))
-    install_(wrapped.module, SOME, patterns(6), optimizer=trainer)
-    with pytest.raises(UnsupportedError, match=r"pass its \.module"):
-        uninstall_(DistributedDataParallel(model), optimizer=trainer)
-    loss_of(DistributedDataParallel(model)).backward()
-    trainer.step()
-
-
 def mixed_state():
     """The state of a model with a fixed and a trainable pattern."""
     model, _ = make()
@@ -113,15 +94,3 @@ def test_a_trainable_pattern_says_what_it_is_for():
     assert any(one.alpha is parameter for parameter in model.parameters())
     update(model, trainer)
     assert not torch.equal(one.alpha, TrainablePattern.of(patterns(1)[0], dtype=torch.float64).alpha)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_frozen_heads_follow_a_cast_of_the_model(dtype):
-    model = GPT(SHAPE)
-    install_(model, HeadSet([(0, 1), (2, 3)]), patterns(2))
-    expected = model(TOKENS[:, :-1])
-    cast = model.to(dtype)
-    found = cast(TOKENS[:, :-1])
-    assert found.dtype == dtype
-    assert (found.float() - expected).norm() < 0.02 * expected.norm()
-    assert torch.equal(cast.float()(TOKENS[:, :-1]).isfinite(), torch.ones_like(expected, dtype=torch.bool))

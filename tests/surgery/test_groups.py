@@ -49,14 +49,3 @@ def test_a_group_frozen_whole_loses_its_keys_and_gets_them_back_as_they_were():
     moved = weight.detach().clone()
     saf.uninstall_(model, optimizer=optimizer)
     assert torch.equal(weight, moved)
-
-
-def test_a_saved_model_keeps_the_keys_of_a_group_for_undoing(tmp_path):
-    model = make("qwen3")
-    freeze(model, HeadSet([*FIRST, *SECOND]))
-    saf.save(model, tmp_path)
-    loaded = saf.load(make("qwen3"), tmp_path)
-    assert loaded.model.layers[1].self_attn.k_proj.weight.shape[0] == CHANNELS
-    assert torch.equal(loaded(tokens(2)).logits, model(tokens(2)).logits)
-    saf.uninstall_(loaded)
-    assert all(map(torch.equal, loaded.parameters(), make("qwen3").parameters()))

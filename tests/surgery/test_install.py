@@ -8,8 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.frozen_state import restore_, state_of
+from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
@@ -198,28 +197,6 @@ def test_an_open_autocast_context_sees_the_edit():
         assert torch.equal(model(tokens), frozen)
 
 
-def test_installing_nothing_changes_nothing():
-    model, trainer = make()
-    before = snapshot(model, trainer)
-    install_(model, HeadSet(), [], optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-    other, other_trainer = make()
-    assert update(model, trainer) == update(other, other_trainer)
-    assert_equal(snapshot(model, trainer), snapshot(other, other_trainer))
-
-
-def test_heads_may_be_listed_in_their_order():
-    (one, trainer), (other, other_trainer) = make(), make()
-    install_(one, SOME, patterns(6), optimizer=trainer)
-    install_(other, list(SOME), patterns(6), optimizer=other_trainer)
-    assert_equal(snapshot(one, trainer), snapshot(other, other_trainer))
-    with pytest.raises(InputError, match="sort both"):
-        install_(make()[0], list(SOME)[::-1], patterns(6))
-    uninstall_(other, [next(iter(SOME))], optimizer=other_trainer)
-    uninstall_(one, HeadSet(list(SOME)[:1]), optimizer=trainer)
-    assert_equal(snapshot(one, trainer), snapshot(other, other_trainer))
-
-
 def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     model, trainer = make()
     before = snapshot(model, trainer)
@@ -230,6 +207,7 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
         (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
         (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
         (SOME, patterns(6), {"backend": "cudnn"}, "unknown backend"),
+        (list(SOME)[::-1], patterns(6), {}, "sort both"),
     ]
     for heads, fixed, options, message in requests:
         with pytest.raises(InputError, match=message):
@@ -240,8 +218,11 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
         uninstall_(model, HeadSet([(0, 0)]))
     assert_equal(snapshot(model, trainer), before)
     install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
+    prune_(model, [(0, 2)], optimizer=trainer)
     with pytest.raises(InputError, match="already frozen"):
-        install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
+        prune_(model, HeadSet([(0, 1)]), optimizer=trainer)
+    with pytest.raises(InputError, match="already pruned"):
+        install_(model, HeadSet([(0, 2)]), patterns(1), optimizer=trainer)
     finalize_(model)
     with pytest.raises(InputError, match="are gone"):
         uninstall_(model, optimizer=trainer)
@@ -255,22 +236,6 @@ def broken(trainer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
     other.state[weight]["row"] = torch.zeros(3)
     return other
-
-
-def test_state_restores_an_equal_model_and_can_still_be_undone():
-    model, trainer = make()
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    install_(model, SOME, patterns(6), optimizer=trainer)
-    other = GPT(SHAPE).double()
-    restore_(other, *state_of(model))
-    other.load_state_dict(model.state_dict())
-    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
-    assert torch.equal(model(tokens), other(tokens))
-    uninstall_(other)
-    assert all(torch.equal(tensor, original[name]) for name, tensor in other.state_dict().items())
-    small = GPT(GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH))
-    with pytest.raises(CheckpointError, match="with 3 layers; this one has 2"):
-        restore_(small, *state_of(model))
 
 
 class FreezeMachine(RuleBasedStateMachine):

@@ -123,13 +123,8 @@ def seven(layer: Layer, pruned: tuple[int, ...], dtype: torch.dtype) -> dict[str
     return found | {f"{role} projection": leaves[role].grad for role in layer.weights}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
-    ids=["adamw", "sgd", "amsgrad"],
-)
-def test_undoing_is_bit_exact_with_updates_between(optimizer, options):
-    model, trainer = make(optimizer, **options)
+def test_undoing_is_bit_exact_with_updates_between():
+    model, trainer = make()
     before, parameters = snapshot(model, trainer), list(model.parameters())
     prune_(model, GONE, optimizer=trainer)
     uninstall_(model, [(1, 2)], optimizer=trainer)
@@ -236,28 +231,3 @@ def test_what_is_measured_leaves_pruned_heads_out():
     assert not report.heads & GONE
     with pytest.raises(InputError, match="frozen or pruned already"):
         saf.freeze_(model, [IDS], saf.FreezeConfig(heads=[(0, 1)]))
-
-
-def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
-    model, trainer = make()
-    before = snapshot(model, trainer)
-    with pytest.raises(InputError, match="names each head once"):
-        prune_(model, [(0, 0), (0, 0)])
-    prune_(model, [], optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-    install_(model, FIXED, patterns(2), optimizer=trainer)
-    with pytest.raises(InputError, match=r"already frozen: \[\[0, 3\]\]; uninstall_ them first"):
-        prune_(model, [(0, 0), (0, 3)], optimizer=trainer)
-    prune_(model, GONE, optimizer=trainer)
-    for verb in (lambda: prune_(model, [(0, 1)]), lambda: install_(model, [(0, 1)], patterns(1))):
-        with pytest.raises(InputError, match=r"already pruned: \[\[0, 1\]\]"):
-            verb()
-    with pytest.raises(InputError, match=r"not frozen or pruned: \[\[0, 0\]\]"):
-        uninstall_(model, [(0, 0)], optimizer=trainer)
-    uninstall_(model, optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-    prune_(model, GONE)
-    with pytest.raises(InputError, match="pass optimizer= to"):
-        update(model, trainer)
-    with pytest.raises(InputError, match="a head is frozen or pruned"):
-        HeadLayout(4, 4, frozen=(1,), pruned=(1, 2))

@@ -9,7 +9,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import saf
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from tests.transformers_models import make, tokens
 
 HEADS = [(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
@@ -69,6 +69,8 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapper = DistributedDataParallel(model, find_unused_parameters=unused)
     kept = update(wrapper, optimizer)  # whose graph lives on
+    with pytest.raises(UnsupportedError, match=r"pass its \.module"):
+        edit(wrapper, optimizer)
     edit(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for _ in range(2):
