@@ -14,7 +14,7 @@ from saf.errors import InputError
 FOLDER = Path(__file__).parent
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 SPILLED = {
-    **{"bf16 D96": 64, "edge fp32 D64": 64, "fp32 D128": 264, "fp32 D256": 456},
+    **{"bf16 D96": 64, "edge bf16 D64": 8, "edge fp32 D64": 64, "fp32 D128": 264, "fp32 D256": 456},
 }
 """Bytes of local memory a thread where registers are capped, or where Triton 3.7 spills in a tile at the edge."""
 
