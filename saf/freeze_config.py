@@ -83,9 +83,12 @@ class FreezeConfig:
     """Freeze as many heads in each layer as this list has, written like heads: a control beside another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
+    joint_cost: bool = False
+    """Choose the heads that cost least together on held-out text, among three times as many of lowest score. Each step
+    takes the head that costs least beside those taken before."""
     budget: float | None = None
-    """Keep the rise of perplexity on held-out text within this share, such as 0.01. Twice as many heads as requested
-    are tried alone; the cheapest are accepted in groups, up to the rate. None sets no limit."""
+    """Choose heads by joint cost, and stop where perplexity on held-out text would rise by more than this share, such
+    as 0.01; the rate is then the most that may freeze."""
     seed: Seed = 0
     """Random seed for random scores and sampled patterns; in Python it may be a torch.Generator."""
     backend: str = "auto"
@@ -128,8 +131,8 @@ class FreezeConfig:
         """Raise InputError for settings that would have no effect beside others, or contradict them."""
         if self.operation == "prune":
             self._refuse("pruned heads have no patterns", _OF_PATTERNS)
-        if self.budget is not None:
-            self._refuse("budget chooses heads by their joint cost", _NAMING)
+        if self.jointly:
+            self._refuse("heads are chosen by their joint cost", _NAMING)
         if reason := unfitted_reason(self.storage, self.pattern):
             self._refuse(f"{reason}, and nothing is fitted", _OF_FITS)
         for name, others in _WITHOUT_EFFECT.items():
@@ -158,6 +161,11 @@ class FreezeConfig:
                 f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
                 "the paper's runs had 16 to 32"
             )
+
+    @property
+    def jointly(self) -> bool:
+        """Return whether heads are chosen by what they cost together."""
+        return self.joint_cost or self.budget is not None
 
     @property
     def kind(self) -> str:

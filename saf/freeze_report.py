@@ -172,7 +172,7 @@ class FreezeReport:
         if self.joint_cost is not None:
             counts = f"{len(self.joint_cost.accepted)} accepted together, {len(self.joint_cost.refused)} refused"
             rise = signed(100 * perplexity_rise(0.0, self.joint_cost.rise), 2)
-            notes.append(f"{counts} of {len(self.joint_cost.alone)} tried within the budget (perplexity {rise} there)")
+            notes.append(f"{counts} of {len(self.joint_cost.alone)} tried (perplexity {rise} where they were chosen)")
         if self.loss_before is not None:
             losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
             notes.append(f"held-out loss {losses} (perplexity {signed(100 * self.perplexity_rise, 1)})")

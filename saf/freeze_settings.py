@@ -62,7 +62,7 @@ class CheckpointFreezing:
 
     def heldout_count(self, available: int) -> int:
         """Return how many held-out sequences to read, of so many available: one at least."""
-        if self.heldout_sequences is not None or "outputs" in self.config.needs or self.config.budget is not None:
+        if self.heldout_sequences is not None or "outputs" in self.config.needs or self.config.jointly:
             return self.heldout_sequences or HELDOUT_SEQUENCES
         return max(1, min(GUARD_SEQUENCES, available))
 

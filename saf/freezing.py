@@ -45,6 +45,8 @@ from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
+CANDIDATES = 3
+"""Heads of lowest score that are tried for each one that joint cost may take."""
 _REPLACING = ("residual_cosine", "relative_output_change")
 """Scores of how the mean pattern changes held-out sequences: nothing where these are the calibration's one sequence."""
 
@@ -103,9 +105,9 @@ def freeze_(
     timer = Stopwatch(adapter.device)
     text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
     choosing = text
-    if config.budget is not None:
+    if config.jointly:
         if text is None:
-            raise InputError("budget is measured on held-out text: give heldout= sequences")
+            raise InputError("joint cost is measured on held-out text: give heldout= sequences")
         choosing, text = halves(text)
     sequences = on_rank0(lambda: _read(adapter, batches, config, text, allow_empty))
     loss_before = _loss(model, text, timer)
@@ -141,7 +143,7 @@ def freeze_(
 
     undo_ = partial(uninstall_, model, optimizer=optimizer)
     joint = None
-    if config.budget is not None:
+    if config.jointly:
         with timer("joint cost"):
             joint = on_rank0(lambda: _within_budget(model, accepted, choosing, config, edit_, undo_, allow_empty))
         accepted = {head: accepted[head] for head in joint.accepted}
@@ -285,8 +287,8 @@ def head_order(
     too_high = [] if config.below is None else (ranked >= config.below).nonzero().tolist()
     options: dict[str, Any] = {"only": config.only, "exclude": {*config.exclude, *map(tuple, too_high)}, **limits}
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
-    if config.budget is not None:  # twice as many candidates as heads asked for, of which joint cost takes some
-        total = {"count": min(2 * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
+    if config.jointly:
+        total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
     if config.match_heads is not None:
         order = chooser(ranked, match=config.match_heads, **options)
     elif config.match is not None:
@@ -352,7 +354,7 @@ def accept_fits(
                 f"{config.max_fit_kl} nats, {len(rejected)} do not ({listed}): raise max_fit_kl, {remedy}"
             )
         proposed = order.propose()
-    if not order.attained(len(order)) and (config.budget is None or not len(order)):
+    if not order.attained(len(order)) and (not config.jointly or not len(order)):
         reason = (
             f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {config.kind}"
         )
@@ -374,8 +376,8 @@ def _within_budget(
 ) -> JointCost:
     """Return which candidates stay within the budget together; raise SelectionError where none does."""
     most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
-    budget: float = config.budget or 0.0
-    joint = accept_jointly(model, candidates, text, budget, most, edit_=edit_, undo_=undo_)
+    budget = math.inf if config.budget is None else config.budget
+    joint = accept_jointly(model, candidates, text, most, budget=budget, edit_=edit_, undo_=undo_)
     if joint.accepted or allow_empty:
         return joint
     least = perplexity_rise(0.0, min(joint.alone.values()))

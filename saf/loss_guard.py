@@ -1,38 +1,49 @@
 """The loss guard measures held-out loss around an event, and finds the layer to blame where it rises too far."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saf.calibration import Batch, read_sequences
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.models.adapter import adapter_for
+from saf.models.adapter import LanguageModel, adapter_for
 
 MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
+_MOST_LOGITS = 2**28
+"""Logits that a forward pass on a GPU may make: 1 GiB in float32."""
 
 
 def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
-    """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode.
-
-    Sequences go through the model one by one: logits of a vocabulary are wide.
-    """
+    """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode."""
     adapter, sequences, total, count = adapter_for(model), read_sequences(batches), 0.0, 0
     check_vocabulary(adapter, sequences.ids)
+    single = [ids[None] for batch in sequences.without_padding() for ids in batch if len(ids) > 1]
     with torch.no_grad(), evaluation_mode(model):
-        for batch in sequences.without_padding():
-            for ids in batch[:, None].to(adapter.device):
-                targets = ids[:, 1:]
-                if targets.numel():
-                    total += float(adapter.next_token_loss(ids[:, :-1], targets)) * targets.numel()
-                    count += targets.numel()
+        for ids in rows_at_once(adapter, single):
+            targets = ids[:, 1:]
+            total += float(adapter.next_token_loss(ids[:, :-1], targets)) * targets.numel()
+            count += targets.numel()
     if not count:
         raise InputError("heldout must have sequences of two tokens or more, got none")
     return total / count
+
+
+def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
+    start = 0
+    while start < len(sequences):
+        length = sequences[start].shape[1]
+        most = max(1, _MOST_LOGITS // (length * (language.vocab_size or 1))) if language.device.type == "cuda" else 1
+        end = start + 1
+        while end < min(start + most, len(sequences)) and sequences[end].shape[1] == length:
+            end += 1
+        yield torch.cat([*sequences[start:end]]).to(language.device)
+        start = end
 
 
 def perplexity_rise(before: float | None, after: float | None) -> float:

@@ -18,6 +18,7 @@ from experiments.analyses import (
     joint_cost,
     one_head,
     partial_spearman,
+    pretrained,
     profiles,
     recovery,
     stability,
@@ -28,7 +29,7 @@ from saf.records.files import to_json
 
 _MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, fits, zero_shot)
 ANALYSES: dict[str, Any] = {
-    module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions)
+    module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions, pretrained)
 }
 """Modules by the name that the command line and the records have for them."""
 _STYLE: dict[Any, Any] = {

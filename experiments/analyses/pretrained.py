@@ -1,0 +1,522 @@
+"""A model pretrained elsewhere: what freezing heads costs it by score, rate and operation, at once and after healing.
+
+The study is made of pieces, a JSON file each beside the record: `selection` chooses the heads of every score and rate,
+`ordinary` and one piece an arm measure perplexity on two texts and zero-shot answers before and after healing,
+`speed` pieces time prompts and decoding. Pieces that are there are not made again; with `--jobs` they are spread over
+processes, a GPU each by turns.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from experiments.analyses.common import Output, Part, Record, header, say, subplots, table
+from saf.calibration import calibrate
+from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
+from saf.errors import InputError, SafError
+from saf.evaluate.evaluated import precision_in_use
+from saf.evaluate.paired import delta_of_windows
+from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
+from saf.evaluate.zero_shot import TooLong, paired_tasks
+from saf.freeze_config import FreezeConfig
+from saf.freezing import FittedHead, accept_fits, fit_heads, freeze_, head_order
+from saf.heads import Head, HeadSet
+from saf.heal import heal_
+from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
+from saf.joint_cost import accept_jointly
+from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device, visible_devices
+from saf.records.files import read_json, write_json
+from saf.records.quantities import percent, signed
+from saf.scores import score
+from saf.statistics import AttentionStatistics
+from saf.surgery import install_, uninstall_
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "variance": {"score": "variance"},
+    "variance, 3 a layer": {"score": "variance", "max_per_layer": 3},
+    "forward KL": {"score": "forward_kl"},
+    "random": {"score": "random"},
+}
+"""Selections by a score alone; the other one is by joint cost."""
+JOINT = "joint cost"
+TEXTS = ("data", "other")
+TIMED = {"prefill": ("2048x8", "4096x4", "8192x2"), "decode": ("2048x8", "4096x8", "8192x8")}
+"""Points of the speeds: context x sequences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Output):
+    """Freeze and prune heads of a pretrained model by several selections, heal, and compare with the ordinary model.
+
+    Every piece is written as it ends, and the same command continues.
+    """
+
+    model: tyro.conf.Positional[Path]
+    """A folder of transformers, or a checkpoint."""
+    data: Path
+    """Folder made by `saf data prepare` with the model's tokenizer: calibration, choice, healing and reports."""
+    other: Path
+    """A second text to report on: such a folder, or a file of text."""
+    task_data: Path | None = None
+    """Folder of the tasks' public files; those of the hub if not given."""
+    tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
+    """Tasks to answer; --tasks alone is none."""
+    questions: int | None = None
+    """Number of questions of each task; all if not given."""
+    too_long: TooLong = "cut"
+    """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
+    rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3)
+    """Shares of the heads that may be frozen."""
+    sequences: int = 32
+    """Number of calibration sequences."""
+    length: int = 1_024
+    """Tokens of a sequence or window."""
+    choosing: int = 16
+    """Windows that heads are chosen by in order of joint cost."""
+    windows: int = 128
+    """Windows of each text to report on."""
+    heal: int = 2_457_600
+    """Tokens of healing."""
+    bos: bool = False
+    """Begin each window with the tokenizer's BOS."""
+    seed: int = 0
+    """Seed for drawing calibration sequences, training windows and random heads."""
+    batch_size: int = 16
+    """Sequences in a forward pass."""
+    speeds: tuple[float, ...] = (0.1, 0.3)
+    """Rates whose prompts and decoding are timed; --speeds alone is none."""
+    pairs: int = 5
+    """Alternating pairs of each timing."""
+    jobs: int | None = None
+    """Pieces at a time, each in a process of its own and on one GPU, by turns; one a GPU if not given."""
+    minutes: float | None = None
+    """Begin no piece later than this after the command's start."""
+    piece: str | None = None
+    """Make this piece alone."""
+    device: Device = "auto"
+    """Device to compute on; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """Precision to compute in; auto is bf16 autocast on CUDA and fp32 on CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Heads that one piece freezes or prunes."""
+
+    choice: str
+    rate: float
+    operation: str = "freeze"
+    storage: str = "compact"
+
+    @property
+    def name(self) -> str:
+        """Return the arm in words."""
+        return f"{self.choice} {percent(self.rate)} {self.operation} {self.storage}"
+
+
+def arms(settings: Settings) -> list[Arm]:
+    """Return all arms, those by joint cost first."""
+    found = []
+    for choice in (JOINT, *CHOICES):
+        for rate in settings.rates:
+            found += [Arm(choice=choice, rate=rate), Arm(choice=choice, rate=rate, operation="prune")]
+    return found + [Arm(choice=JOINT, rate=rate, storage="exponential") for rate in settings.rates]
+
+
+def pieces(settings: Settings) -> list[str]:
+    """Return the names of all pieces but the selection, which the others need."""
+    timed = [f"speed {percent(rate)} {storage}" for rate in settings.speeds for storage in ("compact", "exponential")]
+    return ["ordinary", *(arm.name for arm in arms(settings)), *timed]
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Make the missing pieces and return the record of all; raise InputError while some are missing."""
+    if settings.out is None:
+        raise InputError("--out must name the record: pieces are written beside it")
+    if settings.tasks:
+        lm_eval_tasks()  # raises now, not after the first measurement
+    folder, began = settings.out.parent / "pieces", time.monotonic()
+    if settings.piece is not None:
+        _make(settings, folder, settings.piece)
+        sys.exit()
+    for names in (["selection"], pieces(settings)):
+        missing = [name for name in names if not _file(folder, name).is_file()]
+        _make_all(settings, folder, missing, began)
+    made = {name: path for name in ("selection", *pieces(settings)) if (path := _file(folder, name)).is_file()}
+    if missing := [name for name in ("selection", *pieces(settings)) if name not in made]:
+        raise InputError(f"{len(missing)} of {len(made) + len(missing)} pieces are missing; the same command continues")
+    return _joined(settings, {name: read_json(path) for name, path in made.items()})
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(',', '').replace(' ', '-')}.json"
+
+
+def _make_all(settings: Settings, folder: Path, names: Sequence[str], began: float) -> None:
+    """Make pieces, several at a time; one that fails is named, and the others go on."""
+
+    def late() -> bool:
+        return settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes
+
+    devices = visible_devices()
+    jobs = settings.jobs or max(1, len(devices))
+    if jobs == 1:
+        for name in names:
+            if not late():
+                _make(settings, folder, name)
+        return
+    free = list(range(jobs))
+
+    def in_process(name: str) -> None:
+        if late():
+            return
+        lane = free.pop()
+        device = {"CUDA_VISIBLE_DEVICES": devices[lane % len(devices)]} if devices else {}
+        command = [sys.executable, "-m", "experiments.analyses", "pretrained", *_words(settings), "--piece", name]
+        log = _file(folder, name).with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            subprocess.run(command, stdout=file, stderr=file, env=os.environ | device, check=False)
+        free.append(lane)
+        say(f"{name}: {'ended' if _file(folder, name).is_file() else f'failed, see {log}'}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(in_process, names))
+
+
+def _words(settings: Settings) -> Iterator[str]:
+    """Yield the command line of the same settings, for one piece."""
+    yield str(settings.model)
+    for name, value in vars(settings).items():
+        flag = name.replace("_", "-")
+        if name in ("model", "jobs", "piece", "minutes", "json", "figure") or value is None:
+            continue
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        else:
+            yield from (f"--{flag}", *map(str, value if isinstance(value, tuple) else [value]))
+
+
+def _make(settings: Settings, folder: Path, name: str) -> None:
+    """Make one piece and write it."""
+    say(name)
+    began = time.monotonic()
+    opened = open_model(settings.model, settings.data, settings.device, precision=settings.precision)
+    with autocast(pick_device(settings.device), settings.precision):
+        if name == "selection":
+            record = _select(settings, opened)
+        elif name.startswith("speed "):
+            record = _time(settings, opened, folder, *name.split()[1:])
+        else:
+            arm = next((arm for arm in arms(settings) if arm.name == name), None)
+            record = _measure_arm(settings, opened, folder, arm)
+    write_json(_file(folder, name), {"name": name, "seconds": time.monotonic() - began, **record})
+
+
+# --- the heads of every selection
+
+
+def _select(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
+    """Return the heads of every selection and rate, and what they cost one by one and together."""
+    ids = _calibration(settings, opened, settings.length, settings.sequences)
+    statistics = calibrate(opened.model, ids)
+    eligible = int(statistics.measured.sum())
+    counts = {rate: max(1, round(rate * eligible)) for rate in settings.rates}
+    every = HeadSet(map(tuple, statistics.measured.nonzero().tolist()))
+    fits = fit_heads(opened.model, ids, statistics, every, FreezeConfig(), Stopwatch())
+    chosen: dict[str, dict[str, Any]] = {
+        choice: {
+            f"{rate:g}": _by_score(statistics, fits, FreezeConfig(count=count, seed=settings.seed, **options))
+            for rate, count in counts.items()
+        }
+        for choice, options in CHOICES.items()
+    }
+    candidates = [head for head, fit in fits.items() if fit.fit_kl <= FreezeConfig.max_fit_kl]
+
+    def edit_(heads: HeadSet) -> None:
+        patterns: Any = [fits[head].pattern for head in heads]
+        install_(opened.model, heads, patterns)
+        torch.clear_autocast_cache()  # it keeps low-precision copies of weights, which surgery changes in place
+
+    def undo_(heads: HeadSet) -> None:
+        uninstall_(opened.model, heads)
+        torch.clear_autocast_cache()
+
+    began = time.monotonic()
+    text = list(_windows(settings, opened, "controller", settings.choosing)[:, :-1].split(1))
+    joint = accept_jointly(opened.model, candidates, text, max(counts.values()), edit_=edit_, undo_=undo_)
+    chosen[JOINT] = {f"{rate:g}": [list(head) for head in joint.accepted[:count]] for rate, count in counts.items()}
+    return {
+        "eligible": eligible,
+        "fit": len(candidates),
+        "chosen": chosen,
+        "joint_cost": joint.to_dict() | {"seconds": time.monotonic() - began},
+        "variance": statistics.variance.tolist(),
+        "forward_kl": statistics.forward_kl.tolist(),
+        "fit_kl": [[*head, fit.fit_kl] for head, fit in fits.items()],
+    }
+
+
+def _by_score(
+    statistics: AttentionStatistics, fits: Mapping[Head, FittedHead], config: FreezeConfig
+) -> list[list[int]]:
+    """Return the heads of lowest score whose fits pass, within the limits of the settings."""
+    seed = {"seed": config.seed} if config.score == "random" else {}
+    order = head_order({config.score: score(statistics, config.score, **seed)}, config)
+    accepted, _ = accept_fits(order, lambda heads: {head: fits[head] for head in heads}, config, allow_empty=True)
+    return HeadSet(accepted).to_list()
+
+
+# --- text
+
+
+def _data(opened: OpenedModel) -> TokenData:
+    assert opened.data is not None
+    return opened.data
+
+
+def _bos(settings: Settings, opened: OpenedModel) -> int | None:
+    return opened.encoder().beginning(settings.model) if settings.bos else None
+
+
+def _begun(settings: Settings, opened: OpenedModel, windows: Tensor) -> Tensor:
+    """Return windows with the token that begins a text in place of their first one, where the settings say so."""
+    if (bos := _bos(settings, opened)) is not None:
+        windows = windows.clone()
+        windows[:, 0] = bos
+    return windows
+
+
+def _calibration(settings: Settings, opened: OpenedModel, length: int, count: int) -> list[Tensor]:
+    windows = calibration_windows(_data(opened), length=length, count=count, seed=settings.seed)
+    return list(_begun(settings, opened, windows).split(settings.batch_size))
+
+
+def _windows(settings: Settings, opened: OpenedModel, partition: str, count: int) -> Tensor:
+    windows = sequential_windows(_data(opened).tokens(partition), settings.length, count)
+    return _begun(settings, opened, windows)
+
+
+def _training(settings: Settings, opened: OpenedModel) -> Tensor:
+    """Return the windows of healing `[N, length + 1]`."""
+    tokens = _data(opened).tokens("train")
+    windows = ShuffledWindows(tokens, length=settings.length, seed=settings.seed)
+    return _begun(settings, opened, windows.batch(0, max(1, settings.heal // settings.length)))
+
+
+# --- arms
+
+
+def _chosen(folder: Path, choice: str, rate: float) -> tuple[Head, ...]:
+    heads = read_json(_file(folder, "selection"))["chosen"][choice][f"{rate:g}"]
+    return tuple((layer, head) for layer, head in heads)
+
+
+def _frozen(
+    settings: Settings, opened: OpenedModel, heads: tuple[Head, ...], arm: Arm, length: int, count: int
+) -> dict[str, Any]:
+    """Freeze or prune these heads in the opened model; return the event's facts."""
+    ids = _calibration(settings, opened, length, count)
+    storage: dict[str, Any] = {"storage": arm.storage} if arm.operation == "freeze" else {}
+    fits = {"max_fit_kl": 10.0} if arm.operation == "freeze" else {}  # they passed at their selection
+    report = freeze_(opened.model, ids, FreezeConfig(heads=heads, operation=arm.operation, **storage, **fits))
+    torch.clear_autocast_cache()
+    exponential = [fit["kind"] for fit in report.exponential.values()]
+    return {"heads": report.heads.to_list(), "freezing_seconds": sum(report.seconds.values()), "kinds": exponential}
+
+
+def _measure_arm(settings: Settings, opened: OpenedModel, folder: Path, arm: Arm | None) -> dict[str, Any]:
+    """Return an arm's measurements at once and healed; without an arm those of the ordinary model."""
+    record: dict[str, Any] = {"arm": None if arm is None else vars(arm)}
+    if arm is not None:
+        heads = _chosen(folder, arm.choice, arm.rate)
+        record |= _frozen(settings, opened, heads, arm, settings.length, settings.sequences)
+    record["at once"] = _evaluated(settings, opened)
+    if settings.heal:
+        began = time.monotonic()
+        heal_(opened.model, _training(settings, opened), precision=settings.precision)
+        torch.clear_autocast_cache()
+        record["healing_seconds"] = time.monotonic() - began
+        record["healed"] = _evaluated(settings, opened)
+    return record
+
+
+def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
+    """Return losses of windows of both texts, and the answers to the tasks."""
+    other = open_text(settings, opened)
+    shape = {"length": settings.length, "batch_size": settings.batch_size, "limit": settings.windows}
+    shape |= {"precision": settings.precision, "bos": _bos(settings, opened)}
+    found: dict[str, Any] = {}
+    for name, text in zip(TEXTS, (_data(opened), other), strict=True):
+        with tempfile.TemporaryDirectory() as folder:
+            record = evaluate_perplexity(opened.model, text, out=Path(folder), tokens=False, **shape)
+            losses = read_evaluation(folder)[1].windows.tolist()
+        found[name] = {"loss": record["loss"], "perplexity": record["perplexity"], "windows": losses}
+    if settings.tasks:
+        answers = lm_eval_tasks().ask(opened, settings, longest=settings.length)
+        found["tasks"] = {
+            name: task.to_dict()
+            | {"each": [[one["id"], one["answer"], bool(one["right"]), one["taken"]] for one in task.answers]}
+            for name, task in answers.items()
+        }
+    return found
+
+
+def open_text(settings: Settings, opened: OpenedModel) -> TokenData:
+    """Open the second text: a prepared folder, or a file that the tokenizer of the first one reads."""
+    if settings.other.is_file():
+        return TextData([settings.other], _data(opened).tokenizer())
+    return TokenData.open(settings.other)
+
+
+# --- speed
+
+
+def _time(settings: Settings, opened: OpenedModel, folder: Path, rate: str, storage: str) -> dict[str, Any]:
+    """Return the records of `saf bench prefill` and `decode` of the heads by joint cost, with patterns of 8K."""
+    from saf import bench
+
+    share = float(rate.rstrip("%")) / 100
+    arm = Arm(choice=JOINT, rate=share, storage=storage)
+    points = [[int(size) for size in point.split("x")] for each in TIMED.values() for point in each]
+    longest = min(max(length for length, _ in points) + 16, opened.longest)
+    if settings.device == "cpu" or not torch.cuda.is_available():
+        longest = settings.length  # a rehearsal
+    record = _frozen(settings, opened, _chosen(folder, JOINT, share), arm, longest, max(2, settings.sequences // 8))
+    saved = folder / f"frozen-{rate.rstrip('%')}-{storage}"
+    shutil.rmtree(saved, ignore_errors=True)
+    opened.model.save_pretrained(saved)  # pyright: ignore[reportCallIssue]
+    for kind, shapes in TIMED.items():
+        fitting = tuple(shape for shape in shapes if int(shape.split("x")[0]) <= longest) or (f"{longest // 2}x1",)
+        options = {"model": str(saved), "points": fitting, "pairs": settings.pairs, "others": (), "profile": False}
+        options |= {"device": settings.device, "seconds": 200.0}
+        try:
+            record[kind] = bench.measure(bench.KINDS[kind](**options), out=None)
+        except SafError as error:
+            record[kind] = {"failed": str(error)}
+    shutil.rmtree(saved)
+    return record
+
+
+# --- the record
+
+
+def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
+    """Return the record: facts of every arm and its paired changes from the ordinary model in the same state."""
+    ordinary = made["ordinary"]
+    opened = open_model(settings.model, settings.data, "cpu")
+    states = [state for state in ("at once", "healed") if state in ordinary]
+    record = {
+        **header(
+            "pretrained",
+            settings,
+            device=device_name(pick_device(settings.device)),
+            checkpoints={"model": opened.hash},
+            data={"report": _data(opened).fingerprint, "other": open_text(settings, opened).fingerprint},
+        ),
+        "model": str(settings.model),
+        "precision": precision_in_use(opened.model, settings.precision),
+        **{name: made["selection"][name] for name in ("eligible", "fit", "chosen", "joint_cost", "variance", "fit_kl")},
+        "ordinary": {state: _facts(ordinary[state]) for state in states},
+        "arms": [],
+        "speeds": {name: each for name, each in made.items() if name.startswith("speed ")},
+    }
+    for arm in arms(settings):
+        own = made[arm.name]
+        entry = {"name": arm.name, **own["arm"], "heads": own["heads"], "kinds": own["kinds"]}
+        entry["freezing_seconds"] = own["freezing_seconds"]
+        record["arms"].append(entry | {state: _changes(ordinary[state], own[state]) for state in states})
+    return record
+
+
+def _facts(state: Record) -> dict[str, Any]:
+    """Return perplexities and accuracies without the losses of windows and the answers."""
+    tasks = {name: {k: v for k, v in task.items() if k != "each"} for name, task in state.get("tasks", {}).items()}
+    return {name: {"perplexity": state[name]["perplexity"]} for name in TEXTS} | {"tasks": tasks}
+
+
+def _changes(ordinary: Record, own: Record) -> dict[str, Any]:
+    """Return a state's perplexities and accuracies with their paired changes."""
+    found = _facts(own)
+    for name in TEXTS:
+        pair = [torch.tensor(each[name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
+        found[name] |= {"change": delta_of_windows(*pair)}
+    if own.get("tasks"):
+        answers = [
+            {
+                name: (task, [dict(zip(("id", "answer", "right", "taken"), one, strict=True)) for one in task["each"]])
+                for name, task in each["tasks"].items()
+            }
+            for each in (ordinary, own)
+        ]
+        found["answers"] = paired_tasks(*answers)
+    return found
+
+
+def tables(record: Record) -> list[Part]:
+    """Return perplexity and accuracy of all arms, at once and healed, and the speeds."""
+    states = list(record["ordinary"])
+    base = record["ordinary"]
+    columns = ["arm", "heads", *(f"{text}, {state}, %" for state in states for text in TEXTS)]
+    columns += [f"tasks, {state}, points" for state in states if base[state]["tasks"]]
+    rows: list[list[Any]] = []
+    for arm in record["arms"]:
+        cells: list[Any] = [arm["name"], len(arm["heads"])]
+        for state in states:
+            for text in TEXTS:
+                change = arm[state][text]["change"]
+                low, high = change["ci95"]
+                cells.append(f"{signed(change['delta_ppl_percent'], 2)} ({signed(low, 2)} to {signed(high, 2)})")
+        cells += [
+            signed(100 * arm[state]["answers"]["mean_difference"], 2, "") for state in states if base[state]["tasks"]
+        ]
+        rows.append(cells)
+    ordinary = ", ".join(f"{text} {base[state][text]['perplexity']:.3f} {state}" for state in states for text in TEXTS)
+    title = f"Heads of {Path(record['model']).name}: {record['eligible']} may be frozen, {record['fit']} fit"
+    notes = [f"Perplexity of the ordinary model: {ordinary}. Changes are from it, in the same state, paired by window."]
+    parts: list[Part] = [table(title, columns, rows, notes)]
+    if speeds := _speeds(record):
+        head = ["heads", "kind", "point", "ordinary / frozen"]
+        parts.append(table("Speed against the same weights with all heads live", head, speeds))
+    return parts
+
+
+def _speeds(record: Record) -> list[list[Any]]:
+    rows = []
+    for name, each in record["speeds"].items():
+        for kind in TIMED:
+            for row in each[kind].get("rows", ()):
+                if not row["refused"] and row.get("rate") is not None:
+                    point = f"{row['point']['length']}x{row['point']['batch_size']}"
+                    rows.append([name, f"{kind} {row['variant']}", point, f"{row['ratio']:.3f}"])
+    return rows
+
+
+def figure(record: Record) -> Figure:
+    """Return the change in perplexity by rate, a line a selection, frozen and pruned, in each state."""
+    states = list(record["ordinary"])
+    drawn, axes = subplots(1, len(states), size=(6 * len(states), 4))
+    for axis, state in zip([axes] if len(states) == 1 else axes, states, strict=True):
+        groups: dict[str, list[Record]] = {}
+        for arm in record["arms"]:
+            groups.setdefault(f"{arm['choice']}, {arm['operation']} {arm['storage']}", []).append(arm)
+        for name, own in groups.items():
+            changes = [max(0.1, arm[state]["data"]["change"]["delta_ppl_percent"]) for arm in own]
+            axis.plot([100 * arm["rate"] for arm in own], changes, "--" if "prune" in name else "o-", label=name)
+        axis.set(yscale="log", xlabel="heads, % of those that may be frozen", ylabel="perplexity, %", title=state)
+    drawn.axes[0].legend(fontsize=6)
+    return drawn
