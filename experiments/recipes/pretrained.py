@@ -30,8 +30,8 @@ RECIPE = Recipe(
     measurements=(_measurement(SMOLLM2), _measurement(GEMMA, bos=True)),
     notes=(
         f"Models are the folders {SMOLLM2} (SmolLM2-135M-Instruct) and {GEMMA} (gemma-3-270m) of transformers. Their "
-        f"texts are {SMOLLM2}-text and {GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other text "
-        f"is {OTHER}.",
+        f"texts are {SMOLLM2}-text and {GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other "
+        f"text is {OTHER}.",
         "A measurement is made of pieces, one process a GPU, and begins none after seven minutes; the same command "
         "continues. The paper has no such table: its models were pretrained here, or frozen without healing.",
     ),
