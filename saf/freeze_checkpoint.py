@@ -40,6 +40,8 @@ def freeze_checkpoint(
         CheckpointError: The checkpoint is damaged, or `out` exists.
         InputError: No checkpoint is there, or settings that it cannot be frozen with.
     """
+    if settings.heal is not None:
+        raise InputError("heal is of models of transformers: go on from the new checkpoint by `saf pretrain --parent`")
     if settings.bos:
         raise InputError("bos is of models of transformers; those of this project are trained without such a token")
     config, checkpoint = settings.config, _open(settings)

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
+from saf.heal import Healing
 from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
@@ -58,6 +59,12 @@ class FreezeReport:
     """Mean loss on the held-out text before the event, nats a token; None where no such text was given."""
     loss_after: float | None = None
     """The same after it."""
+    worst_layer: tuple[int, float] | None = None
+    """Of a rise beyond the guard's limit that was accepted: the layer whose heads cost most, frozen alone, and by which
+    share perplexity rises with them."""
+
+    healing: Healing | None = None
+    """What training afterwards made of it, beside the ordinary model trained alike; None without."""
 
     @property
     def perplexity_rise(self) -> float:
@@ -116,15 +123,17 @@ class FreezeReport:
             "lengths": list(self.statistics.lengths),
             "deferred": [list(head) for head in self.deferred],
             "joint_cost": {} if self.joint_cost is None else self.joint_cost.to_dict(),
+            "healing": {} if self.healing is None else asdict(self.healing),
         }
-        losses = {} if self.loss_before is None else {"loss_before": self.loss_before, "loss_after": self.loss_after}
-        return values | {name: value for name, value in optional.items() if value} | losses
+        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after, "worst_layer": self.worst_layer}
+        measured = {name: value for name, value in losses.items() if value is not None}
+        return values | {name: value for name, value in optional.items() if value} | measured
 
     def known(self) -> dict[str, Any]:
         """Return the part of `to_dict` that a model's configuration keeps: its heads, and how they were chosen."""
         names = ["heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"]
-        names += [] if self.loss_before is None else ["loss_before", "loss_after"]
         values = self.to_dict()
+        names += [name for name in ("loss_before", "loss_after", "worst_layer") if name in values]
         # A rate has its default where another setting sets the number.
         by_rate = all(self.config[name] is None for name in ("count", "heads", "match_heads"))
         return {
@@ -176,6 +185,10 @@ class FreezeReport:
         if self.loss_before is not None:
             losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
             notes.append(f"held-out loss {losses} (perplexity {signed(100 * self.perplexity_rise, 1)})")
+        if self.worst_layer is not None:
+            notes.append(worst_layer_words(self.worst_layer))
+        if self.healing is not None:
+            notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
         columns = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", fits]
@@ -190,6 +203,25 @@ class FreezeReport:
         text = io.StringIO()
         self.table().print(Console(width=100, file=text, highlight=False))
         return text.getvalue().rstrip()
+
+
+def worst_layer_words(worst: Sequence[float]) -> str:
+    """Return in words which layer costs most: its number, and by which share perplexity rises with its heads alone.
+
+    >>> worst_layer_words((0, 4.5))
+    'layer 0 costs most (alone +450.0%)'
+    """
+    return f"layer {worst[0]} costs most (alone {signed(100 * worst[1], 1)})"
+
+
+def healing_words(healing: Mapping[str, Any]) -> str:
+    """Return in words what the fields of a `Healing` say about the cost of the heads."""
+    healed, twin = healing["loss_healed"], healing["loss_twin"]
+    rise = signed(100 * perplexity_rise(twin, healed), 1)
+    return (
+        f"healed on {healing['tokens']:,} tokens: held-out loss {healed:.4f} nats, {twin:.4f} of the ordinary model "
+        f"trained alike (perplexity {rise})"
+    )
 
 
 def exponential_words(fits: Sequence[Mapping[str, Any]]) -> str:

@@ -5,12 +5,11 @@ from pathlib import Path
 
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig
+from saf.loss_guard import GUARD_SEQUENCES
 from saf.machine import Device, Precision
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences that a score reads where no number is asked for."""
-GUARD_SEQUENCES = 8
-"""Held-out sequences for the loss before and after, where no score reads any and no number is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,9 @@ class CheckpointFreezing:
     such a score, otherwise up to 8."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
+    heal: int | None = None
+    """Train a Hugging Face model on this number of tokens afterwards, beside the ordinary model trained alike: the
+    cost of the heads is reported against that. None trains nothing."""
     calibration_seed: int | None = None
     """Random seed for the choice of calibration sequences; None takes the run's, or 0."""
     capture_gb: float | None = None
@@ -56,7 +58,7 @@ class CheckpointFreezing:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        for name in ("sequences", "length", "batch_size", "heldout_sequences"):
+        for name in ("sequences", "length", "batch_size", "heldout_sequences", "heal"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
 

@@ -1,30 +1,33 @@
-"""`heal_` trains a model for a while after heads were frozen or pruned, so that the others make up for them.
+"""Healing trains a model for a while after heads were frozen or pruned, so that the others make up for them.
 
-The cost of the heads is then told against the ordinary model trained alike: training on new text changes both.
+The cost of the heads is then measured against the ordinary model trained alike: training on new text changes both.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from saf.calibration import Batch
 from saf.errors import InputError
-from saf.loss_guard import rows_at_once
+from saf.loss_guard import heldout_loss, perplexity_rise, rows_at_once
 from saf.machine import Precision, autocast
 from saf.models.adapter import language_model
 
+LEARNING_RATE = 1e-4
+UPDATE_TOKENS = 16_384
 CLIP = 1.0
 """Largest norm of the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Healing:
-    """Losses on the held-out text, nats a token, of a frozen model and the ordinary one before and after training."""
+    """Losses on held-out text, nats a token, of a frozen model and the ordinary one before and after training."""
 
     tokens: int
-    """Tokens that both were trained on."""
+    """Tokens that each was trained on."""
     loss_ordinary: float
     loss_frozen: float
     loss_healed: float
@@ -32,49 +35,64 @@ class Healing:
     """Loss of the ordinary model trained alike."""
 
     @property
-    def cost(self) -> float:
+    def rise(self) -> float:
         """Return by which share the healed model's perplexity exceeds the twin's."""
-        return math.expm1(self.loss_healed - self.loss_twin)
+        return perplexity_rise(self.loss_twin, self.loss_healed)
+
+
+def heal_beside_twin(
+    frozen: nn.Module,
+    ordinary: nn.Module,
+    windows: Tensor,
+    heldout: Iterable[Batch],
+    *,
+    precision: Precision = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> Healing:
+    """Train both models alike on windows `[N, T + 1]`, and measure them on held-out text before and after."""
+    heldout = list(heldout)
+    before = [heldout_loss(model, heldout) for model in (ordinary, frozen)]
+    for model in (frozen, ordinary):
+        heal_(model, windows, precision=precision, progress=progress)
+    twin, healed = (heldout_loss(model, heldout) for model in (ordinary, frozen))
+    tokens = windows[:, 1:].numel()
+    return Healing(tokens=tokens, loss_ordinary=before[0], loss_frozen=before[1], loss_healed=healed, loss_twin=twin)
 
 
 def heal_(
     model: nn.Module,
     windows: Tensor,
     *,
-    learning_rate: float = 1e-4,
-    update_tokens: int = 16_384,
+    learning_rate: float = LEARNING_RATE,
     precision: Precision = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Train a model's weights on windows `[N, T + 1]` of token ids, once through in order, by AdamW.
 
-    Weights of 16 bits are trained in float32 and rounded in the end. The learning rate rises over a tenth of the
-    updates and falls by a cosine to a tenth. `progress` is called with (updates done, updates).
+    The learning rate rises over a tenth of the updates and falls by a cosine to a tenth. `progress` is called with
+    (updates done, updates). Raises InputError for weights of 16 bits, which round small steps away.
     """
     language, parameters = language_model(model), [each for each in model.parameters() if each.requires_grad]
-    dtypes = [each.dtype for each in parameters]
-    for each in parameters:
-        each.data = each.data.float()
+    if narrow := {each.dtype for each in parameters} - {torch.float32, torch.float64}:
+        raise InputError(f"weights must be float32 to be trained, got {narrow.pop()}: open the model in float32")
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    batches = windows.split(max(1, update_tokens // (windows.shape[1] - 1)))
+    batches = windows.split(max(1, UPDATE_TOKENS // (windows.shape[1] - 1)))
     was_training = model.training
     model.train()
     for update, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * share_of_rate(update, len(batches))
-        rows = [row[None] for row in batch]
-        for ids in rows_at_once(language, rows):
+        for ids in rows_at_once(language, batch.split(1)):
             with autocast(language.device, precision):
                 loss = language.next_token_loss(ids[:, :-1], ids[:, 1:])
             (loss * len(ids) / len(batch)).backward()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        torch.clear_autocast_cache()  # an enclosing autocast would keep copies of the old weights
         if progress is not None:
             progress(update + 1, len(batches))
     model.train(was_training)
-    for each, dtype in zip(parameters, dtypes, strict=True):
-        each.data, each.grad = each.data.to(dtype), None
 
 
 def share_of_rate(update: int, updates: int) -> float:
@@ -87,9 +105,3 @@ def share_of_rate(update: int, updates: int) -> float:
     if update < warmup:
         return (update + 1) / warmup
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (update - warmup) / max(1, updates - 1 - warmup)))
-
-
-def check_healing(tokens: int, length: int) -> None:
-    """Raise InputError for fewer tokens than one window."""
-    if tokens < length:
-        raise InputError(f"heal must be at least one window of {length:,} tokens, got {tokens:,}")

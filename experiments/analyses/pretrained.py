@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,16 @@ from torch import Tensor
 
 from experiments.analyses.common import Output, Part, Record, header, say, subplots, table
 from saf.calibration import calibrate
+from saf.candidates import accept_fits, head_order
 from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError, SafError
-from saf.evaluate.evaluated import precision_in_use
+from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.evaluate.zero_shot import TooLong, paired_tasks
+from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
-from saf.freezing import FittedHead, accept_fits, fit_heads, freeze_, head_order
+from saf.freezing import freeze_
 from saf.heads import Head, HeadSet
 from saf.heal import heal_
 from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
@@ -163,7 +166,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(',', '').replace(' ', '-')}.json"
+    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
 
 def _make_all(settings: Settings, folder: Path, names: Sequence[str], began: float) -> None:
@@ -250,15 +253,12 @@ def _select(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
     def edit_(heads: HeadSet) -> None:
         patterns: Any = [fits[head].pattern for head in heads]
         install_(opened.model, heads, patterns)
-        torch.clear_autocast_cache()  # it keeps low-precision copies of weights, which surgery changes in place
-
-    def undo_(heads: HeadSet) -> None:
-        uninstall_(opened.model, heads)
-        torch.clear_autocast_cache()
 
     began = time.monotonic()
     text = list(_windows(settings, opened, "controller", settings.choosing)[:, :-1].split(1))
-    joint = accept_jointly(opened.model, candidates, text, max(counts.values()), edit_=edit_, undo_=undo_)
+    joint = accept_jointly(
+        opened.model, candidates, text, max(counts.values()), edit_=edit_, undo_=partial(uninstall_, opened.model)
+    )
     chosen[JOINT] = {f"{rate:g}": [list(head) for head in joint.accepted[:count]] for rate, count in counts.items()}
     return {
         "eligible": eligible,
@@ -334,7 +334,6 @@ def _frozen(
     storage: dict[str, Any] = {"storage": arm.storage} if arm.operation == "freeze" else {}
     fits = {"max_fit_kl": 10.0} if arm.operation == "freeze" else {}  # they passed at their selection
     report = freeze_(opened.model, ids, FreezeConfig(heads=heads, operation=arm.operation, **storage, **fits))
-    torch.clear_autocast_cache()
     exponential = [fit["kind"] for fit in report.exponential.values()]
     return {"heads": report.heads.to_list(), "freezing_seconds": sum(report.seconds.values()), "kinds": exponential}
 
@@ -349,7 +348,6 @@ def _measure_arm(settings: Settings, opened: OpenedModel, folder: Path, arm: Arm
     if settings.heal:
         began = time.monotonic()
         heal_(opened.model, _training(settings, opened), precision=settings.precision)
-        torch.clear_autocast_cache()
         record["healing_seconds"] = time.monotonic() - began
         record["healed"] = _evaluated(settings, opened)
     return record

@@ -14,9 +14,9 @@ from saf.hf.open_model import transformers_folders
 from saf.records.paths import means_transformers
 
 FIRST = (
-    *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "device", "json", "config.rate"),
-    *("config.budget", "config.max_per_layer", "config.score", "config.storage", "config.max_fit_kl"),
-    *("config.operation", "config.heads"),
+    *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json", "config.rate"),
+    *("config.joint_cost", "config.budget", "config.max_per_layer", "config.score", "config.storage"),
+    *("config.max_fit_kl", "config.operation", "config.heads"),
 )
 """The flags that `--help` shows."""
 

@@ -10,11 +10,14 @@ from statistics import median
 from typing import Any
 
 from saf.errors import InputError
+from saf.freeze_report import healing_words, worst_layer_words
 from saf.heads import HeadLayout
+from saf.loss_guard import perplexity_rise
 from saf.models.adapter import Adapter
 from saf.models.description import OPENS, SCHEMA, STATE, TENSORS
 from saf.records.events import heads_in_words
 from saf.records.files import entries_hash, file_hash, read_json, write_atomically
+from saf.records.quantities import signed
 
 CARD, CONFIG = "README.md", "config.json"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -70,8 +73,8 @@ def record_undoing_(config: Any, layer: int, heads: Collection[int]) -> None:
         if undone := len(event["heads"]) - len(left):
             fits = [fit for fit in event["fit_kl"] if fit[0] != layer or fit[1] not in heads]
             event |= {"heads": left, "fit_kl": fits, "undone": event.get("undone", 0) + undone}
-            event.pop("loss_before", None)
-            event.pop("loss_after", None)
+            for name in ("loss_before", "loss_after", "worst_layer", "healing"):
+                event.pop(name, None)
     mark["events"] = [event for event in mark["events"] if event["heads"]]
 
 
@@ -119,7 +122,13 @@ def _event_line(event: dict[str, Any]) -> str:
     if divergences := [kl for *_, kl in event["fit_kl"]]:
         parts.append(f"KL of the fits {median(divergences):.4f} nats (median), {max(divergences):.4f} at most")
     if event.get("loss_before") is not None:
-        parts.append(f"held-out loss {event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after")
+        rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
+        losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
+        parts.append(f"held-out loss {losses} (perplexity {rise})")
+    if event.get("worst_layer") is not None:
+        parts.append(worst_layer_words(event["worst_layer"]))
+    if event.get("healing"):
+        parts.append(healing_words(event["healing"]))
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.calibration import plan_calibration
-from saf.data import TextData, TokenData, Tokenizer, begun_with, calibration_windows
-from saf.errors import CheckpointError, DataError, InputError, SafError
+from saf.data import ShuffledWindows, TextData, TokenData, Tokenizer, begun_with, calibration_windows
+from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.model_facts import PARENT, precision_in_use
 from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing import freeze_
 from saf.heads import HeadLayout
+from saf.heal import heal_beside_twin
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.open_model import Encoder
 from saf.hf.pretrained import watch_folders
+from saf.joint_cost import halves
+from saf.loss_guard import MAX_RISE
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.description import STATE, recorded_layouts
@@ -120,6 +123,10 @@ class TransformersFolder:
             known.apply_caps()
         return model.to(device).eval()
 
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights by the configuration; float32 where it names none."""
+        return self._config().dtype or torch.float32
+
     def layouts(self) -> list[HeadLayout]:
         """Return each layer's heads by the folder's files; none for a configuration without them."""
         if (self.folder / STATE).is_file():
@@ -209,7 +216,8 @@ def freeze_folder(
         raise InputError(
             f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
         )
-    model: Any = source.model(device)
+    dtype = torch.float32 if settings.heal is not None else None  # weights of 16 bits would not train
+    model: Any = source.model(device, dtype)
     parent, ancestors = source.hash, list(source.parents)  # of files that are there once the model was opened
     adapter_for(model)
     precision = precision_in_use(model, settings.precision)
@@ -224,14 +232,21 @@ def freeze_folder(
             batches,
             config,
             heldout=heldout,
-            accept_loss=settings.accept_loss,
+            accept_loss=settings.accept_loss or settings.heal is not None,
             capture_bytes=limit,
             progress=progress,
         )
+    if settings.heal is not None:
+        ordinary = source.model(device, dtype)
+        windows = _training_windows(settings, data, report.statistics.length, len(heldout), bos)
+        report = _healed(settings, model, ordinary, windows, heldout, report)
+        model.to(source.dtype())
     if settings.finalize:
         finalize_(model)
     mark: Any = mark_of(model.config)
     mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
+    if report.healing is not None:
+        mark["events"][-1]["healing"] = asdict(report.healing)
     recorded = {name: getattr(settings, name) for name in _RECORDED}
     recorded |= {"config": config.to_dict(), "length": report.statistics.length, "finalize": settings.finalize}
     head = result_header(
@@ -263,6 +278,42 @@ def _batches(
     if bos is None:
         return batches, heldout
     return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]
+
+
+def _training_windows(
+    settings: CheckpointFreezing, data: TokenData, length: int, heldout: int, bos: int | None
+) -> Tensor:
+    """Return windows to heal on: of prepared data training windows, of plain text those that nothing else reads."""
+    count, seed = max(1, (settings.heal or 0) // length), settings.calibration_seed or 0
+    if isinstance(data, TextData):
+        used = settings.sequences + heldout
+        free = calibration_windows(data, length=length, count=len(data.tokens("train")) // length, seed=seed)[used:]
+        if not len(free):
+            raise InputError(f"heal must have text beside the {used} windows that are measured; give more text")
+        windows = free.repeat(-(-count // len(free)), 1)[:count]
+    else:
+        windows = ShuffledWindows(data.tokens("train"), length=length, seed=seed).batch(0, count)
+    return windows if bos is None else begun_with(windows, bos)
+
+
+def _healed(
+    settings: CheckpointFreezing,
+    model: nn.Module,
+    ordinary: nn.Module,
+    windows: Tensor,
+    text: Any,
+    report: FreezeReport,
+) -> FreezeReport:
+    """Train the frozen and the ordinary model alike; raise LossError where the frozen one stays too far above."""
+    text = halves(text)[1] if settings.config.jointly else text
+    with autocast(pick_device(settings.device), settings.precision):
+        healing = heal_beside_twin(model, ordinary, windows, text, precision=settings.precision)
+    if not (settings.accept_loss or healing.rise <= MAX_RISE):
+        raise LossError(
+            f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got "
+            f"{healing.rise:.1%}: freeze fewer heads, heal longer, or pass --accept-loss"
+        )
+    return replace(report, healing=healing)
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from saf.evaluate.compare_tables import (
     pair_tables,
 )
 from saf.evaluate.recall import recall_tables
+from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect
 from saf.models.description import STATE
 from saf.records.events import read_events
@@ -260,7 +261,10 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
 
 def _losses(event: Mapping[str, Any]) -> str | None:
     before, after = event.get("loss_before"), event.get("loss_after")
-    return None if before is None or after is None else f"{before:.4f} → {after:.4f} nats"
+    if before is None or after is None:
+        return None
+    worst = f"; {worst_layer_words(event['worst_layer'])}" if event.get("worst_layer") else ""
+    return f"{before:.4f} → {after:.4f} nats{worst}"
 
 
 # --- tables
