@@ -46,9 +46,31 @@ def test_a_destroyed_model_is_refused_and_kept_where_it_is_accepted(base, saf, s
     assert "--accept-loss" in told
     result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
     assert result["loss_after"] > result["loss_before"] + 0.05
+    layer, rise = result["worst_layer"]
     card = (tmp_path / "out" / "README.md").read_text()
+    assert f"layer {layer} costs most (alone +{100 * rise:.1f}%)" in card
     assert f"held-out loss {result['loss_before']:.4f} nats before, {result['loss_after']:.4f} after" in card
     assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, saf, saf_json, tmp_path, dtype):
+    AutoModelForCausalLM.from_pretrained(base / "model", dtype=dtype).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes((base / "model" / "tokenizer.json").read_bytes())
+    words = ("freeze", tmp_path / "model", "--data", base / "text.txt", "--rate", 0.5, *WORDS, "--heal", 320)
+    code, _, told = saf(*words, "--out", tmp_path / "none")
+    assert (code, "trained alike" in told, (tmp_path / "none").exists()) == (2, True, False)
+    result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
+    healing = result["healing"]
+    assert healing["tokens"] == 20 * 15  # windows of plain text have 16 tokens, of which 15 are targets
+    assert healing["loss_healed"] < healing["loss_frozen"] == pytest.approx(result["loss_after"], abs=1e-6)
+    assert healing["loss_ordinary"] == pytest.approx(result["loss_before"], abs=1e-6)
+    assert healing["loss_twin"] != healing["loss_ordinary"]
+    frozen = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert frozen.dtype == dtype
+    assert "trained alike (perplexity +" in (tmp_path / "out" / "README.md").read_text()
+    code, _, told = saf(*words[:-1], 10**6, "--sequences", 30, "--out", tmp_path / "none")
+    assert (code, "must have text beside" in told) == (2, True)
 
 
 def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base, saf, saf_json, tmp_path):
