@@ -1,9 +1,9 @@
 """A model pretrained elsewhere: what freezing heads costs it by score, rate and operation, at once and after healing.
 
 The study is made of pieces, a JSON file each beside the record: `selection` chooses the heads of every score and rate,
-`ordinary` and one piece an arm measure perplexity on two texts and zero-shot answers before and after healing,
-`speed` pieces time prompts and decoding. Pieces that are there are not made again; with `--jobs` they are spread over
-processes, a GPU each by turns.
+`joint` pieces those by joint cost, `ordinary` and one piece an arm measure perplexity on two texts and zero-shot
+answers before and after healing, `speed` pieces time prompts and decoding. Pieces that are there are not made again;
+several are made at a time, in processes with a GPU each.
 """
 
 import os
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from experiments.analyses.common import Output, Part, Record, header, say, subplots, table
 from saf.calibration import calibrate
-from saf.candidates import accept_fits, head_order
+from saf.candidates import CANDIDATES, accept_fits, head_order
 from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError, SafError
 from saf.evaluate.model_facts import precision_in_use
@@ -55,7 +55,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "random": {"score": "random"},
 }
 """Selections by a score alone; the other one is by joint cost."""
-JOINT = "joint cost"
+JOINT, CANDIDATES_BY = "joint cost", "forward_kl"
+"""The selection by joint cost, and the score whose lowest heads it tries."""
 TEXTS = ("data", "other")
 TIMED = {"prefill": ("2048x8", "4096x4", "8192x2"), "decode": ("2048x8", "4096x8", "8192x8")}
 """Points of the speeds: context x sequences."""
@@ -88,7 +89,7 @@ class Settings(Output):
     """Number of calibration sequences."""
     length: int = 1_024
     """Tokens of a sequence or window."""
-    choosing: int = 16
+    choosing: int = 32
     """Windows that heads are chosen by in order of joint cost."""
     windows: int = 128
     """Windows of each text to report on."""
@@ -140,10 +141,16 @@ def arms(settings: Settings) -> list[Arm]:
     return found + [Arm(choice=JOINT, rate=rate, storage="exponential") for rate in settings.rates]
 
 
-def pieces(settings: Settings) -> list[str]:
-    """Return the names of all pieces but the selection, which the others need."""
+def stages(settings: Settings) -> list[list[str]]:
+    """Return the names of all pieces; those of a stage need the ones before it."""
+    every = arms(settings)
+    joint = [f"joint {percent(rate)}" for rate in sorted(settings.rates, reverse=True)]
     timed = [f"speed {percent(rate)} {storage}" for rate in settings.speeds for storage in ("compact", "exponential")]
-    return ["ordinary", *(arm.name for arm in arms(settings)), *timed]
+    return [
+        ["selection"],
+        [*joint, "ordinary", *(arm.name for arm in every if arm.choice != JOINT)],
+        [*timed, *(arm.name for arm in every if arm.choice == JOINT)],
+    ]
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -156,12 +163,12 @@ def measure(settings: Settings) -> dict[str, Any]:
     if settings.piece is not None:
         _make(settings, folder, settings.piece)
         sys.exit()
-    for names in (["selection"], pieces(settings)):
+    for names in stages(settings):
         missing = [name for name in names if not _file(folder, name).is_file()]
         _make_all(settings, folder, missing, began)
-    made = {name: path for name in ("selection", *pieces(settings)) if (path := _file(folder, name)).is_file()}
-    if missing := [name for name in ("selection", *pieces(settings)) if name not in made]:
-        raise InputError(f"{len(missing)} of {len(made) + len(missing)} pieces are missing; the same command continues")
+        if missing := [name for name in names if not _file(folder, name).is_file()]:
+            raise InputError(f"{len(missing)} pieces are missing ({missing[0]} ...); the same command continues")
+    made = {name: _file(folder, name) for names in stages(settings) for name in names}
     return _joined(settings, {name: read_json(path) for name, path in made.items()})
 
 
@@ -222,6 +229,8 @@ def _make(settings: Settings, folder: Path, name: str) -> None:
     with autocast(pick_device(settings.device), settings.precision):
         if name == "selection":
             record = _select(settings, opened)
+        elif name.startswith("joint ") and name.endswith("%"):
+            record = _select_jointly(settings, opened, float(name.split()[1].rstrip("%")) / 100)
         elif name.startswith("speed "):
             record = _time(settings, opened, folder, *name.split()[1:])
         else:
@@ -233,42 +242,51 @@ def _make(settings: Settings, folder: Path, name: str) -> None:
 # --- the heads of every selection
 
 
-def _select(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
-    """Return the heads of every selection and rate, and what they cost one by one and together."""
+def _fitted(
+    settings: Settings, opened: OpenedModel
+) -> tuple[AttentionStatistics, dict[Head, FittedHead], dict[float, int]]:
+    """Return the statistics, the fits of all heads that may be frozen, and how many each rate asks for."""
     ids = _calibration(settings, opened, settings.length, settings.sequences)
     statistics = calibrate(opened.model, ids)
-    eligible = int(statistics.measured.sum())
-    counts = {rate: max(1, round(rate * eligible)) for rate in settings.rates}
-    every = HeadSet(map(tuple, statistics.measured.nonzero().tolist()))
-    fits = fit_heads(opened.model, ids, statistics, every, FreezeConfig(), Stopwatch())
-    chosen: dict[str, dict[str, Any]] = {
+    heads = HeadSet(map(tuple, statistics.measured.nonzero().tolist()))
+    fits = fit_heads(opened.model, ids, statistics, heads, FreezeConfig(), Stopwatch())
+    return statistics, fits, {rate: max(1, round(rate * len(heads))) for rate in settings.rates}
+
+
+def _select(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
+    """Return the heads of every selection by a score alone, and what was measured of all heads."""
+    statistics, fits, counts = _fitted(settings, opened)
+    chosen = {
         choice: {
             f"{rate:g}": _by_score(statistics, fits, FreezeConfig(count=count, seed=settings.seed, **options))
             for rate, count in counts.items()
         }
         for choice, options in CHOICES.items()
     }
-    candidates = [head for head, fit in fits.items() if fit.fit_kl <= FreezeConfig.max_fit_kl]
-
-    def edit_(heads: HeadSet) -> None:
-        patterns: Any = [fits[head].pattern for head in heads]
-        install_(opened.model, heads, patterns)
-
-    began = time.monotonic()
-    text = list(_windows(settings, opened, "controller", settings.choosing)[:, :-1].split(1))
-    joint = accept_jointly(
-        opened.model, candidates, text, max(counts.values()), edit_=edit_, undo_=partial(uninstall_, opened.model)
-    )
-    chosen[JOINT] = {f"{rate:g}": [list(head) for head in joint.accepted[:count]] for rate, count in counts.items()}
     return {
-        "eligible": eligible,
-        "fit": len(candidates),
+        "eligible": len(fits),
+        "fit": sum(fit.fit_kl <= FreezeConfig.max_fit_kl for fit in fits.values()),
         "chosen": chosen,
-        "joint_cost": joint.to_dict() | {"seconds": time.monotonic() - began},
         "variance": statistics.variance.tolist(),
         "forward_kl": statistics.forward_kl.tolist(),
         "fit_kl": [[*head, fit.fit_kl] for head, fit in fits.items()],
     }
+
+
+def _select_jointly(settings: Settings, opened: OpenedModel, rate: float) -> dict[str, Any]:
+    """Return the heads that cost least together at a rate, among those of lowest forward KL."""
+    statistics, fits, counts = _fitted(settings, opened)
+    count, model = counts[rate], opened.model
+
+    def edit_(heads: HeadSet) -> None:
+        patterns: Any = [fits[head].pattern for head in heads]
+        install_(model, heads, patterns)
+
+    tried = FreezeConfig(score=CANDIDATES_BY, count=min(CANDIDATES * count, len(fits)))
+    candidates = [(layer, head) for layer, head in _by_score(statistics, fits, tried)]
+    text = _choosing(settings, opened)
+    found = accept_jointly(model, candidates, text, count, edit_=edit_, undo_=partial(uninstall_, model))
+    return {"rate": rate, "heads": [list(head) for head in found.accepted], "joint_cost": found.to_dict()}
 
 
 def _by_score(
@@ -306,9 +324,11 @@ def _calibration(settings: Settings, opened: OpenedModel, length: int, count: in
     return list(_begun(settings, opened, windows).split(settings.batch_size))
 
 
-def _windows(settings: Settings, opened: OpenedModel, partition: str, count: int) -> Tensor:
-    windows = sequential_windows(_data(opened).tokens(partition), settings.length, count)
-    return _begun(settings, opened, windows)
+def _choosing(settings: Settings, opened: OpenedModel) -> list[Tensor]:
+    """Return windows all over the controller partition, so that they are of many documents."""
+    windows = sequential_windows(_data(opened).tokens("controller"), settings.length)[:, :-1]
+    places = torch.linspace(0, len(windows) - 1, min(settings.choosing, len(windows))).long()
+    return list(_begun(settings, opened, windows[places]).split(1))
 
 
 def _training(settings: Settings, opened: OpenedModel) -> Tensor:
@@ -322,7 +342,10 @@ def _training(settings: Settings, opened: OpenedModel) -> Tensor:
 
 
 def _chosen(folder: Path, choice: str, rate: float) -> tuple[Head, ...]:
-    heads = read_json(_file(folder, "selection"))["chosen"][choice][f"{rate:g}"]
+    if choice == JOINT:
+        heads = read_json(_file(folder, f"joint {percent(rate)}"))["heads"]
+    else:
+        heads = read_json(_file(folder, "selection"))["chosen"][choice][f"{rate:g}"]
     return tuple((layer, head) for layer, head in heads)
 
 
@@ -428,7 +451,8 @@ def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
         ),
         "model": str(settings.model),
         "precision": precision_in_use(opened.model, settings.precision),
-        **{name: made["selection"][name] for name in ("eligible", "fit", "chosen", "joint_cost", "variance", "fit_kl")},
+        **{name: made["selection"][name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
+        "joint": [made[f"joint {percent(rate)}"] for rate in settings.rates],
         "ordinary": {state: _facts(ordinary[state]) for state in states},
         "arms": [],
         "speeds": {name: each for name, each in made.items() if name.startswith("speed ")},

@@ -19,7 +19,7 @@ def _measurement(model: str, **settings: object) -> Measurement:
         does="analyze pretrained",
         on=(model,),
         settings={"data": f"{model}-text", "other": OTHER, "task_data": QuestionFolder(), "minutes": 7.0, **settings},
-        scaled={"small": {"questions": 1_000}, "smoke": SMOKE},
+        scaled={"small": {"questions": 500}, "smoke": SMOKE},
         smoke=model == SMOLLM2,
     )
 
@@ -27,7 +27,7 @@ def _measurement(model: str, **settings: object) -> Measurement:
 RECIPE = Recipe(
     title="Pretrained models",
     source=QWEN_ZERO_SHOT,
-    measurements=(_measurement(SMOLLM2), _measurement(GEMMA, bos=True)),
+    measurements=(_measurement(SMOLLM2), _measurement(GEMMA, bos=True, batch_size=4)),
     notes=(
         f"Models are the folders {SMOLLM2} (SmolLM2-135M-Instruct) and {GEMMA} (gemma-3-270m) of transformers. Their "
         f"texts are {SMOLLM2}-text and {GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other "

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.output import LayerProgress, show
-from saf.freeze_checkpoint import freeze_checkpoint
+from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
-from saf.freeze_settings import CheckpointFreezing
 from saf.hf.open_model import transformers_folders
 from saf.records.paths import means_transformers
 

@@ -14,12 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.calibration import plan_calibration
-from saf.data import ShuffledWindows, TextData, TokenData, Tokenizer, begun_with, calibration_windows
+from saf.data import (
+    ShuffledWindows,
+    TextData,
+    TokenData,
+    Tokenizer,
+    begun_with,
+    calibration_windows,
+    sequential_windows,
+)
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.model_facts import PARENT, precision_in_use
+from saf.freeze_checkpoint import CheckpointFreezing, check_length, check_new
 from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
-from saf.freeze_settings import CheckpointFreezing, check_length, check_new
 from saf.freezing import freeze_
 from saf.heads import HeadLayout
 from saf.heal import heal_beside_twin
@@ -238,7 +246,7 @@ def freeze_folder(
         )
     if settings.heal is not None:
         ordinary = source.model(device, dtype)
-        windows = _training_windows(settings, data, report.statistics.length, len(heldout), bos)
+        windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)
         report = _healed(settings, model, ordinary, windows, heldout, report)
         model.to(source.dtype())
     if settings.finalize:
@@ -275,6 +283,9 @@ def _batches(
     batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
     if not plain:
         heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
+    if not plain and settings.config.jointly:  # of many documents: heads chosen on one kind of text fail on others
+        windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
+        heldout = list(windows[torch.linspace(0, len(windows) - 1, asked).long()].split(size))
     if bos is None:
         return batches, heldout
     return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]

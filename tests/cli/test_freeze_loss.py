@@ -97,6 +97,19 @@ def test_a_run_is_measured_on_its_controller_text(arms, saf, saf_json, tmp_path)
     assert event["loss_before"] == pytest.approx(event["loss_after"], abs=0.05)
 
 
+def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
+    (tmp_path / "short.txt").write_text("The quick brown fox.")
+    words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
+    text, out = ("--data", base / "text.txt"), ("--out", tmp_path / "none")
+    short = ("--data", tmp_path / "short.txt")
+    for given, expected in (((*text, "--budget", 1e-12), "raise budget"), (short, "windows")):
+        code, shown, told = saf(*words, *given, *out)
+        assert (code, shown, expected in told, (tmp_path / "none").exists()) == (2, "", True, False)
+    result = saf_json(*words, *text, "--budget", 0.1, "--accept-loss", "--out", tmp_path / "out")
+    assert 0 < len(result["heads"]) < 8
+    assert result["joint_cost"]["rise"] <= 0.0954
+
+
 def test_no_head_frozen_is_an_error(base, arms, saf, tmp_path):
     folder = (base / "model", "--data", base / "text.txt", "--length", 16, "--allow-shorter")
     for where in (folder, (arms[0],)):
