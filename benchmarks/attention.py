@@ -35,12 +35,10 @@ class Attention(PassSpeed):
     """Layers are called as they are: a compiler would drop those whose outputs nothing reads."""
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         require(self.compile == "off", "compile must be off: a compiler would drop layers whose outputs nothing reads")
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return the layers of an arm, ready to be warmed up."""
         models, execution = self.plan(point), replace(self.execution, precision="fp32")
         model = models.build(arm, self.weights(self.dtype)).eval()
         generator, vocabulary = torch.Generator().manual_seed(self.seed), models.shape.vocab_size
@@ -51,7 +49,6 @@ class Attention(PassSpeed):
         return Passes(self, layers, (), execution, pool)
 
     def flops(self, point: Point, arm: Arm) -> float:
-        """Count the operations of an arm's layers: their matrices, and the mixing."""
         models = self.plan(point)
         entries, tokens = sum(map(models.shape.attention_entries, models.layouts(arm))), point.batch_size * point.length
         mixing = mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
@@ -76,7 +73,6 @@ class AttentionLayers(nn.Module):
         handle.remove()
 
     def forward(self) -> Tensor:
-        """Return the output `[B, T, C]` of the last layer; every layer has the same inputs."""
         inputs, named = self.inputs
         for layer in self.layers:
             output = layer(*inputs, **named)

@@ -72,7 +72,6 @@ class Finetuning(ModelSpeed):
         return self.batch_size or usual[0], self.accumulation or usual[1]
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         require(not self.points, "points must be left out: the task's examples make them")
         require(
             self.graphs == "off" or self.compile == "off",
@@ -103,25 +102,20 @@ class Finetuning(ModelSpeed):
         return batches
 
     def cases(self) -> list[Point]:
-        """Return the one point: the longest micro-batch's tokens, its examples, the micro-batches of an update."""
         return [Point(max(inputs.shape[1] for each in self.batches.values() for inputs, _ in each), *self.sizes)]
 
     def plan(self, point: Point) -> ModelPlan:
-        """Return the models, which take the parent's context."""
         return super().plan(replace(point, length=self.length))
 
     def variants(self) -> tuple[str, ...]:
-        """Return the orders, each timed by itself, called and replayed."""
         return tuple(name + f" {GRAPH}" * (way == GRAPH) for way in super().variants() for name in self.batches)
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return an arm that is ready to be warmed up."""
         device = self.execution.device
         orders = {name: [(x.to(device), y.to(device)) for x, y in own] for name, own in self.batches.items()}
         return FinetuneSubject(self, self.plan(point).build(arm), orders)
 
     def flops(self, point: Point, arm: Arm) -> float:
-        """Count the operations of one update, with all micro-batches as long as they are on average."""
         length = round(statistics.fmean(inputs.shape[1] for each in self.batches.values() for inputs, _ in each))
         size, accumulation = self.sizes
         return accumulation * micro_batch_flops(self.plan(point), arm, batch=size, length=length)
@@ -136,18 +130,15 @@ class FinetuneSubject(UpdateSubject):
         self.orders = orders
 
     def warm_up(self) -> None:
-        """Meet every length of every order, so many times."""
         for _ in range(self.settings.warmup):
             for variant in self.settings.variants():
                 self.timed_block(variant)
 
     def timed_block(self, variant: str) -> float:
-        """Return the mean milliseconds of the updates on an order's micro-batches."""
         self.updaters[way_of(variant)].batches = Preloaded(self.orders[variant.removesuffix(f" {GRAPH}")])
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of all updates of a block, those of graphs where they are timed."""
         updater = list(self.updaters.values())[-1]
         block = [updater] * self.settings.repeats
         return kernels_of(lambda: [each.update(LEARNING_RATE) for each in block], self.device)

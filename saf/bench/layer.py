@@ -74,7 +74,6 @@ class Op(Speed):
     repeats: int = 20
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
@@ -98,7 +97,6 @@ class Op(Speed):
         return layout, [folder.frozen[layer, head] for head in heads], str(folder.backend)
 
     def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield every point and part: a whole layer at all rates, frozen heads alone at each rate by itself."""
         rates = list(dict.fromkeys(self.rates or (0.25, 0.5)))
         if is_folder(self.model):
             layout, _, _ = self.folder_layer()
@@ -299,7 +297,6 @@ class OpSubject:
         return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
 
     def warm_up(self) -> None:
-        """Compare with float64, run untimed, capture graphs; AccuracyError for a wrong result."""
         settings, device = self._layer.settings, self._layer.device
         for way in dict.fromkeys(variant.split()[1] for variant in self._variants):
             outputs = self._run(f"forward {way}", 0)
@@ -337,13 +334,11 @@ class OpSubject:
             )
 
     def timed_block(self, variant: str) -> float:
-        """Return the median milliseconds of one call."""
         call, repeats = self._passes[variant]
         rest = REST_MS if self._layer.settings.cuda else 0.0
         return event_block(call, repeats=repeats, device=self._layer.device, rest_ms=rest) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one call, with its backward pass if that is timed; those of a graph where one is."""
         timed = sorted(self._passes, key=lambda variant: (variant.startswith("both"), variant.endswith(GRAPH)))
         call, count = self._passes[timed[-1]][0], len(self._inputs)
         kernels = kernels_of(call, self._layer.device)

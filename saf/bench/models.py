@@ -450,7 +450,6 @@ class FlexAttention(LiveAttention):
         self.blocks = blocks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        """Attend causally over the length of `blocks`."""
         grouped = query.shape[1] != key.shape[1]
         output: Any = flex_attention(query, key, value, block_mask=self.blocks, enable_gqa=grouped)
         return (output,)
@@ -462,23 +461,18 @@ class FreeBackend(Backend):
     decodes = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return None: it runs everywhere."""
         return None
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return how it runs."""
         return "values pass through unmixed (a bound for measurements, not a model)"
 
     def prepare(self, patterns: Sequence[Pattern], *_: Any) -> Tables:
-        """Return no tables."""
         return {}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
-        """Return the named heads of `value [B, H, T, D]`."""
         return take_heads(value, heads)
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        """Return the values at the rows themselves, `[B, F, rows.count, D]`."""
         at = torch.arange(rows.count, device=value.device) + rows.first
         return take_heads(value.index_select(2, at), heads)
 

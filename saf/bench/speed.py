@@ -197,7 +197,6 @@ class ModelSpeed(Speed):
     """Measure peak memory too, one arm a process."""
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         require(
             self.placement in ("early", "even", "groups"),
@@ -211,7 +210,6 @@ class ModelSpeed(Speed):
             self.plan(point)
 
     def plan(self, point: Point) -> ModelPlan:
-        """Return the models of a point."""
         return ModelPlan(
             model=self.model,
             length=point.length,
@@ -230,7 +228,6 @@ class ModelSpeed(Speed):
         return ways_of(self.graphs, self.execution.device)
 
     def arms(self, point: Point) -> list[Comparison]:
-        """List the comparisons of a point."""
         models = self.plan(point)
         if models.folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
@@ -248,11 +245,9 @@ class ModelSpeed(Speed):
         raise NotImplementedError
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
-        """Return the entries of a row about an arm."""
         return self.plan(point).describe(arm)
 
     def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield the measurement of each point."""
         for point in self.cases():
             yield point.name, partial(self._measure, session, point)
 
@@ -290,17 +285,14 @@ class FreshSubject:
         self._blocks: dict[str, float] = {}
 
     def warm_up(self) -> None:
-        """Run once, so that later processes load the compiled code."""
         self._kernels = self._run(profile=self._settings.profile)["kernels"]
 
     def timed_block(self, variant: str) -> float:
-        """Return one timed block's milliseconds; a process times every variant once, so it serves them all."""
         if variant not in self._blocks:
             self._blocks = self._run()["block_ms"]
         return self._blocks.pop(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one pass."""
         return self._kernels
 
     def _run(self, *, profile: bool = False) -> dict[str, Any]:

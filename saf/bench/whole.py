@@ -60,12 +60,10 @@ class Update(ModelSpeed):
 
     @property
     def execution(self) -> Execution:
-        """Device, precision and compilation as the trainer resolves them."""
         again = self.activation_checkpointing
         return Execution.of(self.device, compile=self.compile, activation_checkpointing=again)
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         self._parallel()
         alone = self.parallel == "none" or not (self.memory or self.fresh)
@@ -76,11 +74,9 @@ class Update(ModelSpeed):
         return parallel_of(self.parallel, parameters=0, execution=self.execution, trained_patterns=False)[0]
 
     def variants(self) -> tuple[str, ...]:
-        """Return "update", and "update graph" where passes are replayed."""
         return tuple("update" if way == CALL else f"update {way}" for way in super().variants())
 
     def arms(self, point: Point) -> list[Comparison]:
-        """Return the comparisons; with activation checkpointing one without it, in a group one apart."""
         comparisons = super().arms(point)
         first = comparisons[0].baseline
         if self.activation_checkpointing:
@@ -90,7 +86,6 @@ class Update(ModelSpeed):
         return comparisons
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return an arm that is ready to be warmed up in this process."""
         execution, (rank, processes) = self.execution, rank_and_size()
         if arm.keeping:
             execution = replace(execution, activation_checkpointing=False)
@@ -110,7 +105,6 @@ class Update(ModelSpeed):
         return UpdateSubject(self, model, execution, batches=batches, accumulation=accumulation, parallel=parallel)
 
     def flops(self, point: Point, arm: Arm) -> float:
-        """Count the operations of one update of an arm, of which each process has its share."""
         tokens = {"batch": point.batch_size, "length": point.length}
         accumulation = (point.accumulation or 1) // rank_and_size()[1]
         return accumulation * micro_batch_flops(self.plan(point), arm, **tokens)
@@ -124,7 +118,6 @@ class NextTokenLoss(nn.Module):
         self.module = module  # under this name adapters look through it
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss, nats per token, from float32 logits."""
         logits = self.module(input_ids=inputs, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -171,18 +164,15 @@ class UpdateSubject:
         }
 
     def warm_up(self) -> None:
-        """Compile, capture graphs where they are timed, and run untimed updates."""
         for updater in self.updaters.values():
             # With one micro-batch an update, the second update captures: the first micro-batch runs as it is.
             for _ in range(max(self.settings.warmup, 2 * updater.graphed)):
                 updater.update(LEARNING_RATE)
 
     def timed_block(self, variant: str) -> float:
-        """Return the mean milliseconds of updates in a row, by the slowest process."""
         return max(all_gather(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one update, replayed where graphs are timed."""
         updater = list(self.updaters.values())[-1]
         return kernels_of(lambda: updater.update(LEARNING_RATE), self.device)
 
@@ -219,7 +209,6 @@ class PassSpeed(ModelSpeed):
     """Untimed passes before every timed block for about this long; by default 400 ms on CUDA, none on a CPU."""
 
     def weights(self, name: str) -> torch.dtype:
-        """Return the dtype of weights by its name; "auto" is bfloat16 on CUDA."""
         return DTYPES[("bf16" if self.cuda else "fp32") if name == "auto" else name]
 
 
@@ -282,7 +271,6 @@ class Passes:
         return wall_block(call, repeats=repeats, device=self._execution.device, settle=settle)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one pass, those of a graph where one is timed."""
         call, *_ = self._calls.get(GRAPH) or next(iter(self._calls.values()))
         return kernels_of(call, self._execution.device)
 
@@ -304,14 +292,12 @@ class Prefill(PassSpeed):
     """autocast (fp32 weights, bf16 autocast), bf16 (bf16 weights) or fp32; by default autocast on CUDA, fp32 on CPU."""
 
     def cases(self) -> list[Point]:
-        """Return every point at every precision."""
         names = self.precisions or ("autocast" if self.cuda else "fp32",)
         for name in names:
             require(name in PRECISIONS, f"precisions must be {', '.join(PRECISIONS)}; got {name!r}")
         return [replace(point, precision=name) for point in self.parsed_points() for name in names]
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return passes of an arm over one batch of prompts, ready to be warmed up."""
         precision, dtype = PRECISIONS[str(point.precision)]
         execution, models = replace(self.execution, precision=precision), self.plan(point)
         model = models.build(arm, dtype).eval()
@@ -320,7 +306,6 @@ class Prefill(PassSpeed):
         return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool)
 
     def flops(self, point: Point, arm: Arm) -> float:
-        """Count the operations of one forward pass with the output layer on the last token alone."""
         models, shape = self.plan(point), self.plan(point).shape
         head = shape.vocab_size * shape.hidden_size
         entries = shape.model_entries(models.layouts(arm))
@@ -354,13 +339,11 @@ class Decode(PassSpeed):
     graphs: Literal["off", "on", "both"] = "both"
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         super().check()
         own = any(self.plan(point).own_decoder for point in self.cases())
         require(not own, f"{self.model} has no cache; take a model of transformers, such as llama-124m")
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return the steps of an arm after one filled cache, ready to be warmed up."""
         models = self.plan(point)
         model = models.build(arm, self.weights(self.dtype)).eval()
         generator = torch.Generator().manual_seed(self.seed)
@@ -380,7 +363,6 @@ class Decode(PassSpeed):
         return channels * (rows * point.length * element + frozen * (4 * CHUNK * element + 2 * 2 * 16 * 4))
 
     def flops(self, point: Point, arm: Arm) -> float:
-        """Count the operations of one step."""
         shape, layouts = self.plan(point).shape, self.plan(point).layouts(arm)
         live = sum(layout.num_live for layout in layouts)
         frozen = 0 if arm.backend in (FREE, "linear") else sum(layout.num_frozen for layout in layouts)
@@ -388,7 +370,6 @@ class Decode(PassSpeed):
         return 2.0 * point.batch_size * shape.model_entries(layouts) + mixing
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
-        """Return the entries of a row about an arm: its heads, the bytes of its cache and of the baseline's."""
         sizes = {"cache_bytes": self.cache_bytes(point, arm)}
         sizes["baseline_cache_bytes"] = self.cache_bytes(point, Arm("auto"))
         return {**super().describe(point, arm), **sizes}
@@ -409,13 +390,11 @@ class Step(nn.Module):
         self.cache, self.filled = random_cache(model, self.token, positions)
 
     def forward(self) -> Tensor:
-        """Return logits `[B, 1, V]`."""
         self.filled.fill_(self.last)
         model: Any = self.model
         return model(input_ids=self.token, position_ids=self.position, past_key_values=self.cache).logits
 
     def compiled(self) -> Call:
-        """Return this as a compiled program of its own."""
         return partial(torch.compile(own_program(_run), fullgraph=True, dynamic=False), self)
 
 

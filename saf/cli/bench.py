@@ -36,7 +36,6 @@ class _Bench:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        """Measure, write, show and return the record."""
         kind = next(kind for kind in bench.KINDS.values() if isinstance(self, kind))
         settings = kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
         if self.folder is not None:

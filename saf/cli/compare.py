@@ -47,7 +47,6 @@ class Command:
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Compare, write compare.json, show and return it."""
         pair = self.ordinary, self.frozen
         options: dict[str, Any] = {"allow_differences": self.allow_differences}
         options |= {"resamples": self.resamples, "seed": self.seed}

@@ -41,7 +41,6 @@ class Prepare:
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Prepare the folder, print its contents and return its index."""
         data = prepare(self.sources, self.out, overwrite=self.overwrite, **vars(self.settings))
         return _show(self.out, data.index, as_json=self.json)
 
@@ -58,7 +57,6 @@ class Info:
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Open the folder, print its contents and return its index."""
         return _show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 

@@ -31,7 +31,6 @@ class Command:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        """Look around, show and return the result."""
         result = {
             "python": platform.python_version(),
             "platform": platform.platform(),

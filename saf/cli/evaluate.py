@@ -85,7 +85,6 @@ class Command:
             raise InputError(f"each task must be named once; got {', '.join(self.tasks)}")
 
     def run(self) -> dict[str, Any]:
-        """Evaluate in the group of processes that is there, show and return the records."""
         with process_group(self.device):
             with all_ranks_or_raise():  # all have looked before the first one writes
                 self._check_out()

@@ -40,7 +40,6 @@ class Finetune(TrainFlags):
     """Finetuned run of the ordinary arm, whose files, settings and updates this run takes."""
 
     def run(self) -> dict[str, Any]:
-        """Train for the updates of the run that this one is like, of its epochs, or as many as are named."""
         if self.like is None:
             return show_result(lambda: finetune(self.config, epochs=self.epochs, resume=self.resume), self)
         if self.epochs is not None:

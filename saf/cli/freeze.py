@@ -37,7 +37,6 @@ class Command(CheckpointFreezing):
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        """Freeze, write the checkpoint, show and return the report with the checkpoint's hash."""
         freeze, kind = freeze_checkpoint, "checkpoint"
         if means_transformers(self.checkpoint):
             freeze, kind = transformers_folders().freeze_folder, "model"

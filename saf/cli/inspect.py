@@ -28,7 +28,6 @@ class Command:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        """Show and return the contents of the folder; raise CheckpointError when a part is damaged."""
         contents = inspect(self.path)
         tables = {"checkpoint": _checkpoint, "run": _run, "data": _data, "saved": _saved, "transformers": _saved}
         show(contents, *tables[contents["kind"]](contents), as_json=self.json)

@@ -23,7 +23,6 @@ class Pretrain(TrainFlags):
     """
 
     def run(self) -> dict[str, Any]:
-        """Train, show and return the result; exits with code 75 when a signal stopped the run."""
         return show_result(lambda: pretrain(self.config, resume=self.resume), self)
 
 

@@ -27,7 +27,6 @@ class Command:
     """Print JSON instead of lines."""
 
     def run(self) -> dict[str, Any]:
-        """Write the page and return its path; raise InputError for what is no run, model or page."""
         if not self.runs:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():

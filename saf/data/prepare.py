@@ -247,11 +247,9 @@ class _Reader:
 
     @property
     def documents(self) -> np.ndarray:
-        """The documents that were read, in reading order, dtype `_DOCUMENT`."""
         return np.frombuffer(self._rows, _DOCUMENT)
 
     def texts(self) -> Iterator[str]:
-        """Yield the distinct documents; raise DataError for one that is too long to tokenise."""
         seen: dict[bytes, str] = {}
         for group, sources in self.groups.items():  # held-out text first: a document that is in both stays held out
             for text in _read(sources, self.config, self.sources[group], self.skipped, self.advance):
@@ -360,14 +358,12 @@ class _Spool:
         """Tokens of each document, end-of-text included."""
 
     def fill(self, encoded: Iterable[list[int]]) -> None:
-        """Write documents, each followed by end-of-text."""
         with open(self.path, "wb", buffering=_BLOCK) as file:
             for ids in encoded:
                 file.write(np.array([*ids, self.eot_id], dtype=self.dtype).tobytes())
                 self.tokens.append(len(ids) + 1)
 
     def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
-        """Write the tokens of documents in an order; return their number, SHA-256 and unigram entropy."""
         sizes = np.array(self.tokens) * self.dtype.itemsize
         starts, digest = np.cumsum(sizes) - sizes, sha256()
         # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.

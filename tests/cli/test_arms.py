@@ -72,18 +72,6 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     assert open_data(text_data, source).fingerprint == state["data_fingerprint"]
 
 
-def test_evaluate_needs_data_for_a_model_that_does_not_tell(saf, saf_json, arms, text_data, tmp_path):
-    from saf.sidecar import save
-    from saf.train import load_model
-
-    save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
-    code, _, err = saf("evaluate", tmp_path / "saved")
-    assert code == 2
-    assert "give --data" in err
-    printed = saf_json("evaluate", tmp_path / "saved", "--data", text_data, "--device", "cpu")
-    assert printed["loss"] == pytest.approx(read_json(arms[1] / "evaluation.json")["loss"], rel=1e-6)
-
-
 def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
     printed = saf_json("compare", *arms, "--out", tmp_path)
     assert printed == read_json(tmp_path / "compare.json")
@@ -169,17 +157,6 @@ def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
         assert f"{weights} is damaged" in err
 
 
-def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, arms, tmp_path):
-    checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
-    (checkpoint / "optimizer.safetensors").unlink()
-    code, _, err = saf("evaluate", checkpoint, "--limit", 1, "--device", "cpu")
-    assert code == 0, err
-    for command in (("inspect", checkpoint), ("freeze", checkpoint, "--out", tmp_path / "frozen", "--rate", 0.5)):
-        code, _, err = saf(*command)
-        assert code == 2
-        assert "optimizer.safetensors is missing" in err
-
-
 def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -235,15 +212,6 @@ def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json,
     assert (printed["differences"], printed["heads"], printed["timed_updates"]) == ([], 2, [16, 24])
     ordinary = shutil.copytree(arms[0], tmp_path / "thinned", ignore=shutil.ignore_patterns("checkpoints"))
     assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
-
-
-def test_a_finalised_checkpoint_is_smaller(saf_json, arms, tmp_path):
-    sizes = []
-    for options in ([], ["--finalize"]):
-        out = tmp_path / f"frozen{len(options)}"
-        saf_json("freeze", arms[0], "--out", out, "--sequences", 4, "--device", "cpu", *options)
-        sizes.append((out / "saf.safetensors").stat().st_size)
-    assert sizes[1] < sizes[0]
 
 
 def test_freeze_refuses_calibration_text_that_the_run_is_reported_on(saf, arms, text_data, tmp_path):

@@ -79,17 +79,3 @@ def test_what_was_left_out_is_shown(text, tmp_path, capsys, monkeypatch):
     assert len(result["left_out"]) == 30
     assert "Left out or cut: 30, the first 20; all in" in printed
     assert "a NUL byte at 0" in printed
-
-
-def test_the_python_text_is_the_default(tmp_path):
-    result = run("prepare", "--out", str(tmp_path / "data"), "--max-bytes", "1000000", "--vocab-size", "512")
-    assert result["sources"][0]["source"] == "python"
-    assert result["partitions"]["train"]["tokens"] > 300_000
-
-
-def test_folders_from_a_given_tokenizer(shared, text, tmp_path):
-    folder = str(shared / "data" / "tokenizers" / "gpt2")
-    result = run("prepare", str(text), "--out", str(tmp_path / "d"), "--tokenizer", folder, "--heldout-fraction", "0.3")
-    assert result["tokenizer"]["vocab_size"] == 50257
-    assert result["tokenizer"]["eot_id"] == 50256
-    assert TokenData.open(tmp_path / "d").tokenizer().encode("Hello world") == [15496, 995]

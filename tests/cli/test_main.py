@@ -19,12 +19,6 @@ def test_help_lists_every_command_and_fits_80_columns(saf):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_no_command_shows_help_as_an_error(saf):
-    code, out, err = saf()
-    assert (code, out) == (2, "")
-    assert "usage: saf COMMAND" in err
-
-
 @pytest.mark.parametrize("words", [*([name] for name in COMMANDS), ["bench", "update"]], ids=" ".join)
 def test_every_command_has_help(words, capsys):
     assert main([*words, "--help"]) == 0
@@ -54,10 +48,6 @@ def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     (tmp_path / "saf.json").write_text("{}")
     code, _, err = saf("evaluate", tmp_path)
     assert (code, "frozen heads of a model of another library" in err) == (2, True)
-
-
-def test_a_wrong_option_exits_with_2():
-    assert main(["doctor", "--no-such-option"]) == 2
 
 
 def test_a_file_in_place_of_a_folder_is_one_message(saf, text_data, tmp_path):

@@ -55,12 +55,6 @@ def test_options_arrive_in_the_settings(tmp_path):
     assert isinstance(config.warmup, int)
 
 
-@pytest.mark.parametrize(("text", "kind"), [("100", int), ("0.5", float)])
-def test_moments_are_whole_updates_or_shares(tmp_path, text, kind):
-    config = parse("--data", "d", "--out", tmp_path, "--freeze.rate", 0.25, "--schedule.at", text).config
-    assert type(config.schedule.at) is kind
-
-
 @pytest.mark.parametrize(
     ("words", "schedule"),
     [

@@ -94,15 +94,6 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
     assert learned(partition_documents(data, "train")) > (30 if tokenizer_bytes == 2**24 else 10)
 
 
-def test_held_out_documents_stay_so_when_others_are_added(texts, tmp_path):
-    options = {"vocab_size": 257, "heldout_fraction": 0.2}
-    first, second = (
-        set(heldout_documents(prepare(jsonl(tmp_path / f"{n}.jsonl", texts[:n]), tmp_path / f"data-{n}", **options)))
-        for n in (100, 120)
-    )
-    assert len(first & second) >= 0.9 * len(first)
-
-
 def test_threads_change_nothing_and_the_seed_does(prepared, source, settings, tmp_path):
     prepare(source, tmp_path / "data", **{**settings, "workers": 3})
     assert folder_bytes(tmp_path / "data") == folder_bytes(prepared)

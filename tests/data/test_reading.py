@@ -130,11 +130,6 @@ def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, data, messa
             read(tmp_path)
 
 
-def test_records_are_read_one_at_a_time(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(ROWS * 100) + b"damaged")
-    assert next(Source(str(tmp_path / "a.jsonl")).documents()) == ROWS[0]
-
-
 def test_a_text_of_more_than_max_bytes_is_cut_at_a_character(tmp_path):
     text = "".join(f"{n} " + "é" * 45 for n in range(1_000))
     (tmp_path / "a.txt").write_text(text)
@@ -211,14 +206,6 @@ def test_datasets(tmp_path):
         read(tmp_path / "single", text_field="body")
     with pytest.raises(DataError, match=r"owner/name: cannot be read as a dataset after 0 rows .*network"):
         list(Source("owner/name").documents())  # tests are offline
-
-
-def test_empty_folders_and_pipes_have_no_text(tmp_path):
-    with pytest.raises(DataError, match="no text in it"):
-        prepare(tmp_path, tmp_path / "data")
-    os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(DataError, match=r"a.txt: no text in it"):
-        read(tmp_path / "a.txt")
 
 
 def test_pythons_own_text_is_the_same_each_time(tmp_path):

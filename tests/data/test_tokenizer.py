@@ -108,16 +108,6 @@ def test_unusable_tokenizers_are_named(tmp_path, backend):
         prepare("python", tmp_path / "data", tokenizer="someone/no-such-model")
 
 
-def test_text_is_whole_although_the_tokenizer_file_cuts_and_pads(texts, bpe, backend, tmp_path):
-    backend.enable_truncation(4)
-    backend.enable_padding(length=6)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode_batch(texts[:3]) == bpe.encode_batch(texts[:3])
-    tokenizer.save(tmp_path / "saved.json")
-    assert Tokenizer.load(tmp_path / "saved.json").encode(texts[0]) == bpe.encode(texts[0])
-
-
 def test_a_large_vocabulary_takes_four_bytes(source, backend, tmp_path):
     tokenizer = json.loads(backend.to_str())
     tokenizer["model"]["vocab"] |= {f"word {n}": n for n in range(400, 65_537)}

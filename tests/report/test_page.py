@@ -12,7 +12,7 @@ from saf.patterns import CompactPattern
 from saf.records.run import RecordedRun
 from saf.report import figures
 from saf.report.page import write_report
-from tests.report.synthetic import Shape, edit, edit_event, event_of, patterns, write_pair, write_run
+from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
 
 
 def page_of(runs, folder) -> str:
@@ -49,11 +49,6 @@ def test_a_speed_that_says_little_gives_way_to_the_bound(tmp_path, speedup, word
     assert words in tile(page, "Update speed")
 
 
-def test_an_interval_over_zero_is_not_called_a_cost(tmp_path):
-    page = page_of(write_pair(tmp_path, Shape(windows=4), cost=1e-4), tmp_path)
-    assert "less than its uncertainty" in headline(page)
-
-
 def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_itself(tmp_path):
     shape = Shape(rate=0.5)
     runs = [*write_pair(tmp_path), write_run(tmp_path / "half", shape, frozen=True, cost=0.03, speedup=1.3)]
@@ -75,18 +70,6 @@ def test_differences_and_failures_are_read_with_care(tmp_path):
     assert "could not be compared: both arms must be evaluated on the same windows" in page_of(
         (ordinary, frozen), tmp_path
     )
-
-
-def test_events_are_a_table_and_those_undone_say_so(tmp_path):
-    run = write_run(tmp_path / "frozen", frozen=True)
-    first = event_of(run)
-    undo = {"number": 2, "kind": "undo", "update": 40, "heads": first["heads"], "undoes": 1, "reason": "too dear"}
-    edit_event(run, undone_by=2)
-    with open(run / "events.jsonl", "a") as file:
-        file.write(str(undo).replace("'", '"') + "\n")
-    page = page_of([run], tmp_path)
-    assert "undone by event 2" in page
-    assert "too dear" in page
 
 
 def test_names_from_outside_are_text_and_the_page_asks_for_nothing(tmp_path):

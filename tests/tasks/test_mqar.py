@@ -146,10 +146,6 @@ def model():
     return GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=33))
 
 
-def test_the_papers_settings_are_the_defaults():
-    assert MQARSettings().tests == (*((512, pairs) for pairs in (8, 16, 24, 32, 48, 64)), (2_048, 8), (4_096, 8))
-
-
 def test_micro_batches_go_on_where_updates_ended_and_are_shared_out(task):
     whole = task.training(0, CPU)
     batches = [whole.take() for _ in range(12)]

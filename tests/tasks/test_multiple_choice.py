@@ -13,7 +13,6 @@ from saf.models import GPT, GPTConfig
 from saf.tasks import TASKS, FinetuneSettings
 from saf.tasks.multiple_choice import encode_examples, pad, read_examples, stratified
 from saf.train import TrainConfig
-from tests.conftest import SHARED
 
 CPU = torch.device("cpu")
 
@@ -107,11 +106,6 @@ def test_a_line_that_is_no_example_is_refused_with_its_number(tmp_path, layout, 
     with pytest.raises(DataError, match=words) as refused:
         read_examples(path, layout)
     assert len(str(refused.value)) < 600
-
-
-def test_a_long_line_of_sst2_is_read_and_quotes_are_text(tmp_path):
-    (tmp_path / "x.tsv").write_text(f'sentence\tlabel\n{"long " * 40_000}\t1\n\n"bad\t0\n')
-    assert [each.id for each in read_examples(tmp_path / "x.tsv", "sst2").examples] == ["line 2", "line 4"]
 
 
 def test_long_examples_lose_text_and_nothing_else_or_are_left_out(tmp_path, tokenizer):
@@ -218,13 +212,6 @@ def test_patterns_reach_the_longest_example_though_none_is_trained_on_that_is_as
         task.calibration()
 
 
-def test_too_few_examples_to_calibrate_on_are_refused_before_training(task):
-    task = task()
-    task.settings.calibration_sequences = 1000
-    with pytest.raises(DataError, match=r"calibration_sequences must be at most 18, .* got 1000"):
-        task.check(calibrates=True, scores_outputs=False)
-
-
 def test_what_is_left_out_is_told_and_refused_where_asked(task, tmp_path):
     lines(tmp_path / "test.jsonl", [own(1), own(1), {**own(2), "text": "long " * 80}])
     with pytest.warns(SafWarning, match=r"1 duplicate id \(q1\); 1 too long \(q2\) left out of 3 examples"):
@@ -266,19 +253,3 @@ def test_answers_are_those_of_each_question_alone_in_float64(task):
     assert said["accuracy"] == sum(record["taken"] == 0 for record in records) / 6
     tokens = sum(record["answer_tokens"] for record in records)
     assert answer_loss(records) == pytest.approx(-sum(record["log_probs"][0] for record in records) / tokens)
-
-
-@pytest.mark.skipif(not (SHARED / "data" / "tasks").exists(), reason="the public task files are not here")
-@pytest.mark.parametrize(
-    ("form", "file", "count", "choices"),
-    [
-        ("sst2", "sst2/dev.tsv", 436, (" negative", " positive")),
-        ("boolq", "boolq/val.jsonl.gz", 1_635, (" no", " yes")),
-        ("quality", "quality/quality.htmlstripped.jsonl.gz", 129, (" A", " B", " C", " D")),
-    ],
-)
-def test_the_public_files_are_read_whole(form, file, count, choices):
-    found = read_examples(SHARED / "data" / "tasks" / file, form)
-    assert found.count == count
-    assert found.examples[0].choices == choices
-    assert found.examples[0].question.endswith((":",))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saf.data import TokenData, prepare, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError, SafWarning
+from saf.errors import CheckpointError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT, preset
@@ -91,19 +91,6 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
         other.check_continues(state, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"calibration_sequences": 100_000}, "calibration needs 100000 windows"),
-        ({"heldout_sequences": 100_000}, "must have 100000 held-out windows"),
-    ],
-)
-def test_too_few_data_are_told_before_training(settings, changes, message):
-    task = TextTask(replace(settings, **changes), length=LENGTH)
-    with pytest.raises(DataError, match=message):
-        task.check(calibrates=True, scores_outputs=True)
-
-
 def test_an_ordinary_run_tells_that_freezing_from_it_would_be_refused(settings, task):
     with warnings.catch_warnings(action="error"):
         task.check(calibrates=False, scores_outputs=False)
@@ -114,13 +101,6 @@ def test_an_ordinary_run_tells_that_freezing_from_it_would_be_refused(settings, 
     )
     with pytest.warns(SafWarning, match=told):
         few.check(calibrates=False, scores_outputs=False)
-
-
-def test_what_a_run_records_of_it(task, folder):
-    described = task.description()
-    assert described["folder"] == folder
-    assert described["fingerprint"] == task.fingerprint == task.state(0)["data_fingerprint"]
-    assert described["tokenizer"] == task.state(0)["tokenizer"]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
