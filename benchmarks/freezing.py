@@ -1,7 +1,6 @@
-"""How long freezing takes, warm and at first use: calibration, scoring, selection, fitting, installation.
+"""How long freezing takes, warm and at first use, stage by stage; and the fit of all heads.
 
-Beside it stands the fit of all heads. Every timed freezing is undone after its clock has stopped, so that the next one
-finds the model as it was.
+Every timed freezing is undone after its clock has stopped, so that the next one starts from the same model.
 """
 
 import resource
@@ -10,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import run
-from saf.bench.models import ModelPlan
+from saf.bench.models import ModelPlan, is_folder
 from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process
 from saf.bench.speed import require
 from saf.bench.timing import wait_for
-from saf.calibration import plan_calibration
-from saf.data import TokenData, calibration_windows
 from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
@@ -39,8 +37,6 @@ SYNTHETIC = "synthetic: random weights whose heads see distance and content to d
 MIN_REPEATS = 3
 """Warm freezings below which nothing is reported: one slow one does not move the median of three."""
 POINTS = {"tiny": ("256x16",), "124m": ("4096x32",), "774m": ("4096x32",), "1b": ("8192x16",)}
-LIMITS = {("124m", 4096, 32): 2.0, ("1b", 8192, 16): 15.0}
-"""Seconds that a warm freezing may take on a GPU, by model, context and sequences."""
 FIT_SECONDS = 1.0
 """Seconds that fitting all 144 heads of 124M at 4,096 tokens may take on a GPU."""
 STRENGTH, CONTENT = (0.2, 1.3), (0.5, 4.0)
@@ -50,14 +46,11 @@ with the token."""
 
 @dataclass(kw_only=True)
 class Freezing:
-    """Time the whole freezing of a share of heads, stage by stage."""
+    """Time the whole freezing of a share of heads, stage by stage, on random tokens."""
 
     model: str = "124m"
-    """Preset of the model's shape; its weights are random, with some structure."""
-    model_folder: Path | None = None
-    """A trained model instead: a checkpoint, a run, or a folder written by saf.save."""
-    data: Path | None = None
-    """Calibrate on text of this data folder; by default on random tokens."""
+    """Preset of the model's shape with random weights of some structure, or a folder: a checkpoint, a run, or the
+    output of saf.save."""
     points: tuple[str, ...] = ()
     """Shapes, as context x sequences; by default 4096x32 for 124m, 8192x16 for 1b."""
     rates: tuple[float, ...] = (0.25,)
@@ -69,7 +62,7 @@ class Freezing:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision to compute in: auto is bf16 autocast on CUDA and fp32 on a CPU."""
     seed: int = 0
-    """Random seed for weights, tokens and calibration windows."""
+    """Random seed for weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure on; auto is CUDA if there is one."""
     seconds: float | None = None
@@ -78,18 +71,14 @@ class Freezing:
 
 def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
     """Return the record of freezings and fits."""
-    require(settings.repeats >= MIN_REPEATS, f"repeats must be at least {MIN_REPEATS}; got {settings.repeats}")
-    texts = settings.points or (() if settings.model_folder else POINTS.get(settings.model, ()))
+    require(settings.repeats >= MIN_REPEATS, f"repeats must be at least {MIN_REPEATS}, got {settings.repeats}")
+    texts = settings.points or POINTS.get(settings.model, ())
     require(bool(texts), "points must name context and sequences, such as --points 4096x32")
-    points = [Point(*map(int, text.split("x"))) for text in texts]
     execution = Execution.of(settings.device, precision=settings.precision, compile="off")
-    inputs: Any = {
-        "checkpoints": {"model": find_model(settings.model_folder).hash if settings.model_folder else None},
-        "data": {"calibration": TokenData.open(settings.data).fingerprint if settings.data else None},
-    }
-    session = Session("calibration", asdict(settings), execution, out=out, seconds=settings.seconds, **inputs)
-    with session:
-        for point in points:
+    model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
+    header: Any = {"checkpoints": {"model": model}, "seconds": settings.seconds}
+    with Session("calibration", asdict(settings), execution, out=out, **header) as session:
+        for point in [Point(*map(int, text.split("x"))) for text in texts]:
             with clean_process():
                 measure_point(session, settings, point)
     return session.record
@@ -98,21 +87,18 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
 def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     """Time freezings at every rate, then the fit of all heads."""
     model, weights = build(settings, point, session.execution.device)
-    ids, text = sequences(settings, point, model)
-    subject = Interventions(model, ids, session.execution)
-    name = settings.model if settings.model_folder is None else str(settings.model_folder)
-    live = [attention.layout.num_live for attention in model.attention_layers()]
-    fields = {
-        **{"model": name, "point": point.to_dict(), "precision": session.execution.precision},
-        **{"weights": weights, "text": text, "shape": {**model.config.to_dict(), "live": live}},
-    }
+    generator = torch.Generator().manual_seed(settings.seed)
+    ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
+    subject = Interventions(model, list(ids.split(settings.batch_size)), session.execution)
+    fields = {"model": settings.model, "point": point.to_dict(), "precision": session.execution.precision}
+    fields |= {"weights": weights, "text": "random tokens", "shape": model.config.to_dict()}
     measured: list[AttentionStatistics] = []
     for rate in settings.rates:
-        what = f"{point.name} {100 * rate:g}%"
-        session.attempt(what, lambda rate=rate: measured.append(time_rate(session, settings, subject, fields, rate)))
+        timed = partial(time_rate, session, settings, subject, fields, rate)
+        session.attempt(f"{point.name} {100 * rate:g}%", lambda timed=timed: measured.append(timed()))
     if measured:
-        what = f"{point.name} fit of all heads"
-        session.attempt(what, lambda: time_fit(session, settings, measured[-1], {"part": "fit", "of": name, **fields}))
+        fit = partial(time_fit, session, settings, measured[-1], {"part": "fit", "of": settings.model, **fields})
+        session.attempt(f"{point.name} fit of all heads", fit)
 
 
 class Event(NamedTuple):
@@ -161,29 +147,22 @@ def time_rate(
     session: Session, settings: Freezing, subject: Interventions, fields: dict[str, Any], rate: float
 ) -> AttentionStatistics:
     """Freeze this share of heads repeatedly, record the row, and return the last statistics."""
-    cuda, point = session.execution.device.type == "cuda", fields["point"]
-    with session.execution.autocast():
-        plan = plan_calibration(subject.model, subject.ids)
     first, *warm = repeated(session, settings.repeats, lambda: subject.once(rate), lambda event: event.seconds)
     require(len(warm) >= MIN_REPEATS, f"{len(warm)} warm freezings in time; a median needs {MIN_REPEATS}")
     total, report = spread([event.seconds for event in warm]), warm[-1].report
     variance = report.statistics.variance.nan_to_num()
-    limit = LIMITS.get((settings.model, point["length"], point["batch_size"]))
     row = {
         **{"part": "intervention", **fields, "rate": rate, "heads": len(report.heads)},
         **{"rejected": len(report.rejected), "worst_fit_kl": max(report.fit_kl.values(), default=None)},
         **{"repeats": len(warm), "seconds": total["median"], "spread": total},
         "stages": {name: spread([event.stages[name] for event in warm]) for name in first.stages},
         **{"first_seconds": first.seconds, "first_stages": first.stages},
-        "first_use_seconds": first.seconds - total["median"],
         "peak_bytes": max(event.peak_bytes for event in warm),
         "same_each_time": all(
             each.report.heads == report.heads and torch.equal(each.report.statistics.variance.nan_to_num(), variance)
             for each in (first, *warm)
         ),
-        "peak_kind": "allocated" if cuda else "resident",
-        **{"captured_bytes": plan.capture_bytes, "passes": len(plan.groups)},
-        "bar_seconds": limit if cuda and settings.model_folder is None else None,
+        "peak_kind": "allocated" if session.execution.device.type == "cuda" else "resident",
     }
     session.add([row])
     session.say(f"{100 * rate:g}%: first use {row['first_seconds']:.3f} s, warm {row['seconds']:.3f} s")
@@ -233,16 +212,13 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "all": list(seconds)}
 
 
-# The model and its sequences
-
-
 def build(settings: Freezing, point: Point, device: torch.device) -> tuple[GPT, str]:
     """Return a model on `device` that takes the point's length, and a word on its weights."""
-    if settings.model_folder is not None:
-        model = cast(GPT, find_model(settings.model_folder).model(device))
+    if is_folder(settings.model):
+        model = cast(GPT, find_model(Path(settings.model)).model(device))
         most = model.config.max_length
-        require(most >= point.length, f"{settings.model_folder} takes {most} tokens; got points of {point.length}")
-        return model, f"trained: {settings.model_folder}"
+        require(most >= point.length, f"{settings.model} takes {most} tokens, got points of {point.length}")
+        return model, f"trained: {settings.model}"
     plan = ModelPlan(model=settings.model, length=point.length, device=device, seed=settings.seed)
     model = cast(GPT, plan.build(Arm("auto")))
     structure_(model, torch.Generator().manual_seed(settings.seed))
@@ -269,19 +245,6 @@ def structure_(model: GPT, generator: torch.Generator) -> None:
             rows = weight.view(config.num_heads, config.head_dim, -1)
             rows *= scale.to(weight)[:, None, None]
             rows += strength.sqrt().to(weight)[:, None, None] * read
-
-
-def sequences(settings: Freezing, point: Point, model: GPT) -> tuple[list[Tensor], str]:
-    """Return the calibration sequences in batches, and a word on them."""
-    if settings.data is None:
-        generator, text = torch.Generator().manual_seed(settings.seed), "random tokens"
-        ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
-    else:
-        data, known = TokenData.open(settings.data), model.config.vocab_size
-        require(data.vocab_size <= known, f"{settings.data} has {data.vocab_size:,} tokens, the model {known:,}")
-        ids = calibration_windows(data, length=point.length, count=point.batch_size, seed=settings.seed)
-        text = f"calibration text of {settings.data}"
-    return list(ids.split(settings.batch_size)), text
 
 
 def main(words: Sequence[str] | None = None) -> int:

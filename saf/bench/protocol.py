@@ -128,8 +128,10 @@ def plan(
     kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
     rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
     roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
-    roles += [(FREE, "free")] if free else []
-    roles += [(PRUNED, "pruned")] if pruned else []
+    if free:
+        roles.append((FREE, "free"))
+    if pruned:
+        roles.append((PRUNED, "pruned"))
     return [
         *(Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels),
         *(Comparison(first, Arm(kernel), "kernel") for kernel in rest),

@@ -65,7 +65,8 @@ def _help_form(kind: Any, names: Sequence[str]) -> Any:
     hints, members = get_type_hints(kind, include_extras=True), []
     for each in fields(kind):
         hint, default = hints[each.name], partial(_default, each)
-        group, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        parts: tuple[Any, ...] = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        group, *marks = parts
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{each.name}.")]
         if is_dataclass(group) and (inner or not names or each.name in names):
             form, own = _help_form(group, inner), _default(each)

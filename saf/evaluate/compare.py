@@ -194,7 +194,7 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
     for key in shared:
         one, other = first[key], second[key]
         hits = [test.get("hits") for test in (one, other)]
-        change = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
+        change: Record = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
         if hits[0] is not None and hits[1] is not None:
             change = paired_hits(hits[0], hits[1], one["pairs"])  # an example has a query for each of its pairs
         accuracy = [one["accuracy"], other["accuracy"]]
@@ -452,7 +452,7 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
     models = (record["provenance"]["checkpoints"].get("model") for record in records)
     data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
-    checkpoints = dict(zip(("ordinary", "frozen"), models, strict=True))
+    checkpoints: Record = dict(zip(("ordinary", "frozen"), models, strict=True))
     head = result_header(kind, settings, checkpoints=checkpoints, data=data)
     return {**head, "ordinary": str(folders[0]), "frozen": str(folders[1])}
 

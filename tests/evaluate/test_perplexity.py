@@ -1,9 +1,7 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 import saf
 from saf.data import sequential_windows
@@ -21,19 +19,6 @@ def small(vocab_size: int = 320) -> GPT:
     model = GPT(shape)
     model.reset_parameters(torch.Generator().manual_seed(0))
     return model
-
-
-class LogitsModel(nn.Module):
-    """Answers as Hugging Face models do."""
-
-    def __init__(self, inner: GPT):
-        super().__init__()
-        self.inner = inner
-        self.config = SimpleNamespace(vocab_size=inner.config.vocab_size, max_position_embeddings=LENGTH)
-
-    def forward(self, input_ids, use_cache):
-        assert use_cache is False
-        return SimpleNamespace(logits=self.inner(input_ids))
 
 
 def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
