@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import run
-from saf.bench.models import mixing_flops, random_tokens
+from saf.bench.models import matrix_entries, mixing_flops, random_tokens
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
@@ -46,13 +46,10 @@ class Attention(PassSpeed):
         layers = AttentionLayers(model, tokens.contiguous())
         del model
         gc.collect()  # edited models are in cycles, whose other weights would stay
-        return Passes(self, layers, (), execution, pool)
-
-    def flops(self, point: Point, arm: Arm) -> float:
-        models = self.plan(point)
-        entries, tokens = sum(map(models.shape.attention_entries, models.layouts(arm))), point.batch_size * point.length
-        mixing = mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        return 2.0 * tokens * entries + mixing
+        entries = sum(matrix_entries(layers))
+        flops = 2.0 * point.batch_size * point.length * entries
+        flops += mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
+        return Passes(self, layers, (), execution, pool, flops=flops)
 
 
 class AttentionLayers(nn.Module):

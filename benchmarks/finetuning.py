@@ -113,20 +113,21 @@ class Finetuning(ModelSpeed):
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         device = self.execution.device
         orders = {name: [(x.to(device), y.to(device)) for x, y in own] for name, own in self.batches.items()}
-        return FinetuneSubject(self, self.plan(point).build(arm), orders)
-
-    def flops(self, point: Point, arm: Arm) -> float:
-        length = round(statistics.fmean(inputs.shape[1] for each in self.batches.values() for inputs, _ in each))
+        model = self.plan(point).build(arm)
+        # All micro-batches count as long as they are on average.
+        length = round(statistics.fmean(inputs.shape[1] for each in orders.values() for inputs, _ in each))
         size, accumulation = self.sizes
-        return accumulation * micro_batch_flops(self.plan(point), arm, batch=size, length=length)
+        flops = accumulation * micro_batch_flops(self.plan(point), arm, model, batch=size, length=length)
+        return FinetuneSubject(self, model, orders, flops=flops)
 
 
 class FinetuneSubject(UpdateSubject):
     """Updates of one model on the micro-batches of each order, the same ones in every timed block."""
 
-    def __init__(self, settings: Finetuning, model: Any, orders: dict[str, Batches]):
+    def __init__(self, settings: Finetuning, model: Any, orders: dict[str, Batches], *, flops: float):
         first = next(iter(orders.values()))
-        super().__init__(settings, model, settings.execution, batches=first, accumulation=settings.sizes[1])
+        accumulation = settings.sizes[1]
+        super().__init__(settings, model, settings.execution, batches=first, accumulation=accumulation, flops=flops)
         self.orders = orders
 
     def warm_up(self) -> None:

@@ -196,7 +196,7 @@ class OpLayer:
         return self.settings.execution.compile and (layer or flex)
 
     def flops(self, arm: Arm, variant: str) -> float:
-        """Count the operations of one call."""
+        """Count the floating-point operations of one call."""
         return attention_flops(
             batch=self.point.batch_size,
             length=self.point.length,
@@ -229,7 +229,6 @@ class OpLayer:
                 self, arm, pool, [f"{each} {way}" for each in settings.directions for way in ways]
             ),
             variants=[f"{direction} {way}" for direction in settings.directions for way in ways],
-            flops=self.flops,
             describe=lambda arm, variant: {
                 "heads": self.layout(arm.rate).num_frozen if arm.backend else 0,
                 "ran": "compiled" if self.compiled(arm, variant) else "eager",
@@ -295,6 +294,9 @@ class OpSubject:
             with torch.no_grad():
                 return function(*inputs)
         return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
+
+    def flops(self, variant: str) -> float:
+        return self._layer.flops(self._arm, variant)
 
     def warm_up(self) -> None:
         settings, device = self._layer.settings, self._layer.device

@@ -6,7 +6,7 @@ heads live again.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -50,19 +50,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden_size: int
     vocab_size: int
-    mlp_entries: int
-    """Matrix entries of a layer's MLP."""
-
-    def attention_entries(self, layout: HeadLayout) -> int:
-        """Count the matrix entries of an attention layer."""
-        return self.hidden_size * self.head_dim * sum(map(len, layout.rows.values()))
-
-    def model_entries(self, layouts: Iterable[HeadLayout]) -> int:
-        """Count the matrix entries of a model, its output layer once."""
-        layers = sum(self.attention_entries(layout) + self.mlp_entries for layout in layouts)
-        return layers + self.vocab_size * self.hidden_size
 
 
 def _sizes(layers: int, heads: int, kv_heads: int, dim: int, hidden: int, vocabulary: int, mlp: int) -> dict[str, int]:
@@ -90,19 +78,12 @@ def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShap
             num_layers=num_layers or sizes["num_hidden_layers"],
             num_heads=sizes["num_attention_heads"],
             num_kv_heads=sizes["num_key_value_heads"],
-            mlp_entries=3 * sizes["hidden_size"] * sizes["intermediate_size"],
-            **{key: sizes[key] for key in ("head_dim", "hidden_size", "vocab_size")},
+            head_dim=sizes["head_dim"],
+            vocab_size=sizes["vocab_size"],
         )
     config = _config(name, length, num_layers)
-    return ModelShape(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        mlp_entries=2 * config.mlp_ratio * config.hidden_size**2,
-    )
+    sizes = {key: getattr(config, key) for key in ("num_layers", "num_heads", "head_dim", "vocab_size")}
+    return ModelShape(num_kv_heads=config.num_heads, **sizes)
 
 
 def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
@@ -172,22 +153,8 @@ def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
     if len(layouts) > 1 or vocabulary is None:
         raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
     ((heads, kv_heads, dim),) = layouts
-    config: Any = adapter.model.config
-    attention = {id(parameter) for site in sites for parameter, _ in site.projections().values()}
-    matrices = [
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 2 and vocabulary not in parameter.shape and ".wpe." not in name
-        if id(parameter) not in attention
-    ]
     return ModelShape(
-        num_layers=len(sites),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        hidden_size=getattr(config, "get_text_config", lambda: config)().hidden_size,
-        vocab_size=vocabulary,
-        mlp_entries=sum(matrices) // len(sites),
+        num_layers=len(sites), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, vocab_size=vocabulary
     )
 
 
@@ -488,6 +455,14 @@ def free_backend() -> Iterator[None]:
 
 
 # --- floating-point operations
+
+
+def matrix_entries(model: nn.Module, vocab_size: int = 0) -> tuple[int, int]:
+    """Count the matrix entries of a model's layers, and those of its output layer, tied or not."""
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    layers = [each.numel() for each in matrices if id(each) not in tables and each.shape[0] != vocab_size]
+    return sum(layers), max((each.numel() for each in matrices if each.shape[0] == vocab_size), default=0)
 
 
 def attention_flops(*, batch: int, length: int, dim: int, live: int, frozen: int, backward: bool) -> float:

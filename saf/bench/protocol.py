@@ -159,6 +159,10 @@ class Subject(Protocol):
         """Return the kernels of one pass."""
         ...
 
+    def flops(self, variant: str) -> float:
+        """Count the floating-point operations of one call."""
+        ...
+
 
 # --- pairs
 
@@ -364,8 +368,6 @@ class Case:
     comparisons: Sequence[Comparison]
     build: Callable[[Arm], Subject]
     variants: Sequence[str]
-    flops: Callable[[Arm, str], float]
-    """Floating-point operations of a timed call."""
     describe: Callable[[Arm, str], Mapping[str, Any]]
     """Entries of the rows of an arm."""
 
@@ -388,7 +390,7 @@ def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profi
     first = len(session.rows)
 
     def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
-        session.rows[first:] = _rows(case, times, tolerance)
+        session.rows[first:] = _rows(case, subjects, times, tolerance)
         session.save(every=SAVE_EVERY)
 
     update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
@@ -424,7 +426,12 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
     return ready
 
 
-def _rows(case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolerance: float) -> list[Row]:
+def _rows(
+    case: Case,
+    subjects: Mapping[Arm, Subject],
+    times: Mapping[tuple[Comparison, str], list[Pair]],
+    tolerance: float,
+) -> list[Row]:
     """Return the row of each comparison and variant."""
     sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
@@ -432,7 +439,7 @@ def _rows(case: Case, times: Mapping[tuple[Comparison, str], list[Pair]], tolera
     for ((baseline, arm, role), variant), numbers in sums.items():
         control = controls.get((baseline, variant))
         rates = {
-            f"{side}_tflops": case.flops(which, variant) / numbers[f"{side}_ms"] / 1e9
+            f"{side}_tflops": subjects[which].flops(variant) / numbers[f"{side}_ms"] / 1e9
             for side, which in (("baseline", baseline), ("arm", arm))
         }
         rows.append(

@@ -240,10 +240,6 @@ class ModelSpeed(Speed):
         """Return an arm that is ready to be warmed up in this process."""
         raise NotImplementedError
 
-    def flops(self, point: Point, arm: Arm) -> float:
-        """Count the floating-point operations of one timed call."""
-        raise NotImplementedError
-
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
         return self.plan(point).describe(arm)
 
@@ -266,7 +262,6 @@ class ModelSpeed(Speed):
             comparisons=comparisons,
             build=lambda arm: FreshSubject(session, self, point, arm) if self.fresh else self.build(point, arm, pool),
             variants=self.variants(),
-            flops=lambda arm, _: self.flops(point, arm),
             describe=lambda arm, _: self.describe(point, arm),
         )
         with clean_process(compiles=session.execution.compile):
@@ -281,11 +276,11 @@ class FreshSubject:
 
     def __init__(self, session: Session, settings: ModelSpeed, point: Point, arm: Arm):
         self._session, self._settings, self._point, self._arm = session, settings, point, arm
-        self._kernels: list[dict[str, Any]] = []
+        self._first: dict[str, Any] = {}
         self._blocks: dict[str, float] = {}
 
     def warm_up(self) -> None:
-        self._kernels = self._run(profile=self._settings.profile)["kernels"]
+        self._first = self._run(profile=self._settings.profile)  # later processes load the compiled code
 
     def timed_block(self, variant: str) -> float:
         if variant not in self._blocks:
@@ -293,7 +288,10 @@ class FreshSubject:
         return self._blocks.pop(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
-        return self._kernels
+        return self._first["kernels"]
+
+    def flops(self, variant: str) -> float:
+        return self._first["flops"][variant]
 
     def _run(self, *, profile: bool = False) -> dict[str, Any]:
         return _run_arm(self._session, self._settings, self._point, self._arm, profile=profile)
@@ -357,7 +355,8 @@ def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, prof
             block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
             peak = torch.cuda.max_memory_allocated() if settings.cuda else _peak_resident()
             kernels = subject.kernels() if profile else []
-        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels})
+        flops = {variant: subject.flops(variant) for variant in settings.variants()}
+        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels, "flops": flops})
     except Exception as error:
         traceback.print_exc()
         sender.send({"error": in_short(error)})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.bench.models import ModelPlan, mixing_flops, random_tokens
+from saf.bench.models import ModelPlan, matrix_entries, mixing_flops, random_tokens
 from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject
 from saf.bench.speed import DTYPES, ModelSpeed, require
 from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
@@ -101,13 +101,11 @@ class Update(ModelSpeed):
         )
         model = models.build(arm)
         model = model if models.own_decoder else NextTokenLoss(model)
+        flops = accumulation * micro_batch_flops(models, arm, model, batch=point.batch_size, length=point.length)
         parallel = Parallel() if arm.apart else self._parallel()
-        return UpdateSubject(self, model, execution, batches=batches, accumulation=accumulation, parallel=parallel)
-
-    def flops(self, point: Point, arm: Arm) -> float:
-        tokens = {"batch": point.batch_size, "length": point.length}
-        accumulation = (point.accumulation or 1) // rank_and_size()[1]
-        return accumulation * micro_batch_flops(self.plan(point), arm, **tokens)
+        return UpdateSubject(
+            self, model, execution, batches=batches, accumulation=accumulation, flops=flops, parallel=parallel
+        )
 
 
 class NextTokenLoss(nn.Module):
@@ -145,9 +143,11 @@ class UpdateSubject:
         *,
         batches: Sequence[tuple[Tensor, Tensor]],
         accumulation: int,
+        flops: float,
         parallel: Parallel | None = None,
     ):
-        self.settings, self.device = settings, execution.device
+        """`flops` are the operations of an update of this process."""
+        self.settings, self.device, self._flops = settings, execution.device, flops
         optimizer = build_optimizer(model.train())
         self.updaters = {
             way: Updater(
@@ -169,6 +169,9 @@ class UpdateSubject:
             for _ in range(max(self.settings.warmup, 2 * updater.graphed)):
                 updater.update(LEARNING_RATE)
 
+    def flops(self, variant: str) -> float:
+        return self._flops
+
     def timed_block(self, variant: str) -> float:
         return max(all_gather(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
 
@@ -187,11 +190,11 @@ def updates_in_a_row(updater: Updater, count: int) -> float:
     return row_block(lambda: updater.update(LEARNING_RATE), repeats=count, device=updater.execution.device)
 
 
-def micro_batch_flops(models: ModelPlan, arm: Arm, *, batch: int, length: int) -> float:
+def micro_batch_flops(models: ModelPlan, arm: Arm, model: nn.Module, *, batch: int, length: int) -> float:
     """Count the operations of one micro-batch of an update, forward and backward."""
     # A matrix entry multiplies and adds once forward and once for each of the two gradients.
-    entries = models.shape.model_entries(models.layouts(arm))
-    return 6.0 * entries * batch * length + mixing_flops(models, arm, batch=batch, length=length, backward=True)
+    products = 6.0 * sum(matrix_entries(model, models.shape.vocab_size)) * batch * length
+    return products + mixing_flops(models, arm, batch=batch, length=length, backward=True)
 
 
 # --- forward passes
@@ -219,12 +222,25 @@ MAX_GRAPH_ERROR = 2e-2
 class Passes:
     """Forward passes of one module over fixed inputs, called and replayed as a graph, each a program of its own."""
 
-    def __init__(self, settings: PassSpeed, model: Any, inputs: tuple[Any, ...], execution: Execution, pool: GraphPool):
+    def __init__(
+        self,
+        settings: PassSpeed,
+        model: Any,
+        inputs: tuple[Any, ...],
+        execution: Execution,
+        pool: GraphPool,
+        *,
+        flops: float,
+    ):
         """Take a module with a method `compiled`, which returns a new compiled program of it."""
+        self._flops = flops
         self.model, self._settings, self._inputs, self._execution, self._pool = model, settings, inputs, execution, pool
         self._calls: dict[str, tuple[Call, int, int]] = {}
         if execution.compile:
             torch._dynamo.reset()  # what an earlier point compiled
+
+    def flops(self, variant: str) -> float:
+        return self._flops
 
     def _program(self) -> Call:
         forward = self.model.compiled() if self._execution.compile else self.model
@@ -303,14 +319,10 @@ class Prefill(PassSpeed):
         model = models.build(arm, dtype).eval()
         generator, vocabulary = torch.Generator().manual_seed(self.seed), models.shape.vocab_size
         ((tokens, _),) = random_tokens(1, point.batch_size, point.length, vocabulary, generator, execution.device)
-        return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool)
-
-    def flops(self, point: Point, arm: Arm) -> float:
-        models, shape = self.plan(point), self.plan(point).shape
-        head = shape.vocab_size * shape.hidden_size
-        entries = shape.model_entries(models.layouts(arm))
-        mixing = mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        return 2.0 * point.batch_size * ((entries - head) * point.length + head) + mixing
+        layers, output = matrix_entries(model, vocabulary)  # the output layer is on the last token alone
+        flops = 2.0 * point.batch_size * (layers * point.length + output)
+        flops += mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
+        return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool, flops=flops)
 
 
 @dataclass(kw_only=True)
@@ -348,7 +360,11 @@ class Decode(PassSpeed):
         model = models.build(arm, self.weights(self.dtype)).eval()
         generator = torch.Generator().manual_seed(self.seed)
         step = Step(model, point.batch_size, point.length, models.shape.vocab_size, generator)
-        return Passes(self, step, (), replace(self.execution, precision="fp32"), pool)
+        live = sum(layout.num_live for layout in models.layouts(arm))
+        frozen = 0 if arm.backend in (FREE, "linear") else sum(layout.num_frozen for layout in models.layouts(arm))
+        mixing = point.length * models.shape.head_dim * (2 * live + frozen)
+        flops = 2.0 * point.batch_size * (sum(matrix_entries(model, models.shape.vocab_size)) + mixing)
+        return Passes(self, step, (), replace(self.execution, precision="fp32"), pool, flops=flops)
 
     def cache_bytes(self, point: Point, arm: Arm) -> int:
         """Return the bytes of the keys and values of every layer, over all positions, and of recurrent states."""
@@ -361,13 +377,6 @@ class Decode(PassSpeed):
         values = [cached_order(each.kv_head, each.num_frozen, tuple(range(each.num_frozen))) for each in layouts]
         rows = sum(map(len, values)) + sum(len(layout.rows["key"]) for layout in layouts)
         return channels * (rows * point.length * element + frozen * (4 * CHUNK * element + 2 * 2 * 16 * 4))
-
-    def flops(self, point: Point, arm: Arm) -> float:
-        shape, layouts = self.plan(point).shape, self.plan(point).layouts(arm)
-        live = sum(layout.num_live for layout in layouts)
-        frozen = 0 if arm.backend in (FREE, "linear") else sum(layout.num_frozen for layout in layouts)
-        mixing = 2.0 * point.batch_size * point.length * shape.head_dim * (2 * live + frozen)
-        return 2.0 * point.batch_size * shape.model_entries(layouts) + mixing
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
         sizes = {"cache_bytes": self.cache_bytes(point, arm)}

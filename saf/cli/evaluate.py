@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from saf.cli.output import countdowns, say, show
+from saf.cli.output import Countdown, show
 from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
@@ -123,18 +123,20 @@ class Command:
         assert opened.data is not None
         if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
-        return evaluate_perplexity(
-            opened.model,
-            opened.data,
-            partition=self.partition,
-            length=self.length or opened.longest,
-            batch_size=self.batch_size,
-            limit=self.limit,
-            precision=self.precision,
-            bos=opened.encoder().beginning(opened.folder) if self.bos else None,
-            out=self.out,
-            checkpoints=opened.checkpoints,
-        )
+        with Countdown("evaluating", "windows", quiet=not is_rank0()) as progress:
+            return evaluate_perplexity(
+                opened.model,
+                opened.data,
+                partition=self.partition,
+                length=self.length or opened.longest,
+                batch_size=self.batch_size,
+                limit=self.limit,
+                precision=self.precision,
+                bos=opened.encoder().beginning(opened.folder) if self.bos else None,
+                out=self.out,
+                checkpoints=opened.checkpoints,
+                progress=progress,
+            )
 
     def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
         data = opened.data
@@ -156,7 +158,13 @@ class Command:
     def _zero_shot(self, opened: OpenedModel, harness: Any) -> dict[str, Any]:
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        progress = countdowns("requests", say if is_rank0() else lambda text: None)
+        countdowns: dict[str, Countdown] = {}
+
+        def progress(name: str, done: int, total: int) -> None:
+            if name not in countdowns:
+                countdowns[name] = Countdown(f"answering {name}", "requests", quiet=not is_rank0())
+            countdowns[name](done, total)
+
         answers = harness.ask(opened, self, longest=self.length, progress=progress)
         return on_rank0(
             lambda: zero_shot_record(

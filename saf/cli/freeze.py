@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.output import LayerProgress, show
+from saf.cli.output import Countdown, show
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
 from saf.hf.open_model import transformers_folders
@@ -40,7 +40,7 @@ class Command(CheckpointFreezing):
         freeze, kind = freeze_checkpoint, "checkpoint"
         if means_transformers(self.checkpoint):
             freeze, kind = transformers_folders().freeze_folder, "model"
-        with LayerProgress() as progress:
+        with Countdown("calibrating", "layers") as progress:
             report, written, parent = freeze(self, say=progress.say, progress=progress)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         show(result, report.table(), f"{kind} {self.out}", f"hash {written}", as_json=self.json)

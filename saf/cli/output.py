@@ -1,9 +1,8 @@
 """Output of commands: tables for people or JSON alone for machines, and progress on standard error."""
 
 import json
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,41 +30,21 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
             part.print()
 
 
-def say(text: str) -> None:
-    """Print a line of progress at once; standard output is for results."""
-    print(text, file=sys.stderr, flush=True)
+class Countdown(AbstractContextManager):
+    """Show on standard error how far something is, and the time left: a bar on a terminal, else a line now and then.
 
-
-def countdowns(what: str, say: Callable[[str], None]) -> Callable[[str, int, int], None]:
-    """Return a reporter of the progress of several measurements, one after the other.
-
-    It is called with a measurement's name, how many of its items are done, and how many there are; first with none.
+    Call it with how many items are done, and how many there are; items of an earlier run come with the first call.
     """
-    began: dict[str, float] = {}
-    last: dict[str, float] = {}
 
-    def report(name: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if not done:
-            began[name] = now
-        elif done == total or now - last.get(name, 0.0) >= EVERY / 2:
-            last[name], each = now, (now - began[name]) / done
-            say(f"{done} of {total} {what} of {name}, {each:.2f} s each, {duration(each * (total - done))} left")
-
-    return report
-
-
-class LayerProgress(AbstractContextManager):
-    """Show measured layers and time left on standard error; call it as `calibrate`'s `progress`."""
-
-    def __init__(self):
+    def __init__(self, verb: str, items: str, *, quiet: bool = False):
+        """`verb` and `items` are words of the line: "calibrating", "layers"; nothing is shown where it is `quiet`."""
+        self._verb, self._items, self._quiet = verb, items, quiet
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        columns = (TextColumn("calibrating"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} layers"))
-        self._bar = Progress(
-            *columns, TextColumn("{task.fields[text]}"), console=self._console, disable=not self._console.is_terminal
-        )
+        counts = TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {items}")
+        columns = (TextColumn(verb), BarColumn(), counts, TextColumn("{task.fields[left]}"))
+        self._bar = Progress(*columns, console=self._console, disable=quiet or not self._console.is_terminal)
         self._task: TaskID | None = None
-        self._resumed = 0
+        self._first = 0
         self._began = self._last = time.monotonic()
 
     def __exit__(self, *reason: object) -> None:
@@ -76,17 +55,17 @@ class LayerProgress(AbstractContextManager):
         self._console.print(plain(text), markup=False)
 
     def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` layers are there; the first call gives those of an earlier, stopped run."""
+        """Show that `done` of `total` items are done."""
         now = time.monotonic()
         if self._task is None:
-            self._resumed, self._began = done, now
-            self._task = self._bar.add_task("layers", total=total, text="")
+            self._first, self._began = done, now
+            self._task = self._bar.add_task("", total=total, left="")
             self._bar.start()
-        measured = done - self._resumed
+        measured = done - self._first
         left = f"{duration((now - self._began) / measured * (total - done))} left" if measured else ""
-        self._bar.update(self._task, completed=done, text=left)
-        if self._bar.disable and (done == total or now - self._last >= EVERY or (done and not measured)):
+        self._bar.update(self._task, completed=done, left=left)
+        if self._bar.disable and not self._quiet and done and (done == total or now - self._last >= EVERY):
             self._last = now
-            self.say(", ".join(filter(None, [f"calibrated {done}/{total} layers", left or "found"])))
+            self.say(", ".join(filter(None, [f"{self._verb} {done}/{total} {self._items}", left])))
         if done == total:
             self._bar.stop()

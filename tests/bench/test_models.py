@@ -14,7 +14,7 @@ from saf.bench.models import (
     heads_per_layer,
 )
 from saf.bench.protocol import Arm
-from saf.bench.whole import Update, micro_batch_flops
+from saf.bench.whole import micro_batch_flops
 from saf.models import preset
 from saf.ops import BACKENDS
 
@@ -63,14 +63,15 @@ def test_free_heads_pass_values_through_and_are_known_while_measuring_alone():
 
 def test_the_operations_of_an_update_are_those_of_the_model():
     """Beside the FLOPs that training counts: 6 a weight and token, and half of the causal products' squares."""
-    length, batch = 4096, 8
-    plan = Update(model="124m").plan(Update(points=(f"{length}x{batch}x1",)).parsed_points()[0])
-    found = micro_batch_flops(plan, Arm("auto"), batch=batch, length=length)
-    config = preset("124m", max_length=length)
+    length, batch = 256, 3
+    plan = ModelPlan(model="tiny", length=length, device=CPU)
+    ordinary, pruned = Arm("auto"), Arm("auto", "pruned", 0.25)
+    config = preset("tiny", max_length=length)
     # Training counts six causal products a head, here the scores that the backward pass computes again are a seventh.
-    mixing = 12 * 12 * 64 * 7 * length * (length + 1) * batch
-    assert found == pytest.approx(config.flops_per_token(0) * length * batch + mixing, rel=1e-12)
-    assert micro_batch_flops(plan, Arm("auto", "pruned", 0.25), batch=batch, length=length) < found
+    mixing = config.num_layers * config.hidden_size * 7 * length * (length + 1) * batch
+    count = micro_batch_flops(plan, ordinary, plan.build(ordinary), batch=batch, length=length)
+    assert count == pytest.approx(config.flops_per_token(0) * length * batch + mixing, rel=1e-12)
+    assert micro_batch_flops(plan, pruned, plan.build(pruned), batch=batch, length=length) < count
 
 
 def test_a_frozen_head_has_two_sevenths_of_a_live_heads_operations():

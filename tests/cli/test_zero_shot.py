@@ -28,7 +28,7 @@ def test_checkpoints_are_judged_by_perplexity_and_tasks(arms, files, saf, saf_js
     for name, run in zip(("ordinary", "frozen"), arms, strict=True):
         code, out, told = saf("evaluate", run, *words, "--out", tmp_path / name)
         assert code == 0
-        assert [f"{2 * COUNT} of {2 * COUNT} requests of {task}" in told for task in TASKS] == [True, False, True]
+        assert [f"answering {task} {2 * COUNT}/{2 * COUNT} requests" in told for task in TASKS] == [True, False, True]
         assert "s left" in told
         assert "it/s]" not in told  # lm-eval's own bars
         assert out.index("perplexity") < out.index("Zero-shot tasks")

@@ -37,6 +37,9 @@ class _Timed:
         self._asked += 1
         return self._times[(self._asked - 1) % len(self._times)]
 
+    def flops(self, variant: str) -> float:
+        return 2e12
+
     def kernels(self) -> list[dict[str, Any]]:
         return [{"name": "sdpa_<forward>", "calls": 1, "ms": 2.5}]
 
@@ -69,7 +72,6 @@ def record(
                 comparisons=plan(kernels=["cudnn"], others=others, **kinds),
                 build=build,
                 variants=variants,
-                flops=lambda arm, _: 2e12,
                 describe=lambda arm, _: {"heads": round(144 * arm.rate)},
             )
             compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
