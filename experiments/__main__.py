@@ -11,7 +11,8 @@ import tyro
 from experiments.figures import draw
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
-from experiments.recipe import Recipe, names, recipe
+from experiments.paper import NUMBERED
+from experiments.recipe import Recipe, answering, names, recipe
 from experiments.results import document_parts, measured_records, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
@@ -32,7 +33,7 @@ class Experiments:
     """
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
-    """Names of recipes."""
+    """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
     scale: str = "small"
     """paper, small or smoke; small also with tokens, small-75M, and each with the name of a series, small-75M-again."""
     arms: tuple[str, ...] = ()
@@ -63,9 +64,11 @@ class Experiments:
         """List, plan, or run and show; return the exit status."""
         if not self.recipes and not self.arms:
             for name in names():
-                print(f"{name:24} {recipe(name).title} ({recipe(name).source.label})")
+                labels = [NUMBERED.get(label, label) for label in recipe(name).labels[:1]]
+                print(f"{name:24} {recipe(name).title} ({', '.join(labels) or 'ours'})")
             return 0
-        scale, chosen = scale_named(self.scale), {name: recipe(name) for name in self.recipes}
+        scale = scale_named(self.scale)
+        chosen = {name: recipe(name) for word in self.recipes for name in answering(word)}
         if self.show:
             self._show(chosen)
             return 0

@@ -77,6 +77,26 @@ IMPLEMENTATION = Source(
 )
 GEOMETRY = Source("tab:prior-geometry-correlation", "124M at 4K; five patterns within each rate")
 
+TABLES = (
+    *("fixed-token-controls-main", "main-results", "scale-up-results", "prior-geometry-correlation"),
+    *("selector-diagnostic", "kl-continuation-selector", "decision-points", "timing-main", "schedule-details"),
+    *("schedule-confirmation", "training-systems-details", "fixed-token-controls-full", "intervention-costs"),
+    *("pattern-controls", "equal-time-controls", "pruning-additional-training", "pruning-downstream", "mqar-complete"),
+    *("pruning-native-systems", "pruning-prefill", "downstream-details", "finetuning-schedules", "scale-up-systems"),
+    *("scale-up-downstream", "qwen-zeroshot", "qwen-prefill-details", "implementation-validation", "gradient-errors"),
+    *("prefill-latency", "resource-licences"),
+)
+"""Labels of the paper's tables in the order of their numbers, without "tab:"."""
+FIGURES = (
+    *("overview", "compact-kernel", "prior-quality", "systems-across-stages", "mqar-generalisation"),
+    *("qwen-pretrained-tasks", "head-selection-profiles", "replacement-recovery", "attention-entry-distributions"),
+    "dirichlet-umap",
+)
+NUMBERED = {f"tab:{label}": f"Table {number}" for number, label in enumerate(TABLES, 1)}
+NUMBERED |= {f"fig:{label}": f"Figure {number}" for number, label in enumerate(FIGURES, 1)}
+NUMBERED["tab:representation-details"] = NUMBERED["tab:implementation-validation"]
+"""Numbers by label; two labels are of one table."""
+
 Point = tuple[str, int, int]
 """Model, tokens of context, sequences."""
 

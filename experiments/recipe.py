@@ -13,7 +13,7 @@ from typing import Literal
 from experiments import recipes
 from experiments.arms import ARMS
 from experiments.measurements import Measurement
-from experiments.paper import Source
+from experiments.paper import NUMBERED, Source
 from saf.errors import InputError, did_you_mean
 
 
@@ -56,7 +56,8 @@ class Recipe:
     """One of the paper's tables or figures."""
 
     title: str
-    source: Source
+    source: Source | None = None
+    """Where the paper has its numbers; None for a question of ours."""
     rows: tuple[Row, ...] = ()
     metrics: tuple[str, ...] = ()
     """Names in `experiments.tables.METRICS`; without any, arms are trained to be measured."""
@@ -76,6 +77,11 @@ class Recipe:
     smoke: tuple[str, ...] | None = None
     """Arms of the smoke scale; None is all."""
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The paper's labels of what it shows."""
+        return (*((self.source.label,) if self.source else ()), *self.also)
+
     def arms(self, scale: str) -> tuple[str, ...]:
         """Return the arms that are run at a scale, without those that they need."""
         named = [name.partition("@")[0] for row in self.rows for name in (row.arm, row.reference, row.against) if name]
@@ -89,6 +95,17 @@ class Recipe:
 def names() -> list[str]:
     """Return the names of all recipes."""
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def answering(word: str) -> list[str]:
+    """Return the recipes that a word names: its name, the paper's label of what it shows, or a number as in table-8."""
+    labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
+    if not labels:
+        return [word]
+    found = [name for name in names() if labels & {*recipe(name).labels}]
+    if not found:
+        raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
+    return found
 
 
 def recipe(name: str) -> Recipe:

@@ -84,7 +84,7 @@ PAGES = {
     "quality": (
         "Perplexity after freezing",
         "Small models after few tokens: 34M parameters, 75M tokens unless the scale says more. There 1% more tokens "
-        "lowers perplexity several times as much as in the paper's regime, so set the columns with tokens at 0.14 a % "
+        "lowers perplexity several times as much as in the paper's regime, so set the estimates at 0.14% "
         "beside the paper's.",
     ),
     "heads": ("Which heads, and which patterns", "Scores, patterns, and what the frozen heads are like."),

@@ -224,40 +224,47 @@ class Comparison:
 
 METRICS = {
     "perplexity": Metric("perplexity", 3),
-    "delta": Metric("change, %", 3, True, lambda c: c.change(c.row.arm, c.row.reference)),
+    "delta": Metric("change (%)", 3, True, lambda c: c.change(c.row.arm, c.row.reference)),
     "difference": Metric(
-        *("difference, points", 3, True),
+        *("difference (points)", 3, True),
         lambda c: c.change(c.row.arm, c.row.reference) - c.own_change(c.row.against),
     ),
-    "relative": Metric("difference, %", 3, True, lambda c: c.change(c.row.arm, c.row.against)),
+    "relative": Metric("difference (%)", 3, True, lambda c: c.change(c.row.arm, c.row.against)),
     "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", c.row.arm, c.row.against)),
     "time_difference": Metric(
-        *("difference, s", 1, True),
+        *("difference (s)", 1, True),
         lambda c: 60 * (c.get(c.row.arm, "minutes") - c.get(c.row.against, "minutes")),
     ),
-    "raw": Metric("change on the raw clock, %", 3, True, lambda c: c.own_change(c.row.beside.get("raw"))),
+    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.own_change(c.row.beside.get("raw"))),
     "extra": Metric(
-        "extra tokens, %", 2, True, lambda c: 100.0 * (c.ratio("updates", c.row.arm, c.row.reference) - 1.0)
+        "extra tokens (%)", 2, True, lambda c: 100.0 * (c.ratio("updates", c.row.arm, c.row.reference) - 1.0)
     ),
-    "tokens": Metric("change at matched tokens, %", 3, True, lambda c: c.own_change(c.row.beside.get("tokens"))),
-    "paper_exchange": Metric(f"with tokens at {PAPER_EXCHANGE} a %, %", 3, True, lambda c: c.at_tokens(PAPER_EXCHANGE)),
-    "own_exchange": Metric("with tokens at the measured rate, %", 3, True, lambda c: c.at_tokens(c.exchange())),
+    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.own_change(c.row.beside.get("tokens"))),
+    "paper_exchange": Metric(
+        f"change at matched time (%), estimated at {PAPER_EXCHANGE}% for 1% of tokens",
+        3,
+        True,
+        lambda c: c.at_tokens(PAPER_EXCHANGE),
+    ),
+    "own_exchange": Metric(
+        "change at matched time (%), estimated at the measured rate", 3, True, lambda c: c.at_tokens(c.exchange())
+    ),
     "exchange": Metric(
-        *("1% more tokens buys, %", 3, False),
+        *("decrease for 1% more tokens (%)", 3, False),
         lambda c: c.exchange() if c.row.beside.get("exchange") == c.row.arm else math.nan,
     ),
-    "accuracy": Metric("accuracy, %", 2),
-    "seeds": Metric("by seed, %", 2, False, lambda c: c.get(c.row.arm, "accuracy"), by_seed=True),
-    "delta_seeds": Metric("change by seed, %", 3, True, lambda c: c.change(c.row.arm, c.row.reference), by_seed=True),
+    "accuracy": Metric("accuracy (%)", 2),
+    "seeds": Metric("accuracy by seed (%)", 2, False, lambda c: c.get(c.row.arm, "accuracy"), by_seed=True),
+    "delta_seeds": Metric("change by seed (%)", 3, True, lambda c: c.change(c.row.arm, c.row.reference), by_seed=True),
     "points_against": Metric(
-        *("difference, points of accuracy", 3, True),
+        *("difference of accuracy (points)", 3, True),
         lambda c: (
             math.nan if c.row.against is None else c.get(c.row.arm, "accuracy") - c.get(c.row.against, "accuracy")
         ),
     ),
     "epochs": Metric("epochs", 0),
     "points": Metric(
-        *("change, points", 2, True),
+        *("change of accuracy (points)", 2, True),
         lambda c: (
             math.nan
             if c.row.reference in (None, c.row.arm)
@@ -266,33 +273,33 @@ METRICS = {
     ),
     "speedup": Metric("speedup", 3, False, Comparison.speedup),
     "peak_change": Metric(
-        *("peak, change, %", 2, True),
+        *("change of peak memory (%)", 2, True),
         lambda c: 100.0 * (c.ratio("peak", c.row.arm, c.row.reference) - 1.0),
     ),
-    "gate": Metric("development, %", 2),
-    **{recall_metric(*test): Metric(f"{test[0]:,} / {test[1]}, %", 2) for test in (*RECALL, *SMOKE_RECALL)},
+    "gate": Metric("development accuracy (%)", 2),
+    **{recall_metric(*test): Metric(f"recall at {test[0]:,} / {test[1]} (%)", 2) for test in (*RECALL, *SMOKE_RECALL)},
     "recall seeds": Metric(
-        *("512 / 32 by seed, %", 2, False), lambda c: c.get(c.row.arm, recall_metric(512, 32)), by_seed=True
+        *("recall at 512 / 32 by seed (%)", 2, False), lambda c: c.get(c.row.arm, recall_metric(512, 32)), by_seed=True
     ),
-    "rise": Metric("rise at the event, nats", 4, True),
-    "context": Metric("what context tells, nats", 3),
+    "rise": Metric("loss increase at the event (nats)", 4, True),
+    "context": Metric("loss decrease by context (nats)", 3),
     "heads": Metric("heads", 0),
-    "fit_kl": Metric("largest fit KL, nats", 3),
-    "median_kl": Metric("median fit KL, nats", 3),
+    "fit_kl": Metric("largest fit KL (nats)", 3),
+    "median_kl": Metric("median fit KL (nats)", 3),
     "skipped": Metric("heads skipped by fit KL", 0),
     "exponential": Metric("exponential heads", 0),
-    "extra_kl": Metric("largest extra KL, nats", 4),
+    "extra_kl": Metric("largest extra KL (nats)", 4),
     "updates": Metric("updates", 0),
     "remaining": Metric("updates after freezing", 0),
     "minutes": Metric("minutes", 2),
-    "continuation": Metric("continuation, min", 2),
-    "intervention": Metric("intervention, s", 2),
-    "compilation": Metric("compilation, s", 1),
-    "capture": Metric("capture and mean, s", 2),
-    "fit": Metric("fit, s", 2),
-    "update": Metric("update, ms", 1),
-    "last_updates": Metric("update, mean of the last 100, ms", 0),
-    "peak": Metric("peak, GiB", 2),
+    "continuation": Metric("continuation (min)", 2),
+    "intervention": Metric("intervention (s)", 2),
+    "compilation": Metric("compilation (s)", 1),
+    "capture": Metric("capture and mean (s)", 2),
+    "fit": Metric("fit (s)", 2),
+    "update": Metric("update (ms)", 1),
+    "last_updates": Metric("mean of the last 100 updates (ms)", 0),
+    "peak": Metric("peak memory (GiB)", 2),
 }
 
 
@@ -505,13 +512,14 @@ class RecipeTable:
 
     def notes(self) -> list[str]:
         """Return what a reader of the tables has to know."""
-        source = self.recipe.source
         notes = [
-            f"MORE TOKENS RAISE PERPLEXITY HERE ({label}): these runs went on past what their text teaches, so that "
-            "longer training is a loss, and neither time saved nor tokens at 0.14 say what they are worth elsewhere."
+            f"MORE TOKENS RAISE PERPLEXITY HERE ({label}): these runs overfit their text, so that "
+            "longer training is a loss, and neither time saved nor the estimates at 0.14% hold elsewhere."
             for label in self.overtrained()
         ]
-        notes += [*self.recipe.notes, f"Paper, {source.label}: {source.conditions}."]
+        notes += self.recipe.notes
+        if source := self.recipe.source:
+            notes.append(f"Paper, {source.label}: {source.conditions}.")
         several = [value for value in self.values.values() if value.error is not None]
         if any(value.interval is None for value in several):
             notes.append("± is the standard error over seeds.")

@@ -203,7 +203,7 @@ def tables(record: Record) -> list[Part]:
         rows.append(row)
     measured = int(matrix(record["nll_change"]).isfinite().sum())
     conditions = (
-        f"Immediate cost of single heads, and which scores foretell it: {record['windows']} held-out windows of "
+        f"Immediate cost of single heads, and which scores predict it: {record['windows']} held-out windows of "
         f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
     )
     notes, difference = paper.notes(paper.SELECTORS), record.get("fit_difference")

@@ -1,7 +1,7 @@
-"""Past the paper's recipe: what else lowers the change at the same rate, an idea an arm, at matched tokens.
+"""Variants of the paper's method that may lower the change at the same rate, one an arm, at matched tokens.
 
-All arms share the ordinary run's first half. An idea that wins by more than its interval on three seeds is worth an
-option in a run; docs/results.md says which did.
+All arms share the ordinary run's first half. docs/results.md says which
+variants were better on three seeds.
 """
 
 from experiments.arms import percent
@@ -33,7 +33,7 @@ HALF = (
 )
 """Ideas that were tried at 50% too."""
 BOUGHT = {
-    "the paper's recipe": "variance",
+    "the paper's method": "variance",
     "at 40% of training": "at-40",
     "at 25% of training": "at-25",
     "variance, pruned": "pruned",
@@ -48,7 +48,7 @@ def _row(idea: str, arm: str, rate: float, against: str | None, **paper: str) ->
 
 def _rows(rate: float, ideas: tuple[str, ...]) -> tuple[Row, ...]:
     usual = f"4k-tracked-variance-{percent(rate)}"
-    first = _row("the paper's recipe", usual, rate, None, delta=PAPER[rate])
+    first = _row("the paper's method", usual, rate, None, delta=PAPER[rate])
     return (first, *(_row(idea, f"4k-tracked-{IDEAS[idea]}-{percent(rate)}", rate, usual) for idea in ideas))
 
 
@@ -56,13 +56,13 @@ def _bought() -> tuple[Row, ...]:
     usual = "4k-tracked-variance-25-bought"
     arms = {idea: f"4k-tracked-{name}-25-bought" for idea, name in BOUGHT.items()}
     return tuple(
-        _row(f"{idea} with the tokens it buys", arm, 0.25, None if arm == usual else usual)
+        _row(f"{idea} with extra tokens for its speedup", arm, 0.25, None if arm == usual else usual)
         for idea, arm in arms.items()
     )
 
 
 RECIPE = Recipe(
-    title="Past the paper's recipe",
+    title="Variants of the paper's method",
     source=QUALITY,
     rows=(Row(arm=ORDINARY, label="ordinary"), *_rows(0.25, tuple(IDEAS)), *_rows(0.5, HALF), *_bought()),
     metrics=("perplexity", "delta", "difference", "rise", "extra", "context", "heads"),
@@ -71,10 +71,10 @@ RECIPE = Recipe(
         "4k-tracked-variance-25",
     ),
     notes=(
-        "The difference is from the paper's recipe at the same rate; below zero is better.",
+        "The difference is from the paper's method at the same rate; below zero is better.",
         "Seed 1337 chose which arms further seeds were to judge: of their intervals it is no unbiased part.",
-        "The rise is that of the controller loss at the event, before any further update; of several events their sum.",
-        "Arms with the tokens they buy train as many more updates from their event on as a speedup of 1.085 gives, "
+        "The loss increase is on the controller's text at the event, before any update; of several events their sum.",
+        "Arms with extra tokens train as many more updates from their event on as a speedup of 1.085 gives, "
         "pruned ones as 1.127 does, and are compared with one another.",
     ),
 )

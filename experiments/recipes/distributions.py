@@ -11,7 +11,7 @@ FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling"
 MIDPOINT = (Checkpoint("1k-ordinary", 0.5),)
 
 RECIPE = Recipe(
-    title="Measured attention rows and the models that patterns are drawn from",
+    title="Measured attention rows beside generated ones",
     seeds=1,
     source=DISTRIBUTIONS,
     also=("fig:attention-entry-distributions", "fig:dirichlet-umap"),

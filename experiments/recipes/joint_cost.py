@@ -5,7 +5,7 @@ from experiments.paper import JOINT_COST, SELECTION_TEXT
 from experiments.recipe import Recipe, Row
 
 RECIPE = Recipe(
-    title="Joint cost of two selections, at once and after continuation",
+    title="Joint cost of two selections, immediate and after continuation",
     seeds=1,
     source=SELECTION_TEXT,
     rows=(

@@ -73,9 +73,9 @@ RECIPE = Recipe(
         "The rate falls from 6e-5, where the paper's full run ends, to 6e-6; at the small scale from 1e-4 to 1e-5. "
         "Matched time is that of the ordinary arm from the full run on. The paper's minutes are of seed 1337. Its "
         "accuracies of these models are those of recipe pruning_downstream.",
-        "With tokens at a rate: the change at matched tokens less the rate times the extra tokens. 0.14 is the paper's "
-        "regime; the measured rate is that of the ordinary arm with 2% more tokens.",
+        "Estimates of the change at matched time are the change at matched tokens less a rate times the extra tokens: "
+        "0.14% for 1% as in the paper's regime, or as measured by the ordinary arm with 2% more tokens.",
         "From initialisation the same heads are pruned before the first update, and one schedule spans as many updates "
-        "as the other arms have in all: the paper does not tell its rates, and gives one seed.",
+        "as the other arms have in all: the paper does not say its rates, and gives one seed.",
     ),
 )

@@ -4,7 +4,6 @@ All arms of a seed continue from the checkpoint halfway through one ordinary run
 `--scale 124m-84M`: 124M parameters, 4K, 640 updates of 131,072 tokens.
 """
 
-from experiments.paper import Source
 from experiments.recipe import Recipe, Row
 
 KINDS = {
@@ -28,7 +27,6 @@ def _rows(rate: str) -> tuple[Row, ...]:
 
 RECIPE = Recipe(
     title="Frozen heads in linear time",
-    source=Source("none", "the paper's frozen heads are compact; it has no exponential patterns"),
     rows=(Row(arm="4k-ordinary", label="ordinary"), *_rows("25"), *_rows("50")),
     metrics=(
         *("perplexity", "delta", "difference", "rise", "heads", "exponential", "extra_kl", "fit_kl"),

@@ -31,7 +31,7 @@ def _correlation(title: str, name: str) -> Number:
 
 
 RECIPE = Recipe(
-    title="Costs of single heads and what foretells them",
+    title="Costs of single heads and the scores that predict them",
     source=SELECTORS,
     also=("app:head-selection-analysis", "fig:head-selection-profiles"),
     measurements=(

@@ -4,7 +4,6 @@ Run it at a tenth of a scale's tokens: `--scale converged-56M`.
 """
 
 from experiments.arms import PEAK_RATES, WARMUPS
-from experiments.paper import Source
 from experiments.recipe import Recipe, Row
 
 
@@ -17,10 +16,12 @@ def _rows(peak: str, warmup: str) -> tuple[Row, Row]:
 
 RECIPE = Recipe(
     title="Peak learning rate and warm-up",
-    source=Source("none", "the paper's peak rate is 6e-4 with 10% of warm-up"),
     rows=tuple(row for peak in PEAK_RATES for warmup in WARMUPS for row in _rows(peak, warmup)),
     metrics=("perplexity", "delta", "rise", "heads", "median_kl", "fit_kl", "skipped"),
     seeds=1,
     smoke=("4k-peak-1e-3-warmup-10-mean-25",),
-    notes=("A rate whose heads fit badly freezes at a higher cost, however low its own perplexity.",),
+    notes=(
+        "The paper's peak rate is 6e-4 with 10% of warm-up.",
+        "A rate whose heads fit badly freezes at a higher cost, however low its own perplexity.",
+    ),
 )

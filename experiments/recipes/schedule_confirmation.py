@@ -1,4 +1,4 @@
-"""One time against triggered by the training loss, at the same final rates: tab:schedule-confirmation."""
+"""One event against events triggered by the training loss, at the same final rates: tab:schedule-confirmation."""
 
 from experiments.paper import Source
 from experiments.recipe import Recipe, Row

@@ -34,7 +34,7 @@ def _rows(k: str) -> tuple[Row, ...]:
         rows.append(_row(k, "variance", rate, {"delta": variance}))
         rows.append(_row(k, "forward_kl", rate, {"delta": forward_kl, "difference": difference}))
     if k == "4k":
-        # Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with whole patterns.
+        # Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with dense patterns.
         further = (*SCORES[1:], *GRADIENT_SCORES)
         rows += [_row(k, score, 0.25, COSINE if score == "residual_cosine" else {}) for score in further]
     return tuple(rows)
@@ -61,6 +61,6 @@ RECIPE = Recipe(
     notes=(
         "The difference is that from variance at the same context and rate: of both changes in points, as the paper "
         "has it for forward KL, and of both perplexities in percent, as it has it for the residual cosine. Patterns "
-        "are whole at 1K, as the paper's there.",
+        "are dense at 1K, as the paper's there.",
     ),
 )

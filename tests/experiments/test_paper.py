@@ -48,6 +48,14 @@ def test_recipes_quote_numbers_of_the_paper(printed):
             assert numbers(text) <= printed, (name, text)
 
 
+def test_tables_and_figures_have_the_papers_numbers(shared):
+    (source,) = (shared / "seeds").glob("*.txt")
+    for kind, labels in (("tab", paper.TABLES), ("fig", paper.FIGURES)):
+        found = re.findall(rf"\\label{{{kind}:([a-z0-9-]+)}}", source.read_text())
+        assert [label for label in found if label != "representation-details"] == list(labels)
+    assert {label for each in RECIPES.values() for label in each.labels if label[3] == ":"} >= {"tab:timing-main"}
+
+
 def test_benchmarks_are_set_beside_numbers_of_the_paper(printed):
     tree = ast.parse(Path(paper.__file__).read_text())
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
