@@ -24,7 +24,7 @@ NO_WINDOWS = "with frozen heads models with a sliding window take a growing cach
 NOT_QUANTISED = "a quantised cache needs a live head in every layer; use another cache, or limit max_per_layer"
 # torch 2.11 ends the process there by a segmentation fault, with and without frozen heads.
 NOT_COMPILED = "an offloaded cache of fixed size on a GPU needs disable_compile=True"
-OTHER_HEADS = "the cache was filled beside other frozen heads; make a new one"
+OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"
 _FILLED_BY = "_saf_heads"
 STREAMS_WAIT = (5, 20)
 """transformers whose offloading stream waits for the device; before, copies raced and tokens were wrong (log)."""
@@ -55,6 +55,11 @@ def prepare(
     # The layer's class is not tested, which compiled code would guard.
     own = getattr(layer, "layout", None)
     if own is None:
+        counts = [len(layout.rows[role]) for role in ("key", "value")]
+        counts = counts if layout.num_live else [max(counts[1], 1), 0]  # see `forward_without_queries`
+        filled_counts = [layer.keys.shape[1], layer.values.shape[1]] if layer.is_initialized else counts
+        if filled_counts != counts and not is_quantised(layer):
+            raise UnsupportedError(OTHER_HEADS)
         layers[index] = layer = _own_layer(layer, layout, frozen, patterns)
     elif own is not layout and own != layout:
         raise UnsupportedError(OTHER_HEADS)

@@ -129,8 +129,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
             calibration: Token tensors `[B, T]`, mappings with `input_ids`, rows of a data set, or texts. Patterns cover
                 T positions; longer inputs are refused once heads are frozen.
             schedule: `saf.OneTime(0.5)` by default. `TrainLoss` needs `logging_steps=1`.
-            heldout: Sequences in the same forms, for `ValidationBudget` and scores that read outputs. With them the
-                losses before and after each event are logged, and in the model card.
+            heldout: Sequences in the same forms, for `ValidationBudget`, a `budget`, and scores that read outputs. With
+                them the losses before and after each event are logged, and in the model card.
             accept_loss: Keep an event after the last update that raises perplexity on `heldout` by more than 5%.
                 Otherwise `train` raises LossError once everything is saved, and the model stays as it was trained.
             tokenizer: Of text; the Trainer's `processing_class` by default.
@@ -145,6 +145,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         for name, value in (("sequences", sequences), ("batch_size", batch_size), ("length", length)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
+        if "gradient" in config.needs:
+            raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
+        if config.trainable:
+            raise UnsupportedError("a resumed Trainer has no optimiser state of trainable patterns; leave it out")
+        heldout, decides = list(heldout), isinstance(self.schedule, ValidationBudget) or config.budget is not None
+        if (decides or "outputs" in config.needs) and not heldout:
+            raise InputError("this score, budget or schedule reads held-out sequences: give them as heldout=")
         self.trainer: Any = None
         self.called = False
         """Whether `train` was called and its loop has not begun; a loop that begins later starts over."""
@@ -179,29 +186,20 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Refuse arguments that cannot work before anything is computed."""
         check_arguments(args)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Check model and settings, and start the schedule or take it up where the checkpoint has it."""
-        model, optimizer = given["model"], given.get("optimizer")
+        model, optimizer = options["model"], options.get("optimizer")
         execution = Execution(torch.device(args.device), "bf16" if args.bf16 else "fp32", compile=False)
         config: Any = SimpleNamespace(freeze=self.config, schedule=self.schedule)
         check_freeze(config, execution)
-        self._check_settings(args, state)
+        self._check_logging(args, state.max_steps)
         self._check_model(model, optimizer, restarts=not state.global_step)
-        adapter, stored = adapter_for(model), self._stored(state)
-        tokenizer = self._tokenizer or given.get("processing_class")
+        tokenizer, stored = self._tokenizer or options.get("processing_class"), self._stored(state)
         batches, held_out = (self._sequences(name, tokenizer) for name in ("calibration", "heldout"))
-        check_vocabulary(adapter, [*batches, *held_out])
-        length = batches[0].shape[-1]
-        self.config.check_calibration(sequences=read_sequences(batches).num_different, length=length)
-        if held_out or "gates" in self.config.needs:
-            adapter.check_next_token()
-        layouts = [site.layout for site in adapter.sites()]
+        self._check_sequences(model, batches, held_out)
         if stored is None:  # others were checked when they began
-            check_heads(self.config, layouts, allow_empty=self.config.asks_for_none)
-            if self.config.heads is not None:
-                check_measurable(adapter, self.config.heads)
-            if self.config.operation == "freeze" and self.config.requested(sum(each.num_heads for each in layouts)):
-                self._check_length(length, held_out, state.max_steps)
+            self._check_choice(model, batches[0].shape[-1], held_out, state.max_steps)
+        layouts = [site.layout for site in adapter_for(model).sites()]
         # Shares of training stay those of the training that began, whatever max_steps is now.
         updates = state.max_steps if stored is None else stored["updates"]
         proposer = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
@@ -221,12 +219,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             updater=SimpleNamespace(optimizer=optimizer, gradient=None),
         )
         if stored is not None and not proposer.finished:
-            if stored["sequences"] != self._run.sequences_hash():
-                message = "the checkpoint was trained with other calibration or held-out sequences of FreezeCallback"
-                warnings.warn(message, SafWarning, stacklevel=2)
-            if updates != state.max_steps:
-                message = f"events come when they were to come with max_steps={updates}, not {state.max_steps}"
-                warnings.warn(message, SafWarning, stacklevel=2)
+            self._warn_of_changes(stored, state.max_steps)
         # A checkpoint of training without this callback has no place for its state.
         callbacks: Any = state.stateful_callbacks
         callbacks.setdefault(type(self).__name__, self.state())
@@ -243,8 +236,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
             check_editable(given["model"], given["optimizer"])
             run.stepped = True
         if state.global_step >= state.max_steps:
-            decides = self._accept_loss or isinstance(self.schedule, ValidationBudget)
-            run.guard_sequences = None if decides else run.held_out or None
+            accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)
+            run.guard_sequences = None if accepts else run.held_out or None
             try:
                 self._carry_out_due_(state.global_step, given)
             except LossError as error:
@@ -347,18 +340,10 @@ class FreezeCallback(TrainerCallback, ExportableState):
             return []
         return read_given(self._given[name], tokenizer=tokenizer, name=name, **self._cut)
 
-    def _check_settings(self, args: Any, state: TrainerState) -> None:
-        """Raise what events would raise later, or decide wrongly without."""
-        if "gradient" in self.config.needs:
-            raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
-        if self.config.trainable:
-            raise UnsupportedError("a resumed Trainer has no optimiser state of trainable patterns; leave it out")
-        self._given["heldout"] = list(self._given["heldout"])
-        needed = "outputs" in self.config.needs or self.schedule.name == "validation_budget"
-        if needed and not self._given["heldout"]:
-            raise InputError("this score or schedule reads held-out sequences: give them as heldout=")
+    def _check_logging(self, args: Any, updates: int) -> None:
+        """Raise InputError where a schedule that reads every loss would miss some."""
         each = args.logging_steps == 1 and getattr(args.logging_strategy, "value", args.logging_strategy) == "steps"
-        if self.schedule.first_update(state.max_steps) is None and not each:
+        if self.schedule.first_update(updates) is None and not each:
             raise InputError(f"a {self.schedule.name} schedule reads every loss from the log: set logging_steps=1")
 
     def _check_model(self, model: nn.Module, optimizer: Any, *, restarts: bool) -> None:
@@ -388,6 +373,34 @@ class FreezeCallback(TrainerCallback, ExportableState):
                 f"this FreezeCallback froze {len(heads)} heads of this model before: pass resume_from_checkpoint=True, "
                 "or give the Trainer a new callback"
             )
+
+    def _check_sequences(self, model: nn.Module, batches: list[Tensor], held_out: list[Tensor]) -> None:
+        """Raise InputError or UnsupportedError for sequences that the model or the score cannot read."""
+        adapter = adapter_for(model)
+        check_vocabulary(adapter, [*batches, *held_out])
+        self.config.check_calibration(sequences=read_sequences(batches).num_different, length=batches[0].shape[-1])
+        if held_out or "gates" in self.config.needs:
+            adapter.check_next_token()
+
+    def _check_choice(self, model: nn.Module, length: int, held_out: list[Tensor], updates: int) -> None:
+        """Raise InputError for heads that cannot be chosen, and for rows longer than the patterns of `length`."""
+        adapter = adapter_for(model)
+        check_heads(self.config, [site.layout for site in adapter.sites()], allow_empty=self.config.asks_for_none)
+        if self.config.heads is not None:
+            check_measurable(adapter, self.config.heads)
+        if self.config.operation == "freeze" and not self.config.asks_for_none:
+            self._check_length(length, held_out, updates)
+
+    def _warn_of_changes(self, stored: dict[str, Any], updates: int) -> None:
+        """Warn where a resumed training has other sequences, or another number of updates, than the one that began."""
+        run = self._run
+        assert run is not None
+        if stored["sequences"] != run.sequences_hash():
+            message = "the checkpoint was trained with other calibration or held-out sequences of FreezeCallback"
+            warnings.warn(message, SafWarning, stacklevel=3)
+        if run.updates != updates:
+            message = f"events come when they were to come with max_steps={run.updates}, not {updates}"
+            warnings.warn(message, SafWarning, stacklevel=3)
 
     def _check_length(self, length: int, held_out: list[Tensor], updates: int) -> None:
         """Raise InputError for held-out sequences, or a first row of the data, longer than patterns will cover."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, HeadLayout
-from saf.models.adapter import Adapter, Site
+from saf.models.adapter import ON_META, Adapter, Site
 from saf.records.files import file_hash, write_json, write_tensors
 
 STATE, TENSORS = "saf.json", "saf.safetensors"
@@ -61,10 +61,12 @@ def recorded_layouts(state: Mapping[str, Any]) -> list[HeadLayout]:
 def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `described` for a model whose weights another library keeps: with what tells these weights from others.
 
-    Raises UnsupportedError for weights that `check_plain_weights` refuses.
+    Raises UnsupportedError for weights that `check_plain_weights` refuses, InputError for those on the meta device.
     """
     for site in adapter.sites():
         check_plain_weights(site)
+        if any(weight.is_meta for weight, _ in site.projections().values()):
+            raise InputError(ON_META)
     state, tensors = described(adapter.sites())
     for layer, site in zip(state["layers"], adapter.sites(), strict=True):
         layer["weights"] = sums_of(site)

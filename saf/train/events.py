@@ -102,6 +102,9 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
     if "outputs" in freeze.needs:
         inputs["outputs"] = trainer.task.heldout()
+    heldout, accepts = trainer.guard_sequences, trainer.guard_sequences is None
+    if freeze.budget is not None and heldout is None:
+        heldout = trainer.task.heldout()
     with trainer.execution.autocast():
         trainer.say(str(plan_calibration(trainer.model, batches, collect=calibration_collect(freeze, inputs))))
         report = freeze_(
@@ -109,8 +112,8 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
             batches,
             settings_of(event, freeze),
             optimizer=trainer.updater.optimizer,
-            heldout=trainer.guard_sequences,
-            accept_loss=False,
+            heldout=heldout,
+            accept_loss=accepts,
             score_inputs=inputs,
             max_heads=event.first,
             allow_empty=event.below is not None or several or freeze.asks_for_none,

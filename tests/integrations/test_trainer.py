@@ -266,6 +266,7 @@ def loss_of(logits, ids):
 
 REFUSED = {
     "heldout": (InputError, lambda: callback(saf.ValidationBudget()), {}),
+    "budget": (InputError, lambda: callback(config=saf.FreezeConfig(budget=0.1)), {}),
     "logging": (InputError, lambda: callback(saf.TrainLoss()), {"logging_steps": 2}),
     "gradient": (UnsupportedError, lambda: callback(config=saf.FreezeConfig(score="qk_gradient")), {}),
     "trainable": (UnsupportedError, lambda: callback(config=saf.FreezeConfig(trainable=True)), {}),
