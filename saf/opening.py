@@ -1,8 +1,13 @@
-"""Opening what a path means: the model of a checkpoint, of a run or of saf.save, and the data that belong to it."""
+"""`open_model` opens the model that a path means, whoever made it, with its data and its tokenizer.
 
+A path is a checkpoint, a run, a folder by `saf.save`, or a model of Hugging Face transformers: `find_source` returns
+its `ModelSource`. `find_model` is for callers that need a model of this project.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -10,47 +15,120 @@ from torch import nn
 from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TokenData
 from saf.errors import DataError, InputError
+from saf.evaluate.model_facts import PARENT
+from saf.machine import Device, pick_device
+from saf.models.adapter import longest_input
 from saf.records.files import file_hash
-from saf.records.paths import Kind, expect, kind_of
+from saf.records.paths import Kind, expect, kind_of, means_transformers
 from saf.sidecar import load
 
 
 @dataclass(frozen=True)
-class ModelFolder:
-    """Hold where a model is: a verified checkpoint (of a run, perhaps), or what saf.save wrote."""
+class Encoder:
+    """How a model's tokenizer makes tokens of text."""
 
-    folder: Path
-    checkpoint: Checkpoint | None
+    encode: Callable[[str], list[int]]
+    """Encodes a text, with the special tokens that stand before it for this model, and none behind it."""
+    bare: Callable[[str], list[int]]
+    """Encodes a text without any special token."""
+    first: int | None
+    """The token before a continuation that has no context; None where the tokenizer has none."""
+    bos: int | None = None
+    """The tokenizer's beginning-of-text token (BOS); None where it has none."""
 
-    def model(self, device: torch.device) -> nn.Module:
-        """Load the model with its frozen heads."""
-        return load(self.folder).to(device) if self.checkpoint is None else self.checkpoint.model(device)
+    def beginning(self, name: Path | str) -> int:
+        """Return the BOS token; raise InputError where the tokenizer of the model `name` has none."""
+        if self.bos is None:
+            raise InputError(f"the tokenizer of {name} must have a beginning-of-text token, got none; leave bos out")
+        return self.bos
+
+
+class ModelSource(Protocol):
+    """Files of a model of one kind."""
+
+    has_tokenizer: ClassVar[bool]
+    """Whether the tokenizer is beside the model; else it is with the data."""
+
+    @property
+    def name(self) -> str:
+        """The path, or the name on the hub."""
+        ...
 
     @property
     def hash(self) -> str:
-        """Return a checkpoint's hash, of its manifest; of a saved model the SHA-256 of its saf.json, which has sums."""
+        """SHA-256 of the model."""
+        ...
+
+    @property
+    def parents(self) -> Sequence[str]:
+        """Hashes of the models that this one was frozen from, the nearest first."""
+        ...
+
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        """Open the model with its frozen heads, in its own dtype by default."""
+        ...
+
+    def data(self, path: Path | None) -> TokenData:
+        """Open data of the model's tokenizer; None is the data that it was trained on."""
+        ...
+
+    def encoder(self, data: TokenData | None = None) -> Encoder:
+        """Open the tokenizer, that of `data` where it is not beside the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model of this project: a verified checkpoint, of a run perhaps, or a folder by `saf.save`."""
+
+    folder: Path
+    checkpoint: Checkpoint | None
+    has_tokenizer: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def hash(self) -> str:
+        """The hash of a checkpoint's manifest; of a saved model the SHA-256 of its saf.json, which holds sums."""
         return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / "saf.json")
 
     @property
+    def parents(self) -> tuple[str, ...]:
+        return ()
+
+    @property
     def state(self) -> dict[str, Any]:
-        """Return a checkpoint's state.json; empty for a saved model."""
+        """A checkpoint's state.json; empty for a saved model."""
         return self.checkpoint.state if self.checkpoint else {}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run that trained the model; empty where nothing tells."""
+        """Settings of the run that trained the model; empty where its files have none."""
         return self.state.get("settings") or {}
 
     @property
     def data_folder(self) -> str | None:
-        """Return the data folder that the model was trained on, as recorded."""
+        """The data folder that the model was trained on, as recorded."""
         return self.settings.get("data")
+
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        model = load(self.folder) if self.checkpoint is None else self.checkpoint.model(device)
+        return model.to(device, dtype)
+
+    def data(self, path: Path | None) -> TokenData:
+        return open_data(path, self)
+
+    def encoder(self, data: TokenData | None = None) -> Encoder:
+        tokenizer = (self.data(None) if data is None else data).tokenizer()
+        return Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
 
 
 def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bool = False) -> ModelFolder:
-    """Return where the model is that `path` means; with `optimizer`, a checkpoint's optimiser is checked too.
+    """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
 
-    `or_transformers` says that the caller takes models of transformers, and has looked for one, for the message.
+    `or_transformers` says, for the message, that the caller takes models of transformers and has looked for one.
 
     Raises:
         InputError: There is none; the message says what was expected and what is there.
@@ -59,9 +137,8 @@ def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bo
     path = Path(path)
     if kind_of(path) is Kind.HEADS:
         raise InputError(
-            f"{path} holds the frozen heads of a model of another library (saf.json), of which no config.json there "
-            "tells: saf.load(model, folder) freezes that model by them; where the folder's own model has none, move "
-            "saf.json and saf.safetensors out of it"
+            f"{path} holds frozen heads of another library's model (saf.json): saf.load(model, folder) applies them; "
+            "where the folder's own model has none, move saf.json and saf.safetensors out of it"
         )
     if kind_of(path) is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
@@ -73,48 +150,108 @@ def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bo
     return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
 
 
-def open_data(folder: Path | None, found: ModelFolder) -> TokenData:
-    """Open the data for a model: `folder`, or what the model was trained on when None.
+def find_source(path: Path | str) -> ModelSource:
+    """Return the model that `path` means; raise what `find_model` raises, also for a model of transformers."""
+    if not means_transformers(path):
+        return find_model(path, or_transformers=True)
+    from saf.hf.folders import TransformersFolder
+
+    return TransformersFolder.find(Path(path))
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model and what belongs to it."""
+
+    model: nn.Module
+    data: TokenData | None
+    source: ModelSource
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.source.name)
+
+    @property
+    def checkpoints(self) -> dict[str, str | None]:
+        """Hashes of the model and of those it was frozen from, by role, for the head of a result."""
+        roles = {PARENT + f" of {PARENT}" * place: parent for place, parent in enumerate(self.source.parents)}
+        return {"model": self.source.hash, **roles}
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of an input; raises InputError where the configuration has no limit."""
+        if (longest := longest_input(self.model)) is None:
+            raise InputError(f"the configuration of {type(self.model).__name__} must have max_position_embeddings")
+        return longest
+
+    def encoder(self) -> Encoder:
+        """Open the model's tokenizer."""
+        return self.source.encoder(self.data)
+
+
+def open_model(
+    path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
+) -> OpenedModel:
+    """Open the model that `path` means, and its data: `data`, or those it was trained on.
+
+    A model that has its tokenizer beside it is opened without data where none are given and the caller needs none.
+    With precision "fp32" weights are opened in float32, whatever the files hold.
 
     Raises:
-        InputError: No folder given, and none recorded, or the examples of a task.
-        DataError: The folder's tokenizer is not the one the model was trained with, or nothing tells which that was.
+        InputError: There is no model, or no data.
+        DataError: The data were made with another tokenizer than the model's.
+        CheckpointError: The model's files are damaged.
     """
-    if folder is None and found.data_folder is None:
-        raise InputError(f"{found.folder} does not tell its data; give --data, a folder made by `saf data prepare`")
-    if folder is None and (task := found.settings.get("task") or "text") != "text":
+    source = find_source(path)
+    tokens = source.data(data) if needs_data or data is not None or not source.has_tokenizer else None
+    model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
+    return OpenedModel(model, tokens, source)
+
+
+# --- the data that a model of this project was trained on
+
+
+def open_data(folder: Path | None, source: ModelFolder) -> TokenData:
+    """Open the data for a model: `folder`, or the data that it was trained on when None.
+
+    Raises:
+        InputError: No folder is given and none is recorded, or the examples of a task are.
+        DataError: The folder's tokenizer is not the one that the model was trained with, or that one is unknown.
+    """
+    if folder is None and source.data_folder is None:
+        raise InputError(f"{source.folder} records no data; give --data, a folder made by `saf data prepare`")
+    if folder is None and (task := source.settings.get("task") or "text") != "text":
         raise InputError(
-            f"{found.folder} was trained on {task}, which is no held-out text; give --data, a folder made by `saf data "
-            "prepare` with its tokenizer"
+            f"{source.folder} was trained on {task}, which is no held-out text; give --data, a folder made by `saf "
+            "data prepare` with its tokenizer"
         )
-    data = TokenData.open(folder or Path(str(found.data_folder)))
-    if data.fingerprint != found.state.get("data_fingerprint", data.fingerprint):
-        _check_tokenizer(data, found)
+    data = TokenData.open(folder or Path(str(source.data_folder)))
+    if data.fingerprint != source.state.get("data_fingerprint", data.fingerprint):
+        _check_tokenizer(data, source)
     return data
 
 
-def trained_data(found: ModelFolder) -> TokenData | None:
+def trained_data(source: ModelFolder) -> TokenData | None:
     """Open the data that a model was trained on; None unless the recorded folder is visible and unchanged."""
-    if found.data_folder is None or kind_of(found.data_folder) is not Kind.DATA:
+    if source.data_folder is None or kind_of(source.data_folder) is not Kind.DATA:
         return None
-    data = TokenData.open(found.data_folder)
-    return data if data.fingerprint == found.state.get("data_fingerprint") else None
+    data = TokenData.open(source.data_folder)
+    return data if data.fingerprint == source.state.get("data_fingerprint") else None
 
 
-def _check_tokenizer(data: TokenData, found: ModelFolder) -> None:
-    """Compare tokenizers; other text by the same one is fine."""
-    expected, got = found.state.get("tokenizer"), data.tokenizer_hash
+def _check_tokenizer(data: TokenData, source: ModelFolder) -> None:
+    """Raise DataError for other data of another tokenizer; other text by the same one is fine."""
+    expected, got = source.state.get("tokenizer"), data.tokenizer_hash
     if expected is None:
-        trained = trained_data(found)
+        trained = trained_data(source)
         if trained is None:
             raise DataError(
-                f"{found.folder} does not record its tokenizer, and the data it was trained on, {found.data_folder}, "
-                f"are not there to compare; {data.folder} holds other data. Give --data, the folder it was trained on"
+                f"{source.folder} must record its tokenizer, or its data, {source.data_folder}, be there to compare "
+                f"with {data.folder}: give --data, the folder it was trained on"
             )
         expected = trained.tokenizer_hash
     if expected != got:
         raise DataError(
-            f"{data.folder} was made with another tokenizer ({got[:12]}) than the model's training data "
-            f"({expected[:12]}); prepare the text with that data's tokenizer (--tokenizer FOLDER), or give --data "
-            "another folder"
+            f"{data.folder} must have the tokenizer of the model's training data, {expected[:12]}, got {got[:12]}; "
+            "prepare the text with that data's tokenizer (--tokenizer FOLDER), or give --data another folder"
         )

@@ -38,9 +38,9 @@ from saf.freeze_config import FreezeConfig
 from saf.freezing import freeze_
 from saf.heads import Head, HeadSet
 from saf.heal import heal_
-from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.joint_cost import accept_jointly
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device, visible_devices
+from saf.opening import OpenedModel, open_model
 from saf.records.files import read_json, write_json
 from saf.records.quantities import percent, signed
 from saf.scores import score
@@ -158,7 +158,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     if settings.out is None:
         raise InputError("--out must name the record: pieces are written beside it")
     if settings.tasks:
-        lm_eval_tasks()  # raises now, not after the first measurement
+        from saf.hf import lm_eval  # noqa: F401 - raises now, not after the first measurement
     folder, began = settings.out.parent / "pieces", time.monotonic()
     if settings.piece is not None:
         _make(settings, folder, settings.piece)
@@ -388,7 +388,9 @@ def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
             losses = read_evaluation(folder)[1].windows.tolist()
         found[name] = {"loss": record["loss"], "perplexity": record["perplexity"], "windows": losses}
     if settings.tasks:
-        answers = lm_eval_tasks().ask(opened, settings, longest=settings.length)
+        from saf.hf.lm_eval import ask
+
+        answers = ask(opened, settings, longest=settings.length)
         found["tasks"] = {
             name: task.to_dict()
             | {"each": [[one["id"], one["answer"], bool(one["right"]), one["taken"]] for one in task.answers]}
@@ -446,7 +448,7 @@ def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
             "pretrained",
             settings,
             device=device_name(pick_device(settings.device)),
-            checkpoints={"model": opened.hash},
+            checkpoints={"model": opened.source.hash},
             data={"report": _data(opened).fingerprint, "other": open_text(settings, opened).fingerprint},
         ),
         "model": str(settings.model),

@@ -36,9 +36,9 @@ from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counts_t
 from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
-from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
+from saf.opening import OpenedModel, open_model
 from saf.records.files import to_json
 from saf.records.quantities import percent
 from saf.records.result import read_result
@@ -101,7 +101,8 @@ def unfinished(path: Path) -> dict[str, Any] | None:
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record; raise InputError if the record to continue is of another model, data, settings or sources."""
     check_rates(settings.rates)
-    lm_eval_tasks()  # raises now, not after the calibration
+    from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
+
     opening = {"precision": settings.precision, "needs_data": not settings.frozen}
     opened = open_model(settings.model, settings.data, settings.device, **opening)
     opening["needs_data"] = False
@@ -119,7 +120,8 @@ def measure(settings: Settings) -> dict[str, Any]:
             "zero-shot",
             settings,
             device=device_name(pick_device(settings.device)),
-            checkpoints={"model": opened.hash} | {f"frozen {n}": other.hash for n, other in enumerate(others)},
+            checkpoints={"model": opened.source.hash}
+            | {f"frozen {n}": other.source.hash for n, other in enumerate(others)},
             data={} if opened.data is None else {"calibration": opened.data.fingerprint},
         ),
         "model": str(opened.folder),
@@ -148,7 +150,9 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def _answers(opened: OpenedModel, settings: Settings, longest: int, name: str) -> dict[str, TaskAnswers]:
     say(f"{name}: {', '.join(settings.tasks)}")
-    return lm_eval_tasks().ask(opened, settings, longest=longest)
+    from saf.hf.lm_eval import ask
+
+    return ask(opened, settings, longest=longest)
 
 
 def _entries(answers: Mapping[str, TaskAnswers]) -> dict[str, Any]:

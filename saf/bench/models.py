@@ -23,11 +23,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from saf.bench.protocol import FLEX, FREE, PRUNED, Arm
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, Head, HeadLayout, HeadSet
-from saf.hf.open_model import transformers_folders
 from saf.models import GPT, GPTConfig, preset
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.gpt import BASE, PRESETS, LiveAttention
-from saf.opening import find_model
+from saf.opening import find_source
 from saf.ops import BACKENDS
 from saf.ops.backend import Backend, Tables
 from saf.ops.heads import take_heads
@@ -116,9 +115,7 @@ def is_folder(model: str) -> bool:
 
 
 def _open(folder: str, device: torch.device) -> nn.Module:
-    if means_transformers(folder):
-        return transformers_folders().TransformersFolder.find(Path(folder)).model(device, None)
-    return find_model(Path(folder), or_transformers=True).model(device)
+    return find_source(folder).model(device)
 
 
 @lru_cache(maxsize=1)

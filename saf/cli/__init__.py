@@ -118,14 +118,14 @@ def _command(name: str, words: list[str]) -> Any:
 
 def _in_flags(error: SafError, name: str, command: Any) -> str:
     """Return the text of an error in the flags of a verb, whose words were perhaps not parsed yet."""
-    from saf.cli.parsing import with_flags
+    try:
+        from saf.cli.parsing import with_flags
 
-    module = importlib.import_module(f"saf.cli.{name}")
-    kind = (
-        getattr(module, "Command", None) or getattr(module, name.capitalize(), None)
-        if command is None
-        else type(command)
-    )
+        module = importlib.import_module(f"saf.cli.{name}")
+    except ModuleNotFoundError:  # that error
+        return str(error)
+    parsed = None if command is None else type(command)
+    kind = parsed or getattr(module, "Command", None) or getattr(module, name.capitalize(), None)
     return str(error) if kind is None else with_flags(str(error), kind)
 
 

@@ -14,8 +14,8 @@ from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.model_facts import model_facts, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
-from saf.hf.open_model import OpenedModel, lm_eval_tasks, open_model
 from saf.machine import device_name, pick_device
+from saf.opening import OpenedModel, open_model
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
 
@@ -88,17 +88,17 @@ class Command:
         with process_group(self.device):
             with all_ranks_or_raise():  # all have looked before the first one writes
                 self._check_out()
-            harness = lm_eval_tasks() if self.tasks else None
-            opened = open_model(
-                self.model, self.data, self.device, precision=self.precision, needs_data=harness is None
-            )
+            if self.tasks:
+                from saf.hf import lm_eval  # noqa: F401 - a package that is missing is known before the model is open
+            options = {"precision": self.precision, "needs_data": not self.tasks}
+            opened = open_model(self.model, self.data, self.device, **options)
             for name, default in (("bos", False), ("partition", "report"), ("limit", None)):
                 if opened.data is None and getattr(self, name) != default:
                     raise InputError(f"--{name} has no effect on tasks; give --data, or leave it out")
             record: dict[str, Any] = {}
             parts: list[Part] = []
             # Tasks first: missing or too long questions are known before minutes of perplexity.
-            answers = None if harness is None else self._zero_shot(opened, harness)
+            answers = self._zero_shot(opened) if self.tasks else None
             if opened.data is not None:
                 record = self._perplexity(opened)
                 parts.append(self._table(opened, record))
@@ -155,7 +155,9 @@ class Command:
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel, harness: Any) -> dict[str, Any]:
+    def _zero_shot(self, opened: OpenedModel) -> dict[str, Any]:
+        from saf.hf.lm_eval import ask
+
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
         countdowns: dict[str, Countdown] = {}
@@ -165,7 +167,7 @@ class Command:
                 countdowns[name] = Countdown(f"answering {name}", "requests", quiet=not is_rank0())
             countdowns[name](done, total)
 
-        answers = harness.ask(opened, self, longest=self.length, progress=progress)
+        answers = ask(opened, self, longest=self.length, progress=progress)
         return on_rank0(
             lambda: zero_shot_record(
                 answers,

@@ -9,7 +9,6 @@ import tyro
 from saf.cli.output import Countdown, show
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
-from saf.hf.open_model import transformers_folders
 from saf.records.paths import means_transformers
 
 FIRST = (
@@ -39,7 +38,9 @@ class Command(CheckpointFreezing):
     def run(self) -> dict[str, Any]:
         freeze, kind = freeze_checkpoint, "checkpoint"
         if means_transformers(self.checkpoint):
-            freeze, kind = transformers_folders().freeze_folder, "model"
+            from saf.hf.folders import freeze_folder
+
+            freeze, kind = freeze_folder, "model"
         with Countdown("calibrating", "layers") as progress:
             report, written, parent = freeze(self, say=progress.say, progress=progress)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,13 +34,13 @@ from saf.heal import heal_beside_twin
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
-from saf.hf.open_model import Encoder
 from saf.hf.pretrained import watch_folders
 from saf.joint_cost import halves
 from saf.loss_guard import MAX_RISE
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.description import STATE, recorded_layouts
+from saf.opening import Encoder
 from saf.records.files import read_json, write_json
 from saf.records.folders import new_folder, no_room
 from saf.records.paths import Kind, kind_of
@@ -71,6 +71,7 @@ class TransformersFolder:
 
     name: str
     folder: Path
+    has_tokenizer: ClassVar[bool] = True
 
     @classmethod
     def find(cls, path: Path) -> "TransformersFolder":
@@ -158,7 +159,7 @@ class TransformersFolder:
         config, fields = self._config(), sorted({family.dropout_setting for family in FAMILIES})
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
-    def encoder(self) -> Encoder:
+    def encoder(self, data: TokenData | None = None) -> Encoder:
         """Open the model's tokenizer; raise DataError where transformers finds none."""
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)

@@ -23,8 +23,8 @@ from torch import nn
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.evaluate.continuations import Continuation, Tokens, likelihoods
 from saf.evaluate.zero_shot import TaskAnswers, TooLong
-from saf.hf.open_model import Encoder, OpenedModel
 from saf.models.adapter import longest_input
+from saf.opening import Encoder, OpenedModel
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]

@@ -17,7 +17,7 @@ from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
 from saf.evaluate.zero_shot import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
-from saf.hf.open_model import Encoder
+from saf.opening import Encoder
 from saf.records.files import to_json, write_json
 from saf.records.quantities import signed
 from saf.records.result import read_result

@@ -46,7 +46,7 @@ def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_pa
     prepare([str(text_data.parent / "text")], tmp_path / "other", vocab_size=280, heldout_fraction=0.3, progress=False)
     code, _, err = saf("evaluate", arms[0], "--data", tmp_path / "other")
     assert code == 2
-    assert "another tokenizer" in err
+    assert "must have the tokenizer" in err
 
 
 def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, text_data, tmp_path):
@@ -57,7 +57,7 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     opened = find_model(arms[0])
     state = opened.state | {"settings": opened.state["settings"] | {"data": "gone"}}
     source = ModelFolder(opened.folder, replace(opened.checkpoint, state=state))
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="must have the tokenizer"):
         open_data(tmp_path / "foreign", source)
     assert open_data(tmp_path / "same", source).fingerprint != state["data_fingerprint"]
     with pytest.raises(DataError, match="gone: no such data folder here; give --data"):
@@ -67,7 +67,7 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     with pytest.raises(InputError, match="was trained on boolq, which is no held-out text; give --data"):
         open_data(None, finetuned)
     del state["tokenizer"]
-    with pytest.raises(DataError, match="does not record its tokenizer"):
+    with pytest.raises(DataError, match="must record its tokenizer"):
         open_data(tmp_path / "same", source)
     assert open_data(text_data, source).fingerprint == state["data_fingerprint"]
 

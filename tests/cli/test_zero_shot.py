@@ -111,7 +111,8 @@ def test_flags_without_an_effect_are_refused(arms, files, saf, tmp_path):
 
 
 def test_a_missing_package_is_named_with_its_extra(arms, files, saf, monkeypatch):
-    monkeypatch.setitem(sys.modules, "saf.hf.lm_eval", None)
+    monkeypatch.delitem(sys.modules, "saf.hf.lm_eval", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delattr(saf_hf, "lm_eval", raising=False)
     code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "--task-data", files, "--limit", 1)
     assert code == 2

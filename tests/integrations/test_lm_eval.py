@@ -17,9 +17,9 @@ from saf.bench.models import synthetic_patterns
 from saf.data.tokenizer import train_bpe
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
-from saf.hf.open_model import Encoder, open_model
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import language_model
+from saf.opening import Encoder, open_model
 from saf.tasks.zero_shot import ZERO_SHOT
 from tests.transformers_models import FAMILIES, make
 from tests.zero_shot_files import COUNT, expected, write_tasks
