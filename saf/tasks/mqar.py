@@ -109,27 +109,27 @@ class MQARSettings:
     """Settings of associative recall; the defaults are the paper's."""
 
     length: int = 512
-    """Tokens of a training sequence; the run's length is the model's context, which tests and calibration may fill."""
+    """Train on sequences of this number of tokens. Tests and calibration may fill the whole context of the run."""
     pairs: int = 8
-    """Pairs of a key and a value in a training sequence."""
+    """Put this number of pairs of a key and a value into a training sequence."""
     vocabulary: int = 8_192
-    """Tokens that sequences are made of: keys from its first half but 0, values from its second, others from all."""
+    """Draw tokens from this vocabulary: keys from its first half but 0, values from its second, others from all."""
     power: float = 0.01
-    """Exponent of the distribution of distances, p(d) as d to the power of this minus 1; 1 is uniform."""
+    """Draw the distance d of a query from its pair with probability d ** (power - 1); 1 is uniform."""
     random_fill: bool = True
-    """Put random tokens where there is neither pair nor query; token 0 otherwise."""
+    """Put random tokens at places without a pair or query; otherwise token 0 stands there."""
     test_lengths: tuple[int, ...] = (512, 512, 512, 512, 512, 512, 2_048, 4_096)
-    """Tokens of the sequences of each test."""
+    """Test on sequences of these numbers of tokens, one test a number."""
     test_pairs: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 8, 8)
-    """Pairs of the sequences of each test, as many numbers as of lengths."""
+    """Put these numbers of pairs into the sequences of the tests, one for each test length."""
     test_examples: int = 512
-    """Sequences of each test."""
+    """Test on this number of sequences in each test."""
     development: int = 256
-    """Sequences of training's length and pairs that are watched during a run, the same for every seed."""
+    """Evaluate a run on this number of development sequences, which are the same for every seed."""
     gate: float = 0.8
-    """Share of the development queries that the ordinary arm must answer before arms are compared."""
+    """Compare arms only if the ordinary arm answers this share of the development queries."""
     ordinary: str = ""
-    """Finished run of the ordinary arm, whose answers the gate is of; this run's own are where none is named."""
+    """Apply the gate to the answers of this finished run of the ordinary arm; without it, to the run's own answers."""
 
     def __post_init__(self):
         """Raise InputError for the first setting that cannot be used."""

@@ -189,15 +189,15 @@ def test_what_fails_on_one_rank_stops_all(stories):
     assert "process 0 of 2 lost another one" in first["lost"][1]
 
 
-@pytest.mark.parametrize("words", [["--precision", "fp16"], ["--batch-size", "0"], ["--accumulation", "3"]])
+@pytest.mark.parametrize("words", [["--batch-size", "0"], ["--accumulation", "3"]])
 def test_a_users_error_is_printed_once_under_torchrun(data, tmp_path, words):
-    """Refused by tyro, by the settings, or in the group: one line, exit code 2 on every rank, no folder."""
+    """Refused by the settings, or in the group: one line, exit code 2 on every rank, no folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "saf"]
     command += ["pretrain", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu", *words]
     paths = os.pathsep.join([str(Path(saf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode != 0
-    name = words[0].removeprefix("--").replace("-", "_")
-    assert ended.stderr.count(f"saf pretrain: {name} must be") + ended.stderr.count("invalid choice") == 1, ended.stderr
+    name = words[0].removeprefix("--")
+    assert ended.stderr.count(f"{name} must be") == 1, ended.stderr
     assert not (tmp_path / "run").exists()

@@ -190,7 +190,7 @@ def test_other_settings_or_data_are_refused(settings, data, tmp_path):
 # --- signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops_after_the_current_update(settings, finished, outcome, monkeypatch, number):
     folder, config = finished(settings(), "ordinary"), settings()
     before, real = signal.signal(number, signal.SIG_DFL), Run.run_update
