@@ -37,7 +37,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     Triton may inspect, and launched directly. Returns the compiled kernel; the interpreter has none.
     """
     with torch.cuda.device(device) if _is_elsewhere(device) else nullcontext():
-        key = (kernel, device, *map(_specialization, args), *constants, *constants.values())
+        kinds = map(_specialization, args, _varying(kernel, len(args)))
+        key = (kernel, device, *kinds, *constants, *constants.values())
         compiled = _compiled.get(key)
         if compiled is None:
             compiled = kernel[grid](*args, **constants)
@@ -95,10 +96,17 @@ def _is_elsewhere(device: torch.device) -> bool:
     return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
-def _specialization(argument: Any) -> Any:
+@cache
+def _varying(kernel: Any, count: int) -> tuple[bool, ...]:
+    """Return which of the first `count` parameters Triton does not specialize on, such as a decoding position."""
+    parameters = getattr(kernel, "params", ())[:count]
+    return tuple(parameter.do_not_specialize for parameter in parameters) or (False,) * count
+
+
+def _specialization(argument: Any, varies: bool) -> Any:
     """Return what a kernel may be compiled for: dtype and alignment of memory, blocks of a descriptor, any number."""
     if type(argument) is int:  # most of them
-        return argument
+        return -(1 << 31) <= argument < 1 << 31 if varies else argument
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
     if isinstance(argument, TensorDescriptor):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saf
-from benchmarks import accuracy, attention, compiling, finetuning, freezing, nanogpt
+from benchmarks import accuracy, attention, compiling, finetuning, freezing, long_contexts, nanogpt
 from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
 from saf.errors import InputError
@@ -185,3 +185,15 @@ def test_the_linear_product_is_checked_by_the_interpreter(tmp_path):
     linear = pytest.importorskip("benchmarks.linear", reason="needs triton")
     assert linear.main(["--out", str(tmp_path / "linear.json")]) == 0
     assert len(read_json(tmp_path / "linear.json")["errors"]) == 2
+
+
+def test_long_contexts_are_drawn_from_the_groups_that_are_there(tmp_path):
+    with pytest.raises(SystemExit, match="decode-2-layers"):
+        long_contexts.main(["--out", str(tmp_path), "--only", "nothing"])
+    point = {"length": 4096, "batch_size": 1}
+    row = {"point": point, "baseline_ms": 2.0, "arm_ms": 1.5, "backend": None, "rate": 0.0}
+    rows = [row | {"role": "control"}, *(row | {"role": "frozen", "backend": "linear", "rate": r} for r in (0.25, 0.5))]
+    assert long_contexts.time_of(rows, "ordinary") == {4096: 2.0}
+    assert long_contexts.time_of([*rows[:2], rows[2] | {"arm_ms": 1.0}], "linear") == {4096: 1.0}
+    (tmp_path / "decode.json").write_text(json.dumps({"rows": rows}))
+    assert long_contexts.draw(tmp_path).stat().st_size

@@ -1,5 +1,7 @@
 """A compiled kernel is found again by everything that Triton may specialize on, and by nothing less."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -50,6 +52,15 @@ def test_later_calls_go_straight_to_the_compiled_kernel_in_the_order_of_its_para
     call(kernel, x)
     assert kernel.compiled == 1
     assert kernel.direct == [((3, 1, 1), (x, 8, 4, True))]
+
+
+def test_numbers_that_triton_does_not_specialize_on_find_the_same_kernel(kernel):
+    kernel.params = [SimpleNamespace(do_not_specialize=name == "N") for name in kernel.arg_names]
+    for size in (8, 9, 10):
+        call(kernel, torch.ones(64), size)
+    assert (kernel.compiled, [args[1] for _, args in kernel.direct]) == (1, [9, 10])
+    call(kernel, torch.ones(64), 1 << 31)
+    assert kernel.compiled == 2, "an int of 64 bits is another argument"
 
 
 @pytest.mark.parametrize(
