@@ -329,20 +329,19 @@ def _attend_whole(call: Call) -> tuple[Tensor, Tensor, tuple[int, ...]]:
 
 def _mix(value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, left_pad: Tensor | None) -> Tensor:
     """Return frozen heads, `[B, F, T, D]`, each of its head of `value [B, H, T, D]`, fixed and trainable ones apart."""
-    backend = BACKENDS[frozen.backend]
-    if left_pad is not None and backend.pads:
-        return backend.forward(value, heads, frozen.tables(value.dtype), left_pad)  # type: ignore[call-arg]
+    backend, parts = BACKENDS[frozen.backend], []
     if left_pad is not None:
-        value, heads = shift_rows(take_heads(value, heads), left_pad), tuple(range(len(heads)))
-    parts = []
+        if backend.pads:
+            return backend.padded(value, heads, frozen.tables(value.dtype), left_pad)
+        moved = shift_rows(take_heads(value, heads), left_pad)
+        return shift_rows(_mix(moved, tuple(range(len(heads))), frozen, None), -left_pad)
     if frozen.fixed:
         read = tuple(heads[slot] for slot in frozen.fixed)
         parts.append((frozen.fixed, backend.forward(value, read, frozen.tables(value.dtype))))
     if frozen.trainable:
         read = tuple(heads[slot] for slot in frozen.trainable)
         parts.append((frozen.trainable, backend.forward_trainable(take_heads(value, read), *frozen.logits())))
-    mixed = merge_slots(parts)
-    return mixed if left_pad is None else shift_rows(mixed, -left_pad)
+    return merge_slots(parts)
 
 
 def _checked(

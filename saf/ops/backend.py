@@ -25,7 +25,7 @@ class Backend(ABC):
     """
 
     pads: ClassVar[bool] = False
-    """Its `forward` takes `left_pad`; others get values moved to position 0."""
+    """Padding moves no values: `padded`."""
     mixes_live: ClassVar[bool] = False
     """It computes live heads in the launch of frozen ones, and has no other way: `mixed`."""
     decodes: ClassVar[bool] = False
@@ -55,6 +55,10 @@ class Backend(ABC):
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
         """Return all slots, `[B, H, T, D]`, of `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`."""
+        raise NotImplementedError
+
+    def padded(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor) -> Tensor:
+        """Return `forward` of sequences that begin at `left_pad [B]`; zeros before."""
         raise NotImplementedError
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:

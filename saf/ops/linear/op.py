@@ -3,7 +3,7 @@
 Other patterns of a layer are executed beside them, by the product of `toeplitz`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,30 +70,27 @@ class Linear(Backend):
             tables |= {name: maps[name] for name in maps if not rest or name.startswith("row_live")}
         return tables
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        """Return `P V`; each value head that several slots read is read in place, and padding moves no values."""
-        linear, rest, parts = tables["linear"], tables["rest"], []
-        if linear:
-            read = tuple(heads[slot] for slot in linear)
-            x, sources = value, tables["sources"]
-            if read != tables["heads"] or read == tuple(range(read[0], read[0] + len(read))):
-                x, read = take_heads(value, read), tuple(range(len(read)))
-            own = [tables[name] for name in LinearTables._fields]
-            scalings = tables["key_scale"], tables["row_scale"]
-            product = linear_product(x, list(read), sources, own, *scalings, left_pad, x.shape[1], False)
-            parts.append((linear, product))
-        if rest:
-            read = tuple(heads[slot] for slot in rest)
-            parts.append((rest, shifted_product(_TOEPLITZ, value, read, _rest_of(tables), left_pad)))
-        return merge_slots(parts)
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
+        """Return `P V`."""
+        return self.padded(value, heads, tables, None)
+
+    def padded(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
+        """Return `P V` of sequences that begin at `left_pad [B]`."""
+        return _both(
+            heads,
+            tables,
+            lambda read, own: _product(value, read, own, left_pad),
+            lambda read, own: shifted_product(_TOEPLITZ, value, read, own, left_pad),
+        )
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         """Return rows of `P V`, as products with these rows' weights."""
-        linear, parts = tables["linear"], []
-        if linear:
-            read = tuple(heads[slot] for slot in linear)
-            parts.append((linear, row_product(compact_rows(tables), value, read, rows)))
-        return merge_slots([*parts, *self._rest_rows(value, heads, tables, rows)])
+        return _both(
+            heads,
+            tables,
+            lambda read, own: row_product(compact_rows(own), value, read, rows),
+            lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
+        )
 
     def recur(
         self, state: RecurrentState, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows, whole: bool
@@ -102,33 +99,44 @@ class Linear(Backend):
 
         `whole` sequences fill the state; later rows go on from it.
         """
-        slots, left_pad, parts = tables["linear"], rows.left_pad, []
-        if whole and tables["rest"]:
-            read = tuple(heads[slot] for slot in tables["rest"])
-            parts.append((tables["rest"], shifted_product(_TOEPLITZ, value, read, _rest_of(tables), left_pad)))
-        elif not whole:
-            parts += self._rest_rows(value, heads, tables, rows)
-        if whole:
-            state.fill(tables, left_pad)
-            inner = tables | {"linear": tuple(range(len(slots))), "rest": ()}
-            parts.append((slots, self.forward(state.value, tables["heads"], inner, left_pad)))
-        else:
-            parts.append((slots, state.step(tables, rows)))
-        return merge_slots(parts)
-
-    def _rest_rows(
-        self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows
-    ) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return slots and rows of the other patterns, nothing without any."""
-        if not (rest := tables["rest"]):
-            return []
-        read = tuple(heads[slot] for slot in rest)
-        return [(rest, _TOEPLITZ.rows(value, read, _rest_of(tables), rows))]
+        if not whole:
+            return _both(
+                heads,
+                tables,
+                lambda _, own: state.step(own, rows),
+                lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
+            )
+        left_pad = rows.left_pad
+        state.fill(tables, left_pad)
+        return _both(
+            heads,
+            tables,
+            lambda _, own: _product(state.value, own["heads"], own, left_pad),
+            lambda read, own: shifted_product(_TOEPLITZ, value, read, own, left_pad),
+        )
 
 
-def _rest_of(tables: Tables) -> Tables:
-    """Return the tables of other patterns by the names that `Toeplitz` gave them."""
-    return {name.removeprefix(_REST): table for name, table in tables.items() if name.startswith(_REST)}
+Part = Callable[[tuple[int, ...], Tables], Tensor]
+
+
+def _both(heads: tuple[int, ...], tables: Tables, linear: Part, rest: Part) -> Tensor:
+    """Return the outputs of both kinds of patterns, each from the value heads that it reads and its own tables."""
+    inner = {name.removeprefix(_REST): table for name, table in tables.items() if name.startswith(_REST)}
+    parts = []
+    for slots, compute, own in ((tables["linear"], linear, tables), (tables["rest"], rest, inner)):
+        if slots:
+            parts.append((slots, compute(tuple(heads[slot] for slot in slots), own)))
+    return merge_slots(parts)
+
+
+def _product(value: Tensor, read: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
+    """Return `P V` of exponential patterns; each value head that several slots read is read in place."""
+    sources = tables["sources"]
+    if read != tables["heads"] or read == tuple(range(read[0], read[0] + len(read))):
+        value, read = take_heads(value, read), tuple(range(len(read)))
+    own = [tables[name] for name in LinearTables._fields]
+    scalings = tables["key_scale"], tables["row_scale"]
+    return linear_product(value, list(read), sources, own, *scalings, left_pad, value.shape[1], False)
 
 
 def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
