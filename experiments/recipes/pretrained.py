@@ -9,7 +9,7 @@ OTHER = "wikitext-2.txt"
 SMOKE = {
     "on": (Checkpoint("4k-ordinary", 1.0),),
     **{"data": DataFolder(), "other": DataFolder(), "questions": 2, "batch_size": 4, "sequences": 8, "length": 32},
-    **{"rates": (0.25, 0.5), "choosing": 2, "windows": 4, "heal": 256, "speeds": (), "bos": False, "jobs": 1},
+    **{"rates": (0.5,), "tasks": ("piqa", "sst2"), "choosing": 2, "windows": 4, "heal": 256, "speeds": (), "jobs": 1},
 }
 
 
