@@ -3,14 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from saf.calibration import Batch, QKGradient, Sequences, gate_gradients, head_outputs, read_sequences
 from saf.errors import InputError, SafWarning, SelectionError
-from saf.fitted_heads import FittedHead
+from saf.fitted_heads import Editor, FittedHead
 from saf.freeze_config import COMPARING, FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.joint_cost import JointCost, accept_jointly
@@ -164,23 +164,13 @@ def accept_fits(
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
-class Edits(Protocol):
-    """Edits heads of a model, and undoes it."""
-
-    def edit_(self, heads: HeadSet, /) -> None:
-        """Freeze or prune heads."""
-
-    def undo_(self, heads: HeadSet, /) -> None:
-        """Make them live again."""
-
-
 def within_budget(
-    model: nn.Module, candidates: Iterable[Head], text: Any, config: FreezeConfig, edits: Edits, *, allow_empty: bool
+    model: nn.Module, candidates: Iterable[Head], text: Any, config: FreezeConfig, editor: Editor, *, allow_empty: bool
 ) -> JointCost:
     """Return which candidates cost least together, within the budget; raise SelectionError where none is."""
     most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
     budget = math.inf if config.budget is None else config.budget
-    joint = accept_jointly(model, candidates, text, most, budget=budget, edit_=edits.edit_, undo_=edits.undo_)
+    joint = accept_jointly(model, candidates, text, most, budget=budget, edit_=editor.edit_, undo_=editor.undo_)
     if joint.accepted or allow_empty:
         return joint
     least = perplexity_rise(0.0, min(joint.alone.values()))

@@ -1,6 +1,6 @@
-"""`fit_heads` makes the patterns that heads are frozen into, and measures how close each compact fit is."""
+"""`fit_heads` makes the patterns that heads are frozen into and measures their fits; `Editor` installs them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from saf.machine import Stopwatch
 from saf.models.adapter import adapter_for
 from saf.patterns import Pattern
 from saf.statistics import AttentionStatistics
+from saf.surgery import install_, prune_, uninstall_
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
 
@@ -83,3 +84,26 @@ def _fit(
         numbers = {name: value for name, value in vars(fit).items() if name != "pattern"} | {"kind": pattern.kind}
         fits.append(FittedHead(pattern.to(device="cpu"), kl, certificates[number], numbers))
     return fits
+
+
+@dataclass(frozen=True)
+class Editor:
+    """Freezes or prunes heads of a model as the settings of an event say, and undoes it."""
+
+    model: nn.Module
+    config: FreezeConfig
+    optimizer: torch.optim.Optimizer | None
+    fits: Mapping[Head, FittedHead]
+
+    def edit_(self, heads: HeadSet) -> None:
+        """Install the heads' patterns, or remove the heads."""
+        if self.config.operation == "prune":
+            prune_(self.model, heads, optimizer=self.optimizer)
+            return
+        execution = {"backend": self.config.backend, "trainable": self.config.trainable}
+        patterns: Any = [self.fits[head].pattern for head in heads]
+        install_(self.model, heads, patterns, optimizer=self.optimizer, **execution)
+
+    def undo_(self, heads: HeadSet) -> None:
+        """Make the heads live again, exactly as they were."""
+        uninstall_(self.model, heads, optimizer=self.optimizer)

@@ -125,7 +125,8 @@ class FreezeReport:
             "joint_cost": {} if self.joint_cost is None else self.joint_cost.to_dict(),
             "healing": {} if self.healing is None else asdict(self.healing),
         }
-        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after, "worst_layer": self.worst_layer}
+        worst = self.worst_layer and list(self.worst_layer)
+        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after, "worst_layer": worst}
         measured = {name: value for name, value in losses.items() if value is not None}
         return values | {name: value for name, value in optional.items() if value} | measured
 

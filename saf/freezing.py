@@ -8,7 +8,7 @@ on held-out text in saf/loss_guard.py and saf/joint_cost.py.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from saf.calibration.capture import check_heads as check_measurable
 from saf.candidates import accept_fits, all_scores, head_order, within_budget
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, UnsupportedError
-from saf.fitted_heads import FittedHead, fit_heads
+from saf.fitted_heads import Editor, FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
@@ -31,7 +31,7 @@ from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
 from saf.patterns import Pattern
-from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
+from saf.surgery import check_editable, value_dtypes
 
 
 def freeze_(
@@ -65,7 +65,8 @@ def freeze_(
             logits of trainable patterns.
         heldout: Further sequences of the same length. Their loss before and after is reported, and output-aware scores
             read them. By joint cost, heads are chosen by the first half of them and reported on by the second. Without
-            them and an `optimizer`, a model of transformers is measured on 8 of the calibration sequences.
+            them and an `optimizer`, a model of transformers is measured on 8 of the calibration sequences, and a rise
+            of perplexity by more than 5% warns.
         accept_loss: Whether to keep a model whose perplexity on that text rises by more than 5%. By default that is
             refused without an `optimizer`; with one, training follows.
         score_inputs: Inputs of the score beside the statistics, by name; `gradient` may be the `QKGradient` itself,
@@ -89,16 +90,17 @@ def freeze_(
     timer = Stopwatch(adapter.device)
     choosing, reporting = _texts(heldout, config)
     sequences = on_rank0(lambda: _read(adapter, batches, config, reporting, allow_empty))
-    if reporting is None and optimizer is None:
+    given = reporting is not None
+    if not given and optimizer is None:
         reporting = _own_text(adapter, sequences)
     loss_before = _loss(model, reporting, timer)
 
-    # Measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
+    # Algorithm 1, line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     inputs = score_inputs or {}
     options = {"collect": calibration_collect(config, inputs), "capture_bytes": capture_bytes, "progress": progress}
     statistics = calibrate_together(model, sequences, timer=timer, **options)
 
-    # Sort the heads by score, the lowest first, and take k = round(r L H).
+    # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
     with timer("score"):
         scores = on_rank0(lambda: all_scores(adapter, sequences, statistics, config, choosing, inputs))
     with timer("select"):
@@ -106,12 +108,14 @@ def freeze_(
         group_size = layout.num_heads // layout.num_kv_heads
         order = head_order(scores, config, group_size=group_size, allow_empty=allow_empty)
 
-    # Fit one head after another until k are within the tolerance, or none is left.
+    # Lines 7 to 20: fit one head after another until k are within the tolerance; fewer are refused or warned of.
     def fit(heads: HeadSet) -> dict[Head, FittedHead]:
         return fit_heads(model, sequences, statistics, heads, config, timer)
 
     fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
     editor = Editor(model, config, optimizer, fits)
+
+    # Past the paper: of more candidates than k, accept those that cost least together.
     joint = None
     if config.jointly:
         with timer("joint cost"):
@@ -120,13 +124,11 @@ def freeze_(
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
 
-    # Install the patterns; value and output weights and the optimiser's state stay.
+    # Line 21: install the patterns; value and output weights and the optimiser's state stay.
     before = {kind: count for kind in EDITED if (count := len(adapter.heads(kind)))}
     if len(heads):
-        with (
-            timer("prune" if config.operation == "prune" else "install"),
-            _in_all_or_none(partial(editor.undo_, heads)),
-        ):
+        name = "prune" if config.operation == "prune" else "install"
+        with timer(name), _in_all_or_none(partial(editor.undo_, heads)):
             editor.edit_(heads)
     own = {head: fits[head] for head in heads if fits[head].pattern is not None}
     tried = {head: fits[head] for head in accepted} | rejected
@@ -148,35 +150,12 @@ def freeze_(
         seconds={},
     )
 
-    # Measure what it costs, and undo it where that is too much for a model that is not trained on.
+    # Past the paper: measure what it costs, and undo it where that is too much and no training follows.
     if reporting is not None and len(heads):
-        report = _guard(report, reporting, editor, timer, accept=accept_loss)
+        report = _guard(report, reporting, editor, timer, accept=accept_loss, refuse=given)
     if len(heads):
         adapter.remember(report.known())
     return replace(report, seconds=on_rank0(lambda: timer.seconds))
-
-
-@dataclass(frozen=True)
-class Editor:
-    """Freezes or prunes heads of a model as the settings of an event say, and undoes it."""
-
-    model: nn.Module
-    config: FreezeConfig
-    optimizer: torch.optim.Optimizer | None
-    fits: Mapping[Head, FittedHead]
-
-    def edit_(self, heads: HeadSet) -> None:
-        """Install the heads' patterns, or remove the heads."""
-        if self.config.operation == "prune":
-            prune_(self.model, heads, optimizer=self.optimizer)
-            return
-        execution = {"backend": self.config.backend, "trainable": self.config.trainable}
-        patterns: Any = [self.fits[head].pattern for head in heads]
-        install_(self.model, heads, patterns, optimizer=self.optimizer, **execution)
-
-    def undo_(self, heads: HeadSet) -> None:
-        """Make the heads live again, exactly as they were."""
-        uninstall_(self.model, heads, optimizer=self.optimizer)
 
 
 def _texts(heldout: Iterable[Batch] | None, config: FreezeConfig) -> tuple[Any, Any]:
@@ -262,12 +241,18 @@ def _loss(model: nn.Module, text: Iterable[Batch] | None, timer: Stopwatch) -> f
 
 
 def _guard(
-    report: FreezeReport, text: Iterable[Batch], editor: Editor, timer: Stopwatch, *, accept: bool | None
+    report: FreezeReport,
+    text: Iterable[Batch],
+    editor: Editor,
+    timer: Stopwatch,
+    *,
+    accept: bool | None,
+    refuse: bool,
 ) -> FreezeReport:
     """Return the report with the loss after the event; undo it and raise LossError for a rise that is not accepted.
 
-    With an optimiser a rise is accepted by default. Without one, a rise beyond the limit names the layer whose heads
-    cost most together.
+    With an optimiser a rise is accepted by default, on calibration text it warns. Without one, a rise beyond the limit
+    names the layer whose heads cost most together.
     """
     model, heads, training = editor.model, report.heads, editor.optimizer is not None
     try:
@@ -275,18 +260,20 @@ def _guard(
     except Exception:
         editor.undo_(heads)
         raise
-    accept = training if accept is None else accept
     # Not "rise > MAX_RISE": a loss that is NaN is never within it.
-    if report.perplexity_rise <= MAX_RISE or (accept and training):
+    if report.perplexity_rise <= MAX_RISE or (training and accept is not False):
         return report
     editor.undo_(heads)
     layer, loss = on_rank0(lambda: worst_layer(model, heads, text, editor.edit_, editor.undo_))
     rise = perplexity_rise(report.loss_before, loss)
-    if accept:
-        editor.edit_(heads)
-        return replace(report, worst_layer=(layer, rise))
-    raise LossError(
-        f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; layer {layer} "
-        f"costs most ({len(heads.in_layer(layer))} heads, alone {rise:.1%}): freeze fewer there, or pass "
-        "accept_loss=True (--accept-loss)"
-    )
+    words = f"layer {layer} costs most ({len(heads.in_layer(layer))} heads, alone {rise:.1%}): freeze fewer there"
+    if accept is False or (accept is None and refuse):
+        raise LossError(
+            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {report.perplexity_rise:.1%}; {words}, or "
+            "pass accept_loss=True (--accept-loss)"
+        )
+    editor.edit_(heads)
+    if accept is None:
+        message = f"perplexity rose by {report.perplexity_rise:.1%} on the calibration text; {words}, or train on"
+        warnings.warn(message, SafWarning, stacklevel=3)
+    return replace(report, worst_layer=(layer, rise))

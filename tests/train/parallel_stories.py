@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import saf
-import saf.freezing as recipe
+import saf.fitted_heads as editing
 import saf.train.loop as loop
 from saf.checkpoint import _write_shards
 from saf.data import TokenData
@@ -243,14 +243,14 @@ def answered() -> list[list]:
 
 def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
     """Let installation fail on rank 1; return what `freeze_` raises, and whether the model is as before."""
-    real = recipe.install_
+    real = editing.install_
 
     def failing(*arguments, **options):
         if rank == 1:
             raise UnsupportedError("no room for the tables")
         real(*arguments, **options)
 
-    patch.setattr(recipe, "install_", failing)
+    patch.setattr(editing, "install_", failing)
     model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=16))
     model.reset_parameters(torch.Generator().manual_seed(0))
     before = copy.deepcopy(model.state_dict())
