@@ -22,7 +22,7 @@ from saf.bench.timing import GRAPH
 from saf.models.gpt import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records.files import read_json
-from saf.records.quantities import MISSING, gibibytes, number, seconds
+from saf.records.quantities import MISSING, number, seconds
 from saf.records.text import natural_order
 from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, way
 
@@ -294,9 +294,9 @@ def nanogpt(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame
 
 
 def compilation(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield what an event costs in compilation, what compiling ahead takes, and both ways of compiling."""
+    """Yield what an event costs in compilation, and updates of models compiled whole and by layers."""
     forms = {"whole": "the whole model", "layers": "by decoder layers"}
-    caches = {"empty": "empty", "ahead": "filled ahead", "warm": "of an earlier process"}
+    caches = {"empty": "empty", "ahead": "filled ahead", "warm": "of an earlier process"}  # the last two of old records
     where = lambda row: {"model": row["model"], "point": shape(row["point"])}  # noqa: E731
     events = [
         {
@@ -313,17 +313,6 @@ def compilation(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataF
         for each, row in _rows(benchmarks, "compile", "event")
     ]
     yield "", frame(events, ("model", "point", "compiled", "cache on disk", "event"))
-    ahead = [
-        {
-            **where(row),
-            "layouts compiled ahead": number(row["layouts"]),
-            "took": seconds(row["seconds"]),
-            "memory, at most": gibibytes(row["bytes"]),
-            "in": each.name,
-        }
-        for each, row in _rows(benchmarks, "compile", "ahead")
-    ]
-    yield "Processes that compiled ahead", frame(ahead, ("model", "point"))
     pairs = []
     for each, row in _rows(benchmarks, "compile", "pair"):
         busy = {f"kernels {form.replace('layers', 'by layers')}": row.get("busy", {}).get(form) for form in forms}

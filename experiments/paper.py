@@ -157,16 +157,6 @@ _QWEN_WHOLE: dict[tuple[int, int], tuple[str, ...]] = {
     (4096, 8): ("1.029", "1.061", "1.080", "1.156", "1.252"),
     (8192, 8): ("1.040", "1.071", "1.110", "1.178", "1.272"),
 }
-_PERPLEXITY = {
-    ("124m", 4096, 0.25): Quoted("+0.768 ± 0.067%", QUALITY),
-    ("124m", 4096, 0.5): Quoted("+2.492 ± 0.083%", QUALITY),
-    ("124m", 8192, 0.25): Quoted("+0.578 ± 0.011%", QUALITY),
-    ("124m", 8192, 0.5): Quoted("+2.058 ± 0.066%", QUALITY),
-    ("124m", 16384, 0.25): Quoted("+0.450 ± 0.012%", QUALITY),
-    ("124m", 16384, 0.5): Quoted("+1.792 ± 0.112%", QUALITY),
-    ("1b", 8192, 0.25): Quoted("+0.507%", ONE_B_TEXT),
-    ("1b", 8192, 0.5): Quoted("+2.027%", ONE_B_TEXT),
-}
 INTERVENTION = {
     ("124m", 4096, 0.25): {"statistics": "51.56 ± 5.96", "fit": "3.20 ± 0.16", "total": "54.86 ± 6.04"},
     ("124m", 4096, 0.5): {"statistics": "40.89 ± 1.11", "fit": "5.24 ± 0.09", "total": "46.30 ± 1.22"},
@@ -275,11 +265,6 @@ def update_memory(point: Point, rate: float, *, pruned: bool = False) -> Quoted 
         return Quoted(row[1], row[2])
     times = NATIVE_TIMES.get(point, {}).get(rate)
     return None if times is None else Quoted(times[2], NATIVE)
-
-
-def perplexity(model: str | None, length: int | None, rate: float) -> Quoted | None:
-    """Return the paper's relative perplexity increase at the end of training."""
-    return _PERPLEXITY.get((model or "", length or 0, rate))
 
 
 def intervention(

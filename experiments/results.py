@@ -251,6 +251,8 @@ def _indexed(table: pd.DataFrame) -> pd.DataFrame:
 def _analyses(folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
     for path in sorted(folder.glob("*.json")):
         record = read_json(path)
+        if record["kind"] not in ANALYSES:
+            continue
         heading = f"{path.stem.replace('-', ' ').capitalize()}, 124M halfway through 84M tokens"
         where = {"section": "Analyses", "recipe": path.stem}
         for part in ANALYSES[record["kind"]].tables(record):

@@ -13,7 +13,6 @@ import matplotlib as mpl
 
 from experiments.analyses import (
     distributions,
-    fits,
     geometry,
     joint_cost,
     one_head,
@@ -27,7 +26,7 @@ from experiments.analyses import (
 )
 from saf.records.files import to_json
 
-_MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, fits, zero_shot)
+_MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, zero_shot)
 ANALYSES: dict[str, Any] = {
     module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions, pretrained)
 }

@@ -1,6 +1,5 @@
-"""The cost of freezing each head alone, under a free and a structured fit, and the scores that predict it (A.3)."""
+"""The cost of freezing each head alone, and the scores that predict it (A.3)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +25,8 @@ from experiments.analyses.common import (
     table,
     without_empty,
 )
-from experiments.analyses.fits import CONSTANT_AFTER, fit_variants
 from saf.calibration import calibrate, gate_gradients, head_outputs
-from saf.evaluate.paired import block_length, bootstrap_means, window_losses
+from saf.evaluate.paired import window_losses
 from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
@@ -51,15 +49,13 @@ class Settings(ModelSettings):
     """Sequences for the scores that read outputs; 0 leaves these scores out."""
     max_fit_kl: float = 0.2
     """Largest fit KL of a head that counts, nats per row."""
-    structured_after: int | None = CONSTANT_AFTER
-    """First key from which the structured fit has a constant alpha; None leaves that fit out."""
     rates: tuple[float, ...] = (0.25, 0.5)
     """Shares of all heads whose mean cost is shown."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Paired loss changes of heads frozen alone under one fit; NaN for heads that were frozen before."""
+    """Paired loss changes of heads frozen alone; NaN for heads that were frozen before."""
 
     by_window: Tensor
     """`[L, H, W]` float64, nats per token."""
@@ -72,10 +68,6 @@ class Costs:
     def change(self) -> Tensor:
         """The means over windows, `[L, H]`."""
         return self.by_window.mean(-1)
-
-    def of(self, heads: Sequence[Head]) -> Tensor:
-        """Return the losses of some heads, `[F, W]`."""
-        return torch.stack([self.by_window[head] for head in heads])
 
     def entries(self) -> dict[str, Any]:
         """Return the costs under their names in the record."""
@@ -91,7 +83,6 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Return the record."""
     check_rates(settings.rates)
     opened = settings.open()
-    variants = fit_variants(opened.length, constant_after=settings.structured_after)
     with opened.autocast:
         ids = opened.calibration()
         say(f"calibrating on {settings.sequences} sequences")
@@ -99,18 +90,12 @@ def measure(settings: Settings) -> dict[str, Any]:
         scores = available_scores(opened, ids, statistics, settings.heldout_sequences)
         meter = CostMeter(opened.model, opened.windows(settings.windows), batch_size=settings.batch_size)
         live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-        costs = {}
-        for fit, options in variants.items():
-            config = FreezeConfig(max_fit_kl=settings.max_fit_kl, fitter_options=options)
-            fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
-            costs[fit] = one_head_costs(meter, fits, config, tuple(statistics.variance.shape))
-    free, structured = costs["free"], costs.get("structured")
+        config = FreezeConfig(max_fit_kl=settings.max_fit_kl)
+        fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
+        costs = one_head_costs(meter, fits, config, tuple(statistics.variance.shape))
     baseline = float(window_losses(meter.baseline).mean())
-    values: dict[str, Any] = {"windows": settings.windows, "baseline": baseline, **free.entries()}
-    values |= {"scores": scores, "quality": score_quality(free, scores, settings.rates)}
-    if structured is not None:
-        values["structured"] = {"alpha_constant_after": settings.structured_after, **structured.entries()}
-        values["fit_difference"] = fit_differences(free, structured, scores["variance"], settings.rates)
+    values: dict[str, Any] = {"windows": settings.windows, "baseline": baseline, **costs.entries()}
+    values |= {"scores": scores, "quality": score_quality(costs, scores, settings.rates)}
     return opened.record("one-head", values)
 
 
@@ -163,32 +148,8 @@ def score_quality(costs: Costs, scores: dict[str, Tensor], rates: tuple[float, .
     return quality
 
 
-def fit_differences(
-    free: Costs, structured: Costs, variance: Tensor, rates: tuple[float, ...]
-) -> dict[str, dict[str, Any]]:
-    """Compare both fits over all heads that both accept, and over each rate's lowest by variance (Eq. S.27).
-
-    Intervals are over windows: each draw takes the same windows for both fits and all heads.
-    """
-    order = ranking(variance, only=free.eligible)
-    groups = {"all": order} | {f"{rate:g}": order[: budget(rate, variance.numel())] for rate in rates}
-    differences = {}
-    for name, heads in groups.items():
-        if both := [head for head in sorted(heads) if head in structured.eligible]:
-            first, second = free.of(both), structured.of(both)
-            by_window = (second - first).mean(0)
-            draws = bootstrap_means(by_window, block=block_length(by_window))
-            means = {"first": first, "second": second, "difference": by_window}
-            differences[name] = {
-                "heads": len(both),
-                **{key: float(values.mean()) for key, values in means.items()},
-                "ci95": draws.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist(),
-            }
-    return differences
-
-
 def tables(record: Record) -> list[Part]:
-    """Return the scores beside the paper's, and the two fits beside one another."""
+    """Return the scores beside the paper's."""
     rates = list(next(iter(record["quality"].values()))["mean_cost"])
     columns = ["score", "Spearman", "paper"]
     for rate in rates:
@@ -206,39 +167,20 @@ def tables(record: Record) -> list[Part]:
         f"Immediate cost of single heads, and which scores predict it: {record['windows']} held-out windows of "
         f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
     )
-    notes, difference = paper.notes(paper.SELECTORS), record.get("fit_difference")
-    quality = without_empty(table("", columns, rows, [] if difference else notes), keep=["paper"])
-    return [conditions, quality, _difference_table(record, notes)] if difference else [conditions, quality]
-
-
-def _difference_table(record: Record, notes: list[str]) -> Part:
-    """Return the table of both fits, in thousandths of a nat."""
-    rows = []
-    for name, each in record["fit_difference"].items():
-        heads = "all accepted" if name == "all" else f"lowest {percent(name)} by variance"
-        low, high, *values = (
-            signed(1e3 * value, 3, "") for value in (*each["ci95"], each["first"], each["second"], each["difference"])
-        )
-        rows.append([heads, each["heads"], *values, f"{low} to {high}"])
-    after = record["structured"]["alpha_constant_after"]
-    title = f"Mean loss change, thousandths of a nat; structured: alpha constant from key {after} on"
-    return table(title, ["heads", "fits", "free", "structured", "difference", "95% interval"], rows, notes)
+    quality = without_empty(table("", columns, rows, paper.notes(paper.SELECTORS)), keep=["paper"])
+    return [conditions, quality]
 
 
 def figure(record: Record) -> Figure:
-    """Return a map of the costs, the two fits against one another, and each score against the cost."""
+    """Return a map of the costs, and each score against the cost."""
     change = 1e3 * matrix(record["nll_change"]).numpy()
     eligible = mask_of(HeadSet.from_list(record["eligible"]), change.shape).numpy()
     names = list(record["scores"])
-    drawn, axes = subplots(-(-(len(names) + 2) // 4), 4)
-    first, second, *others = axes.flat
+    drawn, axes = subplots(-(-(len(names) + 1) // 4), 4)
+    first, *others = axes.flat
     drawn.colorbar(first.imshow(change, cmap="viridis", aspect="auto"), ax=first)
     first.plot(*np.argwhere(~eligible & np.isfinite(change)).T[::-1], "o", mfc="none", mec="red")
     first.set(title="loss change, 0.001 nats; circles: fit rejected", xlabel="head", ylabel="layer")
-    if structured := record.get("structured"):
-        second.plot(change[eligible], 1e3 * matrix(structured["nll_change"]).numpy()[eligible], ".")
-        second.axline((0, 0), slope=1, color="grey", lw=0.8)
-        second.set(title="the two fits, 0.001 nats", xlabel="free", ylabel="structured")
     for axis, name in zip(others, names, strict=False):
         values, rank = matrix(record["scores"][name]).numpy(), record["quality"][name]["spearman"]
         axis.plot(values[~eligible], change[~eligible], "o", mfc="none", ms=3)

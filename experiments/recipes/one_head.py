@@ -41,10 +41,7 @@ RECIPE = Recipe(
             on=MIDPOINT,
             settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
             scaled={
-                "smoke": {
-                    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "max_fit_kl": 10.0},
-                    "structured_after": None,
-                }
+                "smoke": {"sequences": 4, "windows": 2, "heldout_sequences": 2, "max_fit_kl": 10.0},
             },
             numbers=tuple(n for score, paper in SELECTOR_DIAGNOSTIC.items() for n in _of_score(score, *paper)),
         ),

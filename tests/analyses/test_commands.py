@@ -54,7 +54,7 @@ def refused(capsys):
 def measured(arms, tmp_path_factory):
     """One-head costs and profiles of the ordinary run's midpoint, as files."""
     folder, checkpoint = tmp_path_factory.mktemp("analyses"), arms[0] / "checkpoints" / "step-12"
-    one_head = ("--windows", 3, "--heldout-sequences", 2, "--max-fit-kl", 10, "--structured-after", 5)
+    one_head = ("--windows", 3, "--heldout-sequences", 2, "--max-fit-kl", 10)
     for name, words in {"one-head": one_head, "profiles": ("--windows", 6)}.items():
         words = (checkpoint, *SMALL, *words, "--out", folder / f"{name}.json")
         assert main([name, *map(str, words)]) == 0
@@ -65,7 +65,7 @@ def midpoint(arms) -> Path:
     return arms[0] / "checkpoints" / "step-12"
 
 
-def test_one_head_under_both_fits(arms, measured):
+def test_one_head(arms, measured):
     record = read_json(measured / "one-head.json")
     provenance = record["provenance"]
     assert (record["schema"], record["kind"]) == ("saf.result/2", "one-head")
@@ -80,16 +80,11 @@ def test_one_head_under_both_fits(arms, measured):
     expected = 100 * torch.expm1(change.flatten()[lowest]).mean().item()
     assert record["quality"]["variance"]["mean_cost"]["0.25"] == pytest.approx(expected)
     assert record["quality"]["variance"]["spearman"] == pytest.approx(spearman(scores, change))
-    free, structured = (torch.tensor(part["nll_change_by_window"]) for part in (record, record["structured"]))
-    assert torch.allclose(free.double().mean(-1), change)
-    assert (matrix(record["structured"]["fit_kl"]) > matrix(record["fit_kl"])).all()
-    difference = record["fit_difference"]["all"]
-    assert difference["heads"] == 8
-    assert difference["difference"] == pytest.approx((structured - free).double().mean().item(), rel=1e-4)
+    assert torch.allclose(torch.tensor(record["nll_change_by_window"]).double().mean(-1), change)
 
 
 def test_one_head_without_a_fit_that_passes_keeps_its_measurements(run, arms, capsys):
-    words = ("--windows", 2, "--heldout-sequences", 0, "--structured-after", "None", "--max-fit-kl", 1e-12)
+    words = ("--windows", 2, "--heldout-sequences", 0, "--max-fit-kl", 1e-12)
     record = run("one-head", arms[0], *SMALL, *words)
     assert "0 of 8 heads fit" in capsys.readouterr().out
     assert record["quality"]["variance"]["spearman"] is None
@@ -103,7 +98,7 @@ def test_every_score_is_there_when_the_run_kept_gradients(run, text_data, tmp_pa
     rest = {"tensorboard": False, "quiet": True, "device": "cpu", "track_gradients": True}
     out = str(tmp_path / "run")
     pretrain(TrainConfig(data=str(text_data), out=out, model_overrides=shape, **updates, **rest))
-    words = ("--windows", 1, "--heldout-sequences", 2, "--structured-after", 4, "--max-fit-kl", 9)
+    words = ("--windows", 1, "--heldout-sequences", 2, "--max-fit-kl", 9)
     assert run("one-head", out, *SMALL, *words)["quality"].keys() == SCORES.keys() - {"random"}
 
 
@@ -168,20 +163,6 @@ def test_geometry_and_costs(run, arms, tmp_path):
     assert -1 <= pooled <= 1
 
 
-def test_fits_of_one_half_on_the_other(run, arms):
-    words = ("--device", "cpu", "--sequences", 6, "--structured-after", 4, "--rates", 0.25)
-    record = run("fits", midpoint(arms), *words)
-    assert record["sequences"] == [3, 3]
-    values = {(name, half): matrix(each[half]) for name, each in record["fits"].items() for half in ("own", "other")}
-    assert (values["free", "own"] < values["structured", "own"]).all()
-    lowest = matrix(record["variance"]).flatten().argsort()[:2]
-    for (name, half), each in values.items():
-        assert record["groups"]["0% to 25%"][f"{name}_{half}"] == pytest.approx(each.flatten()[lowest].mean().item())
-        assert record["groups"]["all"][f"{name}_{half}"] == pytest.approx(each.mean().item())
-    closer = values["structured", "other"] < values["free", "other"]
-    assert record["groups"]["all"]["structured_closer"] == int(closer.sum())
-
-
 def test_distributions(run, arms):
     words = (midpoint(arms), "--device", "cpu", "--sequences", 12)
     record = run("distributions", *words, "--rate", 0.5, "--shown", 2)
@@ -220,8 +201,8 @@ def test_unusable_input_is_refused(refused, arms, tmp_path):
         (("geometry", checkpoint, "--rates", 0.25, "--costs", arms[1] / "config.json"), "a rank needs two"),
         (("distributions", checkpoint, "--sequences", 8, "--rate", 0.01), "at least one of 8 heads"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
-        (("fits", checkpoint, "--figure", "x.png"), "must end in .svg"),
-        (("fits", checkpoint, "--out", kept), "exists already"),
+        (("geometry", checkpoint, "--figure", "x.png"), "must end in .svg"),
+        (("geometry", checkpoint, "--out", kept), "exists already"),
     ):
         assert message in refused(*words, "--device", "cpu")
     assert kept.read_text() == "kept"

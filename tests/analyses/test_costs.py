@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.analyses.common import CostMeter
-from experiments.analyses.one_head import fit_differences, one_head_costs, score_quality
+from experiments.analyses.one_head import one_head_costs, score_quality
 from saf.calibration import calibrate
 from saf.fit import fit_compact, fit_kl
 from saf.fitted_heads import fit_heads
@@ -79,23 +79,6 @@ def test_score_quality_over_eligible_heads(model, ids, windows, statistics, fitt
     assert found["itself"]["spearman"] == pytest.approx(1)
     assert found["variance"]["mean_cost"][0.25] == pytest.approx(sum(percent[:3]) / 3)
     assert found["variance"]["mean_cost"][1.0] == pytest.approx(sum(percent) / len(eligible))
-
-
-def test_two_fits_head_by_head_on_the_same_windows(model, ids, windows, statistics):
-    goal, options = target(statistics, ALL), {"alpha_constant_after": 3}
-    limit = fit_kl(fit_compact(*goal[:2], **options), *goal).sort().values[7].item() + 1e-9
-    free = costs_of(model, ids, windows, max_fit_kl=9)
-    structured = costs_of(model, ids, windows, max_fit_kl=limit, fitter_options=options)
-    found = fit_differences(free, structured, statistics.variance, (0.25,))["all"]
-    both = list(structured.eligible)
-    gaps = torch.stack([structured.by_window[head] - free.by_window[head] for head in both]).mean(0)
-    assert found["heads"] == len(both) == 8
-    assert found["second"] - found["first"] == pytest.approx(found["difference"])
-    assert found["difference"] == pytest.approx(gaps.mean().item())
-    # The mean of six values redrawn: within three standard errors of it, and not a point.
-    spread = gaps.std().item() / 6**0.5
-    low, high = found["ci95"]
-    assert found["difference"] - 3 * spread < low < found["difference"] < high < found["difference"] + 3 * spread
 
 
 @pytest.mark.parametrize("storage", ["compact", "dense"])
