@@ -59,7 +59,7 @@ def write(path: Path, text: str) -> None:
         compiled.unlink()
 
 
-def check(mutation: dict[str, Any]) -> str:
+def problem_of(mutation: dict[str, Any]) -> str:
     """Return why a mutation cannot be made; nothing when it can."""
     path = ROOT / mutation["file"]
     count = path.read_text(encoding="utf-8").count(mutation["old"]) if path.is_file() else 0
@@ -95,12 +95,10 @@ def main() -> int:
     arguments = parser.parse_args()
     listed = tomllib.loads(LISTING.read_text(encoding="utf-8"))["mutation"]
     mutations = [each for each in listed if re.search(arguments.only, each["name"])]
-    if wrong := [problem for each in mutations if (problem := check(each))]:
-        print("\n".join(wrong))
-        return 1
+    wrong = {each["name"]: problem for each in mutations if (problem := problem_of(each))}
     if arguments.check:
-        print(f"{len(mutations)} mutations can be made")
-        return 0
+        print("\n".join(wrong.values()) or f"{len(mutations)} mutations can be made")
+        return 1 if wrong else 0
     print("| mutation | file | noticed by | seconds |\n|---|---|---|---|")
     survivors = 0
     with tempfile.TemporaryDirectory() as name:
@@ -108,7 +106,8 @@ def main() -> int:
         copy_tree(folder)
         for mutation in mutations:
             began = time.perf_counter()
-            noticed, by = outcome(folder, mutation)
+            problem = wrong.get(mutation["name"])
+            noticed, by = (False, f"ERROR: {problem}") if problem else outcome(folder, mutation)
             survivors += not noticed
             seconds = time.perf_counter() - began
             print(f"| {mutation['name']} | {mutation['file']} | {by} | {seconds:.0f} |", flush=True)
