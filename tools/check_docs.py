@@ -19,9 +19,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
 # These tell of commands and flags that are gone.
 HISTORY = ("CHANGELOG.md", "docs/log.md")
@@ -89,20 +91,15 @@ def _link_problem(path: Path, target: str) -> str | None:
     file = (path.parent / name).resolve() if name else path
     if not file.exists():
         return f"link to {target}: no such file"
-    if anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
-        return f"link to {target}: no such heading"
-    return None
+    lost = anchor and file.suffix == ".md" and anchor not in anchors(file.read_text())
+    return f"link to {target}: no such heading" if lost else None
 
 
 def _name_problem(name: str) -> str | None:
     """Return what is wrong with a name in backticks that looks like a file of the repository."""
     if "/" not in name or " " in name or name.split("/")[0] not in FOLDERS:
         return None
-    known: list[str] = []
-    for part in name.split("/"):
-        if PLACEHOLDER.search(part):
-            break
-        known.append(part)
+    known = list(takewhile(lambda part: not PLACEHOLDER.search(part), name.split("/")))
     return None if (ROOT / "/".join(known)).exists() else f"names `{name}`: no such file"
 
 
@@ -110,15 +107,11 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
     """Yield `(line, text)` of every command in ```sh blocks, whole over continued lines, and of code in backticks."""
     for first, last, info, _ in blocks(text):
         line = ""
-        for number, part in enumerate(text.splitlines()[first + 1 : last], first + 2):
+        for number, part in enumerate(text.splitlines()[first + 1 : last] if info == "sh" else (), first + 2):
             line += part.partition(" #")[0].strip()
-            if line.endswith("\\"):
-                line = line[:-1]
-            elif info == "sh":
+            if not line.endswith("\\"):
                 yield number, line
-                line = ""
-            else:
-                line = ""
+            line = line[:-1] if line.endswith("\\") else ""
     for number, line in enumerate(prose(text), 1):
         yield from ((number, code.strip()) for code in CODE.findall(line))
 
@@ -147,21 +140,19 @@ def command_problem(command: str) -> str | None:
 @cache
 def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
-    sys.path.insert(0, str(ROOT))
     from saf.cli import COMMANDS
 
+    if words and words[0] not in COMMANDS:
+        return None
     found = set(COMMON_FLAGS)
     for name in words[:1] or COMMANDS:
-        if name not in COMMANDS:
-            return None
         text = help_of(name)
         kinds = re.findall(r"• ([\w:-]+)", text)
         if kinds and ":" not in kinds[0] and words[1:]:
             kinds, text = [kind for kind in kinds if kind == words[1]], ""
             if not kinds:
                 return None
-        text += "".join(help_of(name, kind) for kind in kinds)
-        found |= set(re.findall(r"--[a-z][\w.-]*", text))
+        found |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))
     return found
 
 
@@ -169,8 +160,7 @@ def help_of(*words: str) -> str:
     """Return the whole help of a command."""
     from saf.cli import main as saf
 
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
         saf([*words, "--help-all"])
     return shown.getvalue()
 
@@ -178,7 +168,6 @@ def help_of(*words: str) -> str:
 @cache
 def flags_of_experiments() -> set[str]:
     """Return the flags of `python -m experiments` and its further commands."""
-    sys.path.insert(0, str(ROOT))
     from experiments.__main__ import Experiments, Keep, Results
 
     named = {each.name for command in (Experiments, Keep, Results) for each in fields(command)}
@@ -210,16 +199,6 @@ def static_problems(path: Path) -> list[str]:
     return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
 
 
-def stale_results() -> list[str]:
-    """Return what differs from what `python -m experiments results` makes of results/, and files to be removed."""
-    if not (ROOT / "results").is_dir():
-        return []
-    sys.path.insert(0, str(ROOT))
-    from experiments.results import stale
-
-    return [problem.replace(f"{ROOT}/", "") for problem in stale(ROOT / "results", ROOT / "docs")]
-
-
 def run(path: Path) -> str | None:
     """Run the Python blocks of one document in an empty folder; return the end of the output if they fail."""
     code = script(path.read_text())
@@ -242,7 +221,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.")
     parser.add_argument("--no-run", action="store_true", help="do not run the Python blocks")
     arguments = parser.parse_args()
-    found = [problem for path in documents() for problem in static_problems(path)] + stale_results()
+    found = [problem for path in documents() for problem in static_problems(path)]
+    if (ROOT / "results").is_dir():  # rendered pages are what `python -m experiments results` makes of it
+        from experiments.results import stale
+
+        found += [problem.replace(f"{ROOT}/", "") for problem in stale(ROOT / "results", ROOT / "docs")]
     if not arguments.no_run:
         found += [failure for path in documents() if (failure := run(path))]
     print("\n".join(found) or f"documents: {len(documents())} files, nothing to mend")
