@@ -21,7 +21,8 @@ LAYERS = (0, 1)
 
 @pytest.fixture(params=["llama-grouped", "gpt2"])
 def ordinary(request) -> nn.Module:
-    model = make(request.param).double()
+    settings = {"scale_attn_by_inverse_layer_idx": True} if request.param == "gpt2" else {}
+    model = make(request.param, **settings).double()
     model.set_attn_implementation("eager")
     return model
 
