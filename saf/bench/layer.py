@@ -288,7 +288,6 @@ class OpSubject:
         return drawn.to(layer.dtype).transpose(1, 2)
 
     def _run(self, variant: str, number: int) -> tuple[Tensor, ...]:
-        """Call once on buffer `number`: outputs, or of "both" the operands' gradients."""
         inputs, function = self._inputs[number], self._functions[self._layer.compiled(self._arm, variant)]
         if variant.startswith("forward"):
             with torch.no_grad():

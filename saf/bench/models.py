@@ -143,7 +143,6 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
 
 
 def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
-    """Return the sizes of an opened model with all heads live."""
     adapter = adapter_for(model)
     sites, vocabulary = adapter.sites(), adapter.vocab_size
     layouts = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
@@ -284,7 +283,6 @@ class ModelPlan:
         return model
 
     def _ordinary(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model with all heads live: the folder's weights, or random ones drawn from the seed."""
         if self.folder:
             return _ordinary_of(self.model, self.device).to(dtype)
         generator = torch.Generator(self.device).manual_seed(self.seed)
@@ -301,7 +299,6 @@ class ModelPlan:
         )
 
     def _patterns(self, heads: HeadSet, backend: str | None) -> Any:
-        """Return the patterns of frozen heads: the folder's, or synthetic ones, for `linear` exponential."""
         if self.folder:
             return [self.folder.frozen[head] for head in heads]
         if backend == "linear":

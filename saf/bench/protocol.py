@@ -335,7 +335,6 @@ def in_short(error: BaseException) -> str:
 
 
 def _environment(execution: Execution) -> Row:
-    """Return what a benchmark adds to its provenance: device, driver, memory, processes."""
     result: Row = {"device": execution.device_name, "driver": None, "processes": rank_and_size()[1]}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
@@ -345,7 +344,6 @@ def _environment(execution: Execution) -> Row:
 
 
 def _clocks(device: torch.device) -> dict[str, float]:
-    """Read a CUDA device's present clocks, MHz, and power limit, W, as far as the driver reports them."""
     if device.type != "cuda":
         return {}
     names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
@@ -432,7 +430,6 @@ def _rows(
     times: Mapping[tuple[Comparison, str], list[Pair]],
     tolerance: float,
 ) -> list[Row]:
-    """Return the row of each comparison and variant."""
     sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
     rows = []

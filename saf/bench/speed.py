@@ -248,7 +248,6 @@ class ModelSpeed(Speed):
             yield point.name, partial(self._measure, session, point)
 
     def _measure(self, session: Session, point: Point) -> None:
-        """Measure the memory, then the speed, of every arm at one point."""
         comparisons = self.arms(point)
         if self.memory:
             arms = dict.fromkeys(arm for each in comparisons for arm in each[:2] if not arm.control)
@@ -298,7 +297,6 @@ class FreshSubject:
 
 
 def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: Sequence[Arm]) -> None:
-    """Record the peak memory of each arm, what PyTorch's allocator handed out on CUDA; the first arm is ordinary."""
     kind = "allocated" if settings.cuda else "resident"
     ordinary = None
     for arm in arms:
@@ -344,7 +342,6 @@ def _run_arm(
 
 
 def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> None:
-    """Warm one arm up, take a timed block of each variant, and send them with the peak memory since the warm-up."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     try:
         with clean_process(compiles=settings.execution.compile), free_backend():

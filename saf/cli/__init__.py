@@ -25,6 +25,16 @@ COMMANDS = {
     "bench": "Time operators, updates, prompts and decoding in pairs.",
     "doctor": "Show versions, devices and the backend that would run here.",
 }
+FIRST_STEPS = (
+    "a Hugging Face model:",
+    "  saf freeze MODEL --data text.txt --out frozen",
+    "a model of your own, frozen midway:",
+    "  saf data prepare my_texts --out data",
+    "  saf pretrain --data data --out runs/ordinary --updates 1000",
+    "  saf pretrain --parent runs/ordinary/checkpoints/step-500 \\",
+    "      --out runs/frozen --freeze.rate 0.25",
+    "  saf compare runs/ordinary runs/frozen",
+)
 NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
 EXTRAS = {
@@ -102,12 +112,12 @@ def _answer(words: Sequence[str]) -> int | None:
 def usage() -> str:
     """Return the text of `saf --help`."""
     lines = [f"  {name:<10}{summary}" for name, summary in COMMANDS.items()]
-    head = "usage: saf COMMAND ...\n\nPretrain, freeze attention heads, continue, and see what it cost and saved.\n"
-    return "\n".join([head, "commands:", *lines, "", "`saf COMMAND --help` lists a command's settings."])
+    head = "usage: saf COMMAND ...\n\nFreeze attention heads into fixed patterns, and see what it cost and saved.\n"
+    end = "`saf COMMAND --help` shows the settings that people use first."
+    return "\n".join([head, "commands:", *lines, "", *FIRST_STEPS, "", end])
 
 
 def _command(name: str, words: list[str]) -> Any:
-    """Return a verb's parsed command, by its module's `parse_words` or its dataclass `Command`."""
     from saf.cli.parsing import parse
 
     module = importlib.import_module(f"saf.cli.{name}")
@@ -117,7 +127,7 @@ def _command(name: str, words: list[str]) -> Any:
 
 
 def _in_flags(error: SafError, name: str, command: Any) -> str:
-    """Return the text of an error in the flags of a verb, whose words were perhaps not parsed yet."""
+    """Write an error in the flags of a verb, whose words were perhaps not parsed yet."""
     try:
         from saf.cli.parsing import with_flags
 
@@ -138,7 +148,7 @@ def _let_rank0_speak() -> None:
 
 
 def _end_in_group(code: int) -> None:
-    """End a process at once that is still in a group with others: the threads of a broken group would abort it."""
+    """End a process at once that is in a group with others: the threads of a broken group would abort it."""
     if "torch" not in sys.modules:  # it takes seconds to load
         return
     from saf.distributed import rank_and_size

@@ -53,7 +53,6 @@ class _Bench:
 
 
 def _machine(provenance: dict[str, Any]) -> str:
-    """Name the device, versions, driver and clocks of a record in a line."""
     versions = provenance["versions"]
     words = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
     words += [f"driver {provenance['driver']}"] * bool(provenance["driver"]) + [clock_words(provenance)]
@@ -61,7 +60,6 @@ def _machine(provenance: dict[str, Any]) -> str:
 
 
 def _command(kind: type[bench.Speed]) -> type[_Bench]:
-    """Add the flags of `_Bench` to the settings of a benchmark."""
     return make_dataclass(kind.__name__, [], bases=(_Bench, kind), namespace={"__doc__": kind.__doc__}, kw_only=True)
 
 

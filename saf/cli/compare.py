@@ -62,7 +62,6 @@ class Command:
         return record
 
     def _evaluations(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Compare the perplexities and zero-shot tasks that both evaluations have."""
         changes, tasks = compare_folders(self.ordinary, self.frozen, **options)
         if self.card is not None:
             self._write_card(self.card, changes)

@@ -97,7 +97,6 @@ def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any
 
 
 def _calibration(index: dict[str, Any]) -> str:
-    """Return how many calibration windows there are at the contexts of the presets, and how many freezing needs."""
     needed = TrainConfig.calibration_sequences
     source = "train" if index["calibration_from"] == "train" else "calibration"
     tokens = index["partitions"][source]["tokens"]

@@ -68,7 +68,6 @@ def live_kernels() -> dict[str, str | None]:
 
 
 def _tables(result: dict[str, Any]) -> list[Any]:
-    """Return the tables and lines for the terminal."""
     packages = {"python": result["python"], **{n: v or "missing" for n, v in result["packages"].items()}}
     optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
     missing = sorted({extra for name, (_, extra) in OPTIONAL.items() if result["optional"][name] is None})

@@ -88,7 +88,6 @@ def parse_words(words: Sequence[str]) -> Finetune:
 
 
 def _task_of_file(words: Sequence[str]) -> list[str]:
-    """Return the words with `--task FILE.jsonl` written as the task jsonl and its file of training examples."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
         if flag == "--task" and is_json_lines(value):
@@ -97,7 +96,6 @@ def _task_of_file(words: Sequence[str]) -> list[str]:
 
 
 def _base(start: Start) -> dict[str, Any]:
-    """Return the settings that words change, those of finetuning among them by their own names."""
     assert start.out is not None
     if start.resume:  # the run may still be choosing its epochs
         recorded = recorded_config(start.out) if start.resumed else choosing(start.out)

@@ -37,7 +37,6 @@ class Command:
 
 
 def _checkpoint(contents: Contents) -> list[Part]:
-    """Return the tables of one checkpoint: its origin, its heads by layer, and its files."""
     rows = {
         **{name: contents[name] for name in ("update", "tokens")},
         "model": _shape(contents["model"]),
@@ -52,7 +51,6 @@ def _checkpoint(contents: Contents) -> list[Part]:
 
 
 def _run(contents: Contents) -> list[Part]:
-    """Return the tables of one run: its settings, its heads by layer, its events and its checkpoints."""
     perplexity, config = contents["report_perplexity"], contents["config"]
     rows = {
         "arm": f"{contents['arm']}, {'finished' if contents['finished'] else 'not finished'}",
@@ -87,7 +85,6 @@ def _run(contents: Contents) -> list[Part]:
 
 
 def _data(contents: Contents) -> list[Part]:
-    """Return the tables of prepared data: its tokenizer, and the size of each partition."""
     tokenizer = contents["tokenizer"]
     rows = {
         "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids",
@@ -101,7 +98,6 @@ def _data(contents: Contents) -> list[Part]:
 
 
 def _saved(contents: Contents) -> list[Part]:
-    """Return the tables of a saved frozen model: its heads and patterns, by layer too."""
     rows: dict[str, Any] = {}
     if contents["kind"] == "transformers":
         sizes = ", ".join(f"{name} {readable(size)}" for name, size in contents["weights"].items())
@@ -141,7 +137,6 @@ def _counts(kinds: Mapping[str, int]) -> str:
 
 
 def _fits(contents: Contents) -> str | None:
-    """Return how good the fits of a freezing event are; older records have no certificates."""
     if not contents["fit_kl"]:
         return None
     words = f"KL at most {max(kl for *_, kl in contents['fit_kl']):.4f} nats"
@@ -154,7 +149,6 @@ def _fits(contents: Contents) -> str | None:
 
 
 def _layers(contents: Contents) -> list[Part]:
-    """Return a table of frozen heads by layer and lines on their patterns, if known; nothing when none is frozen."""
     layers = sorted({layer for layer, _ in contents["frozen"]})
     rows = [[str(layer), " ".join(str(head) for at, head in contents["frozen"] if at == layer)] for layer in layers]
     if not rows:

@@ -100,7 +100,6 @@ def with_flags(text: str, command: Any) -> str:
 
 
 def _flags(kind: Any, prefix: str = "--") -> dict[str, str]:
-    """Return the flag of each setting of a dataclass, by name; an outer one hides an inner one of its name."""
     flags: dict[str, str] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         inner, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -142,7 +141,6 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
 
 @RULES.primitive_rule
 def _heads(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Read heads as LAYER:HEAD words or the name of a file."""
     if info.type != tuple[Head, ...]:
         return None
     return PrimitiveConstructorSpec(
@@ -187,7 +185,7 @@ def _value(word: str) -> Any:
 
 @RULES.primitive_rule
 def _names_and_numbers(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Read a score, which Python also takes as a function, as a name, and a seed, also a generator, as a number."""
+    """Read a score as a name and a seed as a number; Python also takes a function and a generator."""
     kind = {str | Score: str, Seed: int}.get(info.type)
     if kind is None:
         return None

@@ -175,7 +175,6 @@ def _whole_run(time: dict[str, Any]) -> str:
 
 
 def _event_rows(result: dict[str, Any]) -> dict[str, str | None]:
-    """Return the rows of the heads that a run's own events froze or pruned, and what the events cost."""
     event = result["intervention"]
     if not event:
         return {}

@@ -156,7 +156,6 @@ def _compare_answers(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differ
 
 
 def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
-    """Compare the tests at the end, and the `reports` that both runs have in between, by update."""
     lines = list(_setting_differences(ordinary, frozen))
     _check_alike(lines, allow_differences=allow_differences)
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
@@ -204,7 +203,6 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
 
 
 def _task_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
-    """Begin the record of two runs of a task: header, folders, heads, update times."""
     pair = {"ordinary": ordinary, "frozen": frozen}
     results = {name: run.finished_result() for name, run in pair.items()}
     finals = {name: result["provenance"]["checkpoints"].get("final") for name, result in results.items()}
@@ -247,7 +245,6 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
 
 
 def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a line for each setting of model, training and data that is not the same."""
     left, right = (
         {key: value for section in ("model", "train", "data") for key, value in _flat(section, run.config.get(section))}
         for run in (ordinary, frozen)
@@ -257,7 +254,6 @@ def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Se
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested objects with its dotted name."""
     if not isinstance(value, Mapping):
         yield name, value
         return
@@ -501,6 +497,5 @@ def _check_models(records: Sequence[Record], folders: Sequence[Path | str], *, a
 
 
 def _hashes(record: Record) -> dict[str, str]:
-    """Return the hashes of a record's model and of its origins, by role."""
     checkpoints = record["provenance"]["checkpoints"]
     return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}

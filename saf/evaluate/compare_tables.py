@@ -75,7 +75,6 @@ def _saving(record: Record) -> str:
 
 
 def _points(change: Record) -> str:
-    """Show a change of shares in points, with its interval if it has one."""
     text = f"{signed(100 * change['difference'], 2, '')} points"
     if change["ci95"] is None:
         return text
@@ -214,7 +213,6 @@ def _recall_notes(record: Record) -> list[str]:
 
 
 def _zero_shot_tables(record: Record) -> list[Table]:
-    """Tabulate changes of accuracy by task, and how often each choice is taken."""
     rows = []
     for name, task in record["tasks"].items():
         shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
@@ -392,7 +390,6 @@ def _time_change(comparison: Comparison, clock: str) -> str:
 
 
 def _missing(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
-    """List what runs do not record, each thing once with the runs it is missing from."""
     missing: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
         for what in run.missing:
@@ -401,7 +398,6 @@ def _missing(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
 
 
 def _comparison_notes(comparison: Comparison) -> Iterator[str]:
-    """Yield why there is no comparison, or what differs and over what it was measured."""
     if comparison.reason is not None:
         yield f"could not be compared: {comparison.reason}"
     if (record := comparison.perplexity) is None:

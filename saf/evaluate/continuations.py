@@ -93,7 +93,6 @@ def likelihoods(
 
 
 def _batches(continuations: Sequence[Continuation], batch_size: int) -> Iterator[tuple[list[Tokens], list[list[int]]]]:
-    """Yield inputs of one length, the longest first, and the numbers of the continuations of each of them."""
     by_length: dict[int, dict[Tokens, list[int]]] = {}
     for number, each in enumerate(continuations):
         by_length.setdefault(len(each.inputs), {}).setdefault(each.inputs, []).append(number)

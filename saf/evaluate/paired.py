@@ -171,7 +171,6 @@ def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int) ->
 
 
 def _change(changes: Sequence[float]) -> dict[str, Any]:
-    """Average changes of shares, each in [-1, 1], with standard error and 95% interval."""
     count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
     # Half a unit more that is gained, half that is lost, one unchanged (Agresti and Min, 2005): where few or none
     # change, the plain interval is too narrow, or has no width at all.

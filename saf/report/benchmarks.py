@@ -204,14 +204,12 @@ def _means(record: Record) -> Table:
 
 
 def _plain(rows: Sequence[Record]) -> Iterator[Table]:
-    """Yield the single values of a record's rows, a table for each part."""
     for part, group in groupby(rows, key=lambda row: row.get("part", "")):
         flat = [{name: _value(value) for name, value in _flat(row) if name != "part"} for row in group]
         yield table_of(part, flat)
 
 
 def _flat(value: Record, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested objects with its path: ("spread: min", 3.0)."""
     for name, item in value.items():
         where = f"{path}: {name}" if path else str(name)
         if isinstance(item, Mapping):

@@ -91,7 +91,6 @@ def shape_of(run: RecordedRun) -> tuple[int, int]:
 
 
 def _draw_map(axis: Axes, run: RecordedRun) -> None:
-    """Draw one square a head: rows are layers, the first on top."""
     layers, heads = shape_of(run)
     canvas = np.zeros((layers * CELL, heads * CELL, 4))
     freeze = run.freeze or {}
@@ -247,7 +246,7 @@ def _draw_loss(axis: Axes, runs: Sequence[RecordedRun], names: Sequence[str], co
 
 
 def _label(name: str) -> str:
-    """Return a name as matplotlib shows it; a dollar would begin mathematics."""
+    """Escape a dollar, which would begin mathematics."""
     return plain(name).replace("$", r"\$")
 
 

@@ -65,7 +65,6 @@ def write_report(paths: Sequence[Path | str], out: Path | str, *, picture: Path 
 def _render(
     runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], tables: Sequence[Table]
 ) -> str:
-    """Return the page as text; whatever comes from outside is escaped, and shown without control characters."""
     finalize = lambda value: plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value  # noqa: E731
     template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
     colours = dict(zip(names, arm_colours(runs), strict=True))
@@ -135,7 +134,6 @@ class _Tile:
 
 
 def _tiles(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison], colours: Mapping[str, str]) -> list[_Tile]:
-    """Return the key figures: those of comparisons, or of the one run; what was not measured is left out."""
     arms = [(each.perplexity, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
     if not arms:
         return list(_own_tiles(next((run for run in runs if run.edited_heads), runs[0])))
@@ -196,7 +194,6 @@ def _own_tiles(run: RecordedRun) -> Iterator[_Tile]:
 
 
 def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
-    """Return what the template shows of one run's heads."""
     freeze = run.freeze or {}
     kls = {tuple(head): kl for *head, kl in freeze.get("fit_kl", ())}
     config, event = freeze.get("config") or {}, run.newest_freeze
@@ -312,7 +309,6 @@ def _answers(result: Mapping[str, Any]) -> list[Any]:
 
 
 def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
-    """Return hashes, versions, seed, device, commit and command of every run."""
     columns = []
     for run in runs:
         entries = dict((run.result or {}).get("provenance") or {})
@@ -375,7 +371,6 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
 
 
 def _fits(inspected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the frozen heads by layer, with the fits that the configuration lists."""
     kls = {(layer, head): kl for event in events for layer, head, kl in event["fit_kl"]}
     rows = []
     for layer, patterns in zip(sorted({layer for layer, _ in inspected["frozen"]}), inspected["patterns"], strict=True):

@@ -2,7 +2,7 @@
 
 A sequence of T tokens begins with k pairs, `key value key value ...`; every key comes up once more among the tokens
 that follow, and there its value is the next token to predict. The distribution is that of Zoology's generator (Arora et
-al., "Zoology: Measuring and improving recall in efficient language models"), which made the paper's examples.
+al., "Zoology: Measuring and improving recall in efficient language models"), which the paper uses.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ class MQARSettings:
         return replace(self, test_lengths=lengths, test_pairs=pairs)
 
     def source(self, seed: int, *, length: int | None = None, pairs: int | None = None) -> MQARSource:
-        """The source of examples of one seed; of training's length and pairs unless others are given."""
+        """Return the source of examples of one seed, by default of training's length and pairs."""
         return MQARSource(
             seed=seed,
             length=self.length if length is None else length,
@@ -256,8 +256,8 @@ class MQARTask(Task):
         development, tests = self._develop(model, execution, self.mqar.development), []
         for length, pairs in self.mqar.tests:
             examples = self._fixed(Stream.TEST, self.mqar.test_examples, length, pairs)
-            found = answer_queries(model, *examples, batch_size=TEST_BATCH, precision=execution.precision)
-            tests.append({"length": length, "pairs": pairs, **found})
+            answers = answer_queries(model, *examples, batch_size=TEST_BATCH, precision=execution.precision)
+            tests.append({"length": length, "pairs": pairs, **answers})
         accuracy = development["accuracy"]
         if self.mqar.ordinary:
             accuracy = read_json(Path(self.mqar.ordinary) / RECALL)["development"]["accuracy"]

@@ -202,7 +202,7 @@ def read_examples(path: Path | str, layout: str) -> ExampleSet:
 
     Raises DataError when there is no such file, a line cannot be read, or no example can be used.
     """
-    path, found, seen = Path(path), ExampleSet(), set()
+    path, result, seen = Path(path), ExampleSet(), set()
     fields, records, examples_of = LAYOUTS[layout]
     for number, record in records(path):
         try:
@@ -215,12 +215,12 @@ def read_examples(path: Path | str, layout: str) -> ExampleSet:
             reason = "duplicate id" if example.id in seen else example.problem
             seen.add(example.id)
             if reason is None:
-                found.examples.append(example)
+                result.examples.append(example)
             else:
-                found.leave_out(reason, example.id)
-    if not found.examples:
-        raise DataError(f"{path} has no example that can be used{': ' * bool(found.left_out)}{found}")
-    return found
+                result.leave_out(reason, example.id)
+    if not result.examples:
+        raise DataError(f"{path} has no example that can be used{': ' * bool(result.left_out)}{result}")
+    return result
 
 
 class Encoded(NamedTuple):
@@ -243,15 +243,15 @@ class Encoded(NamedTuple):
         return len(self.prompt) + max(map(len, self.choices)) - 1
 
 
-def encode_examples(found: ExampleSet, tokenizer: Tokenizer, *, limit: int, shorten: bool) -> ExampleSet:
+def encode_examples(source: ExampleSet, tokenizer: Tokenizer, *, limit: int, shorten: bool) -> ExampleSet:
     """Return the examples as `Encoded`, none longer than `limit` inputs of the model; end-of-text comes first.
 
-    Prompt and choices are made tokens apart, so that a prompt is the same whatever follows. An example that is longer
-    loses tokens at the end of its text with `shorten`, never of its question or a choice; without `shorten`, or where
-    no text would remain, it is left out, and so is one whose choices this tokenizer cannot tell apart.
+    Prompt and choices are tokenised separately, so that a prompt is the same whatever follows. With `shorten` a longer
+    example loses tokens at the end of its text, never of its question or a choice. Without `shorten`, or where no text
+    would remain, it is left out; so is one whose choices have the same tokens.
     """
-    result = ExampleSet(left_out={reason: list(names) for reason, names in found.left_out.items()})
-    examples: Sequence[Example] = found.examples
+    result = ExampleSet(left_out={reason: list(names) for reason, names in source.left_out.items()})
+    examples: Sequence[Example] = source.examples
     texts = tokenizer.encode_batch([example.text for example in examples])
     wholes = tokenizer.encode_batch([example.text + example.question for example in examples])
     questions = tokenizer.encode_batch([example.question for example in examples])
@@ -336,24 +336,22 @@ class FinetuneSettings:
     """What finetuning adds to the settings of a run, whose `data` is the file of training examples."""
 
     test: str = ""
-    """File of the examples that accuracy is measured on."""
+    """Measure accuracy on this file of examples."""
     tokenizer: str = ""
-    """Folder of the tokenizer that the parent was trained with: its data folder."""
+    """Take the tokenizer of this folder, with which the parent was trained: its data folder."""
     max_tokens: int = 512
-    """Most tokens of an example with its answer."""
+    """Allow this many tokens for an example with its answer."""
     too_long: TooLong = "leave_out"
-    """What becomes of longer examples: left out, their text (never question or answer) shortened at its end, or
-    refused. Files other than the project's own layouts are shortened only where they have a "question"."""
+    """Leave longer examples out, shorten their text (never question or answer) at its end, or refuse them. A user's own
+    examples are shortened only where they have a "question"."""
     development: float = 0.1
-    """Share of the training file, stratified by answer, that nothing is trained on: epochs are chosen and decisions
-    during a run are made by it."""
+    """Hold out this share of the training file, stratified by answer; it chooses epochs and decides during a run."""
     split_seed: int = 0
-    """Of that share, and of a part of the file; the run's own seed orders the rest."""
+    """Random seed for that share, and for a part of the file; the run's own seed orders the rest."""
     most_examples: int | None = None
-    """Use a part of the training file of so many examples where it has more, stratified by answer, the same for every
-    seed of a run; those of it that are too long are left out."""
+    """Use this many examples of the training file, stratified by answer, the same for every seed of a run."""
     judge: Judge = "test"
-    """Examples that the final report is of; development where epochs are chosen."""
+    """Report on the test examples, or on development where epochs are chosen."""
 
     def __post_init__(self):
         """Raise InputError for the first field that cannot be used."""
@@ -409,12 +407,12 @@ class FinetuneTask(Task):
 
     def _read(self, path: str, limit: int, *, most: int | None = None) -> ExampleSet:
         """A file's examples as tokens, at most so many of them; warn of those left out, or refuse them."""
-        found = read_examples(path, self.name)
-        if most is not None and len(found.examples) > most:  # before tokenising, which takes longer than all else
-            share = most / len(found.examples)
-            places = stratified([each.answer for each in found.examples], share, seed=self.own.split_seed)
-            found.examples = [found.examples[place] for place in places]
-        encoded = encode_examples(found, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
+        source = read_examples(path, self.name)
+        if most is not None and len(source.examples) > most:  # before tokenising, which takes longer than all else
+            share = most / len(source.examples)
+            places = stratified([each.answer for each in source.examples], share, seed=self.own.split_seed)
+            source.examples = [source.examples[place] for place in places]
+        encoded = encode_examples(source, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
         if encoded.left_out:
             if self.own.too_long == "refuse" or not encoded.examples:
                 raise DataError(f"{path}: examples that cannot be used: {encoded}; the limit is {limit + 1} tokens")
