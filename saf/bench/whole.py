@@ -343,7 +343,7 @@ class Decode(PassSpeed):
     points: tuple[str, ...] = ("4096x1", "4096x8")
     """Tokens in the cache x sequences."""
     kernels: tuple[str, ...] = ("auto",)
-    """Attention kernels of live heads, on both sides of a ratio. `split` takes frozen heads in its launch."""
+    """Attention kernels of live heads, on both sides of a ratio. flash_decode takes frozen heads in its launch."""
     others: tuple[str, ...] | None = None
     """More kernels of ordinary attention to compare with the first: by default cudnn, efficient and math on CUDA."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
