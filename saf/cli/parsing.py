@@ -40,7 +40,7 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
         print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
         command, words, options["description"] = _help_form(command, short), ["--help"], ""
         if default is not None:
-            default = command(**{each.name: getattr(default, each.name) for each in fields(command)})
+            default = _filled(command, default)
     words = ["--help" if word == "--help-all" else word for word in words]
     return tyro.cli(command, args=words, **options, **({} if default is None else {"default": default}))
 
@@ -66,12 +66,12 @@ def _help_form(kind: Any, names: Sequence[str]) -> Any:
     for each in fields(kind):
         hint, default = hints[each.name], partial(_default, each)
         parts: tuple[Any, ...] = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        group, *marks = parts
+        group: Any = parts[0]
         inner = [name.partition(".")[2] for name in names if name.startswith(f"{each.name}.")]
         if is_dataclass(group) and (inner or not names or each.name in names):
             form, own = _help_form(group, inner), _default(each)
-            values = {it.name: getattr(own, it.name) for it in fields(group)} if isinstance(own, group) else {}
-            hint, default = Annotated[(form, *marks, None)], partial(form, **values)
+            hint = Annotated[(form, *parts[1:], None)]
+            default = partial(_filled, form, own) if isinstance(own, group) else form
         elif names and each.name not in names:
             hint = Annotated[hint, tyro.conf.Suppress]
         else:
@@ -80,6 +80,16 @@ def _help_form(kind: Any, names: Sequence[str]) -> Any:
         members.append((each.name, hint, setting))
     frozen = kind.__dataclass_params__.frozen
     return make_dataclass(kind.__name__, members, bases=(kind,), namespace={"__doc__": ""}, kw_only=True, frozen=frozen)
+
+
+def _filled(form: Any, value: Any) -> Any:
+    """Build an instance of a help form with the settings of the dataclass that it is a form of."""
+    values = {each.name: getattr(value, each.name) for each in fields(form)}
+    for name, hint in get_type_hints(form, include_extras=True).items():
+        inner = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if isinstance(inner, type) and is_dataclass(inner) and type(values.get(name)) in inner.__bases__:
+            values[name] = _filled(inner, values[name])
+    return form(**values)
 
 
 def _default(setting: Field[Any]) -> Any:
