@@ -71,7 +71,7 @@ def _help_form(kind: Any, names: Sequence[str]) -> Any:
         if is_dataclass(group) and (inner or not names or each.name in names):
             form, own = _help_form(group, inner), _default(each)
             hint = Annotated[(form, *parts[1:], None)]
-            default = partial(_filled, form, own) if isinstance(own, group) else form
+            default = partial(_filled, form, own) if type(own) is group else form
         elif names and each.name not in names:
             hint = Annotated[hint, tyro.conf.Suppress]
         else:
