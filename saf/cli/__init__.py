@@ -27,13 +27,13 @@ COMMANDS = {
 }
 FIRST_STEPS = (
     "a Hugging Face model:",
-    "  saf freeze MODEL --data text.txt --out frozen",
+    "  $ saf freeze MODEL --data text.txt --out frozen",
     "a model of your own, frozen midway:",
-    "  saf data prepare my_texts --out data",
-    "  saf pretrain --data data --out runs/ordinary --updates 1000",
-    "  saf pretrain --parent runs/ordinary/checkpoints/step-500 \\",
-    "      --out runs/frozen --freeze.rate 0.25",
-    "  saf compare runs/ordinary runs/frozen",
+    "  $ saf data prepare my_texts --out data",
+    "  $ saf pretrain --data data --out runs/ordinary --updates 1000",
+    "  $ saf pretrain --parent runs/ordinary/checkpoints/step-500 \\",
+    "        --out runs/frozen --freeze.rate 0.25",
+    "  $ saf compare runs/ordinary runs/frozen",
 )
 NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
