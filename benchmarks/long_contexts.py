@@ -52,7 +52,7 @@ GROUPS: dict[str, ModelSpeed] = {
     "update-128k": RecomputedUpdate(**updates(0.5), points=("131072x1x1",)),
     "prefill": Prefill(**arms(0.5), points=("4096x1", "16384x1"), graphs="on"),
     "prefill-long": Prefill(
-        **arms(0.25, 0.5, **WITHOUT_COMPILER), points=("32768x1", "65536x1", "131072x1"), warmup=1
+        **arms(0.25, 0.5, **WITHOUT_COMPILER), points=("4096x1", "16384x1", "65536x1", "131072x1"), warmup=1
     ),
     "decode": Decode(
         **arms(0.25, 0.5, **WITHOUT_COMPILER), kernels=("flash_decode",), points=("4096x1", "65536x1")
@@ -112,32 +112,39 @@ KINDS = {"ordinary": "black", "toeplitz": "tab:blue", "linear": "tab:orange", "p
 """Arms of a figure and their colours."""
 
 
+PANELS = {
+    "update": ("update", "ms"), "prefill": ("prefill-long", "ms"), "decode": ("decode-2-layers", "ms"),
+    "cache": ("decode-2-layers", "bytes"),
+}  # fmt: skip
+"""Panels of the figure: the groups of each, by the start of their names, and the unit."""
+
+
 def draw(folder: Path) -> Path:
-    """Draw time against positions on logarithmic axes, half of the heads frozen, from the records of a folder."""
+    """Draw time and cache against positions on logarithmic axes, half of the heads frozen, from a folder's records."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-    for axis, title in zip(axes, ("update", "prefill", "decode"), strict=True):
-        for path in sorted(folder.glob(f"{title}*.json")):
-            rows = loads(path.read_text())["rows"]
-            for kind, colour in KINDS.items():
-                times = sorted(time_of(rows, kind).items())
-                axis.plot(*zip(*times, strict=True), "o-", color=colour) if times else None
-        axis.set(xscale="log", yscale="log", xlabel="positions", ylabel="ms", title=title)
-    for kind, colour in KINDS.items():
-        axes[0].plot([], [], "o-", color=colour, label=kind)
-    axes[0].legend()
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4), layout="constrained")
+    for axis, (title, (group, unit)) in zip(axes, PANELS.items(), strict=True):
+        rows = [row for path in sorted(folder.glob(f"{group}*.json")) for row in loads(path.read_text())["rows"]]
+        for kind, colour in KINDS.items():
+            values = sorted(series(rows, kind, "cache_bytes" if unit == "bytes" else "ms").items())
+            axis.plot([at for at, _ in values], [value for _, value in values], "o-", color=colour, label=kind)
+        axis.set(xlabel="positions", ylabel=unit, title=title)
+        if rows:  # an empty axis has no logarithms
+            axis.set(xscale="log", yscale="log")
+            axis.legend()
     path = folder / "long-contexts.png"
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
 
 
-def time_of(rows: Sequence[dict[str, Any]], kind: str) -> dict[int, float]:
-    """Return milliseconds by length of an arm at 50%, or of the ordinary model beside it."""
-    if kind == "ordinary":
-        return {row["point"]["length"]: row["baseline_ms"] for row in rows if row["role"] == "control"}
-    return {row["point"]["length"]: row["arm_ms"] for row in rows if row["backend"] == kind and row["rate"] == 0.5}
+def series(rows: Sequence[dict[str, Any]], kind: str, field: str) -> dict[int, float]:
+    """Return "ms" or "cache_bytes" by length, of an arm at 50% or of the ordinary model beside the control."""
+    side, role = ("baseline", "control") if kind == "ordinary" else ("arm", None)
+    name = f"{side}_ms" if field == "ms" else "baseline_cache_bytes" if role else field
+    own = [row for row in rows if (row["role"] == role if role else (row["backend"], row["rate"]) == (kind, 0.5))]
+    return {row["point"]["length"]: row[name] for row in own if name in row}
 
 
 if __name__ == "__main__":

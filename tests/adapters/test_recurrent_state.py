@@ -67,22 +67,27 @@ MODES = {
     "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 20},
     "beams": {"do_sample": False, "num_beams": 3},
     "looked up": {"do_sample": False, "prompt_lookup_num_tokens": 5},
+    "assisted": {"do_sample": False, "assistant_model": "another"},
 }
+HELP = ("prompt_lookup_num_tokens", "assistant_model")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_generated_tokens_are_those_of_passes_without_a_cache(family, mode):
     model = frozen_model(family, compact=1)
-    rows = 1 if mode == "looked up" else 3
+    options = dict(MODES[mode])
+    if helped := not options.keys().isdisjoint(HELP):
+        options |= {"assistant_model": frozen_model(family, seed=1)} if mode == "assisted" else {}
+    rows = 1 if helped else 3
     ids = tokens(rows, 189, seed=5)
     ids[:, 100:] = ids[:, :89]
     mask = torch.ones_like(ids)
-    mask[0, : 0 if mode == "looked up" else 75] = 0
-    plain = {name: value for name, value in MODES[mode].items() if name != "prompt_lookup_num_tokens"}
+    mask[0, : 0 if helped else 75] = 0
+    plain = {name: value for name, value in options.items() if name not in HELP}
     expected = generate(model, ids * mask, mask, use_cache=False, **plain)
-    for kind in (None,) if mode == "looked up" else (None, "static"):
-        found = generate(model, ids * mask, mask, cache_implementation=kind, disable_compile=True, **MODES[mode])
+    for kind in (None,) if helped else (None, "static"):
+        found = generate(model, ids * mask, mask, cache_implementation=kind, disable_compile=True, **options)
         assert torch.equal(found, expected), kind
 
 

@@ -190,10 +190,15 @@ def test_the_linear_product_is_checked_by_the_interpreter(tmp_path):
 def test_long_contexts_are_drawn_from_the_groups_that_are_there(tmp_path):
     with pytest.raises(SystemExit, match="decode-2-layers"):
         long_contexts.main(["--out", str(tmp_path), "--only", "nothing"])
-    point = {"length": 4096, "batch_size": 1}
-    row = {"point": point, "baseline_ms": 2.0, "arm_ms": 1.5, "backend": None, "rate": 0.0}
+    row = {"point": {"length": 4096, "batch_size": 1}, "baseline_ms": 2.0, "arm_ms": 1.5, "backend": None, "rate": 0.0}
+    row |= {"cache_bytes": 80, "baseline_cache_bytes": 100}
     rows = [row | {"role": "control"}, *(row | {"role": "frozen", "backend": "linear", "rate": r} for r in (0.25, 0.5))]
-    assert long_contexts.time_of(rows, "ordinary") == {4096: 2.0}
-    assert long_contexts.time_of([*rows[:2], rows[2] | {"arm_ms": 1.0}], "linear") == {4096: 1.0}
-    (tmp_path / "decode.json").write_text(json.dumps({"rows": rows}))
+    rows[2] |= {"arm_ms": 1.0, "cache_bytes": 70}
+    found = [
+        long_contexts.series(rows, kind, name)[4096]
+        for kind in ("ordinary", "linear")
+        for name in ("ms", "cache_bytes")
+    ]
+    assert found == [2.0, 100, 1.0, 70]
+    (tmp_path / "decode-2-layers.json").write_text(json.dumps({"rows": rows}))
     assert long_contexts.draw(tmp_path).stat().st_size

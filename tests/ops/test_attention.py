@@ -336,25 +336,3 @@ def test_a_models_layers_run_what_their_head_map_says():
         for weight in (attention.q_proj.weight, attention.k_proj.weight):
             assert weight.shape[0] == attention.layout.num_live * 8
             assert weight.numel() == 0 or weight.grad.abs().sum(1).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "grad", "taken"),
-    [
-        ({}, False, True),
-        ({}, True, False),
-        ({"left_pad": torch.tensor([0, 3])}, False, False),
-        ({"kernel": "math"}, False, False),
-    ],
-    ids=["plain", "gradients", "padding", "kernel"],
-)
-def test_few_tokens_take_one_launch_only_without_gradients_padding_or_a_pinned_kernel(
-    options, grad, taken, generator, monkeypatch
-):
-    launches = []
-    monkeypatch.setattr("saf.ops.attention.mix_few", lambda *_, **__: launches.append(1))
-    frozen = FrozenHeads.from_patterns(random_pattern(2, 40, generator), kv_head=range(4))
-    query, value = torch.randn(2, 2, 40, 8), torch.randn(2, 4, 40, 8)
-    with torch.set_grad_enabled(grad):
-        assert mixed_attention(query, query, value, frozen, **options).shape == (2, 4, 40, 8)
-    assert bool(launches) == taken
