@@ -38,7 +38,8 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
         text = cleandoc(command.__doc__ or "") + ("\n\nMore settings: --help-all." if short else "")
         width = get_terminal_size().columns
         print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
-        command, words, options["description"] = _help_form(command, short), ["--help"], ""
+        chosen = [word for word in words if re.fullmatch(r"[a-z-]+:[a-z-]+", word)]  # such as schedule:gradual
+        command, words, options["description"] = _help_form(command, short), [*chosen, "--help"], ""
         if default is not None:
             default = _filled(command, default)
     words = ["--help" if word == "--help-all" else word for word in words]
