@@ -93,12 +93,12 @@ def freeze_(
     given = reporting is not None
     if not given and optimizer is None:
         reporting = _own_text(adapter, sequences)
-    loss_before = _loss(model, reporting, timer)
 
     # Algorithm 1, line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     inputs = score_inputs or {}
     options = {"collect": calibration_collect(config, inputs), "capture_bytes": capture_bytes, "progress": progress}
     statistics = calibrate_together(model, sequences, timer=timer, **options)
+    loss_before = _loss(model, reporting, timer)
 
     # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
     with timer("score"):

@@ -58,7 +58,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 JOINT, CANDIDATES_BY = "joint cost", "forward_kl"
 """The selection by joint cost, and the score whose lowest heads it tries."""
 TEXTS = ("data", "other")
-TIMED = {"prefill": ("2048x8", "4096x4", "8192x2"), "decode": ("2048x8", "4096x8", "8192x8")}
+TIMED = {"prefill": ("2048x8", "4096x4", "8192x2"), "decode": ("2048x8", "4096x8", "7168x8")}
 """Points of the speeds: context x sequences."""
 
 
@@ -236,7 +236,8 @@ def _make(settings: Settings, folder: Path, name: str) -> None:
         else:
             arm = next((arm for arm in arms(settings) if arm.name == name), None)
             record = _measure_arm(settings, opened, folder, arm)
-    write_json(_file(folder, name), {"name": name, "seconds": time.monotonic() - began, **record})
+    facts = {"name": name, "precision": precision_in_use(opened.model, settings.precision)}
+    write_json(_file(folder, name), {**facts, "seconds": time.monotonic() - began, **record})
 
 
 # --- the heads of every selection
@@ -452,7 +453,7 @@ def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
             data={"report": _data(opened).fingerprint, "other": open_text(settings, opened).fingerprint},
         ),
         "model": str(settings.model),
-        "precision": precision_in_use(opened.model, settings.precision),
+        "precision": ordinary["precision"],
         **{name: made["selection"][name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
         "joint": [made[f"joint {percent(rate)}"] for rate in settings.rates],
         "ordinary": {state: _facts(ordinary[state]) for state in states},
