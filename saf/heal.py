@@ -16,7 +16,7 @@ from saf.loss_guard import heldout_loss, perplexity_rise, rows_at_once
 from saf.machine import Precision, autocast
 from saf.models.adapter import language_model
 
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-4
 UPDATE_TOKENS = 16_384
 CLIP = 1.0
 """Largest norm of the gradient."""

@@ -8,7 +8,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import saf
-from saf.errors import InputError, LossError
+from saf.errors import InputError, LossError, SafWarning
+from saf.loss_guard import heldout_loss
+from tests import transformers_models
 from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
 
 QUARTER = saf.FreezeConfig(rate=0.25, max_fit_kl=9)
@@ -120,6 +122,23 @@ def test_without_heldout_text_nothing_is_measured():
     report = saf.freeze_(fluent(), [tokens()], QUARTER)
     assert report.loss_before is report.loss_after is None
     assert "loss_before" not in report.to_dict()
+
+
+def test_a_model_of_transformers_is_measured_on_its_calibration_text():
+    pytest.importorskip("transformers")
+    model, ids = transformers_models.make("llama"), transformers_models.tokens()
+    config = saf.FreezeConfig(rate=0.5, max_fit_kl=99)
+    with pytest.warns(SafWarning, match="layer . costs most"):
+        report = saf.freeze_(model, [ids], config)
+    assert report.loss_before == pytest.approx(heldout_loss(transformers_models.make("llama"), [ids[:8]]))
+    assert report.loss_after == pytest.approx(heldout_loss(model, [ids[:8]]))
+    alone = transformers_models.make("llama")
+    layer, rise = report.worst_layer
+    own = tuple(head for head in report.heads if head[0] == layer)
+    some = saf.freeze_(alone, [ids], saf.FreezeConfig(heads=own, max_fit_kl=99), accept_loss=True)
+    assert some.perplexity_rise == pytest.approx(rise, abs=1e-4)
+    with pytest.raises(LossError):
+        saf.freeze_(transformers_models.make("llama"), [ids], config, accept_loss=False)
 
 
 @pytest.mark.parametrize(
