@@ -147,6 +147,7 @@ def freeze_(
         exponential={head: one.exponential for head, one in own.items() if one.exponential is not None},
         joint_cost=joint,
         loss_before=loss_before,
+        loss_after=None if len(heads) else loss_before,
         seconds={},
     )
 
