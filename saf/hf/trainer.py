@@ -3,8 +3,8 @@
 Schedules and events are those of `saf pretrain` (`saf.train.events`). An event comes between two updates, after the
 checkpoint of the state before it: a run that resumes there meets the event again.
 
-A Trainer tells callbacks neither of itself nor of checkpoints that it loads. `join_trainers` wraps the methods where
-the callback needs either, and those by which a Trainer sends a model with frozen heads to a hub.
+A Trainer hands callbacks neither itself nor the checkpoints that it loads. `join_trainers` wraps the methods of
+`Trainer` that load checkpoints, and those that push a model to a hub.
 """
 
 import gc
@@ -35,7 +35,7 @@ from saf.frozen_state import restore_
 from saf.heads import EDITED, HeadSet
 from saf.hf.attention import idle_tensors
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, section_of, write_section
-from saf.hf.sequences import sequences as read_given
+from saf.hf.sequences import sequences as read_sequences_of
 from saf.loss_guard import heldout_loss
 from saf.machine import Execution
 from saf.models.adapter import Adapter, adapter_for
@@ -55,11 +55,11 @@ _WHOLE = "heads are rows of whole weights: leave FSDP, DeepSpeed and tensor para
 
 @dataclass(kw_only=True)
 class _Run:
-    """What `saf.train.events` reads of whoever trains."""
+    """A Trainer's training as `saf.train.events` reads it, its `TrainerLike`, and the state of its schedule."""
 
     model: nn.Module
     config: Any
-    """Its `freeze` and `schedule` settings."""
+    """Settings `freeze` and `schedule`."""
     batches: list[Tensor]
     held_out: list[Tensor]
     execution: Execution
@@ -68,22 +68,22 @@ class _Run:
     folder: Path
     events: list[EventRecord]
     updates: int
-    """Of how many updates the schedule's shares are."""
+    """Number of updates that the schedule's shares refer to."""
     updater: Any
-    """Its `optimizer`, which events edit; no average of gradients."""
+    """Holds the `optimizer`, which events edit; `gradient` is None."""
     update: int = 0
     stepped: bool = False
-    """Whether the optimiser has made its state, so that it was checked."""
+    """Whether the optimiser has stepped, so that its state was checked."""
     guard_sequences: list[Tensor] | None = None
     """Sequences on which an event that costs too much is refused; None where training follows."""
 
     @property
     def task(self) -> Any:
-        """Calibration and held-out sequences."""
+        """The calibration and held-out sequences, as a task has them."""
         return SimpleNamespace(calibration=lambda: self.batches, heldout=lambda: self.held_out)
 
     def say(self, text: str) -> None:
-        """Show nothing: a Trainer has its own progress."""
+        """Drop the text: a Trainer shows its own progress."""
 
     def controller_loss(self, batches: int | None) -> float:
         """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
@@ -99,14 +99,14 @@ class _Run:
 
 
 class FreezeCallback(TrainerCallback, ExportableState):
-    """Freeze heads of the model that a `Trainer` trains, when a schedule says so, its optimiser's state carried along.
+    """Freezes heads of the model that a `Trainer` trains, by a schedule; the optimiser's state follows.
 
     >>> callback = FreezeCallback(FreezeConfig(rate=0.25), [torch.ones(2, 8, dtype=torch.long)], OneTime(at=0.5))
 
-    Checkpoints hold everything: weights, layout, patterns and removed rows by `save_pretrained`, the schedule's state
-    in trainer_state.json. `train(resume_from_checkpoint=...)` goes on from any of them with the model that training
-    began with, and `load_best_model_at_end` brings the best one's heads along. Where the Trainer starts over within
-    `train` (`auto_find_batch_size`), events are undone and the schedule begins anew.
+    Checkpoints are complete: `save_pretrained` writes weights, layout, patterns and removed rows, trainer_state.json
+    holds the schedule's state. `train(resume_from_checkpoint=...)` takes any of them with the model that training began
+    with, and `load_best_model_at_end` loads the best one's heads. Where the Trainer starts over within `train`
+    (`auto_find_batch_size`), events are undone and the schedule begins anew.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self.trainer: Any = None
         self.called = False
         """Whether `train` was called and its loop has not begun; a loop that begins later starts over."""
-        self._given = {"calibration": calibration, "heldout": heldout}
-        self._cut = {"length": length, "count": sequences, "batch_size": batch_size}
+        self._sources = {"calibration": calibration, "heldout": heldout}
+        self._batching = {"length": length, "count": sequences, "batch_size": batch_size}
         self._accept_loss, self._tokenizer = accept_loss, tokenizer
         self._refused: LossError | None = None
         self._run: _Run | None = None
@@ -166,11 +166,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     @property
     def events(self) -> list[EventRecord]:
-        """The events carried out so far, first one first."""
+        """The events so far, in order."""
         return [] if self._run is None else list(self._run.events)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: settings, the schedule's state, and the events so far."""
+        """Return the settings, the schedule's state and the events so far, for a checkpoint."""
         progress, run = None, self._run
         if run is not None:
             progress = {
@@ -225,11 +225,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
         callbacks.setdefault(type(self).__name__, self.state())
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Carry out the events that are due before an update, after the checkpoint of the one before it."""
-        self._carry_out_due_(state.global_step, given)
+        """Apply the events that are due before an update, after the checkpoint of the one before it."""
+        self._apply_due_(state.global_step, given)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """Check the optimiser once it has a state; carry out events after the last update."""
+        """Check the optimiser after its first step; apply the events after the last update."""
         run = self._run
         assert run is not None
         if not run.stepped:
@@ -239,18 +239,18 @@ class FreezeCallback(TrainerCallback, ExportableState):
             accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)
             run.guard_sequences = None if accepts else run.held_out or None
             try:
-                self._carry_out_due_(state.global_step, given)
+                self._apply_due_(state.global_step, given)
             except LossError as error:
                 self._refused = error
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Raise what refused the event after the last update, now that the Trainer has saved what it trained."""
+        """Raise the LossError of an event after the last update, now that the Trainer has saved the model."""
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
-        """Show the schedule the loss of an update."""
+        """Pass the loss of an update to the schedule."""
         run = self._run
         if run is not None and logs and "loss" in logs and state.global_step > run.update:
             run.update = state.global_step
@@ -286,17 +286,17 @@ class FreezeCallback(TrainerCallback, ExportableState):
             del mark["events"][self._events_before :]
         self._run = None
 
-    def _carry_out_due_(self, update: int, given: dict[str, Any]) -> None:
-        """Carry out the events that the schedule proposes, one after another."""
+    def _apply_due_(self, update: int, given: dict[str, Any]) -> None:
+        """Apply the events that the schedule proposes, one after another."""
         run = self._run
         assert run is not None
         run.updater.optimizer = given["optimizer"]
         while events := run.proposer.propose(update):
             for proposed in events:
-                run.proposer.done(proposed, self._carry_out_(run, resolve_event(proposed, run.config), update))
+                run.proposer.done(proposed, self._apply_(run, resolve_event(proposed, run.config), update))
 
-    def _carry_out_(self, run: _Run, event: Any, update: int) -> Outcome:
-        """Carry out one event, in all processes or in none, and record it; what the first one measured counts."""
+    def _apply_(self, run: _Run, event: Any, update: int) -> Outcome:
+        """Apply one event, in all processes or in none, and record it with the first process's measurements."""
         before = run.controller_loss(event.batches)
         with all_ranks_or_raise():
             change = apply_event(run, event)
@@ -335,10 +335,10 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _sequences(self, name: str, tokenizer: Any) -> list[Tensor]:
         """Return the calibration or held-out sequences, and keep them: an iterator is read once."""
-        self._given[name] = list(self._given[name])
-        if name == "heldout" and not self._given[name]:
+        self._sources[name] = list(self._sources[name])
+        if name == "heldout" and not self._sources[name]:
             return []
-        return read_given(self._given[name], tokenizer=tokenizer, name=name, **self._cut)
+        return read_sequences_of(self._sources[name], tokenizer=tokenizer, name=name, **self._batching)
 
     def _check_logging(self, args: Any, updates: int) -> None:
         """Raise InputError where a schedule that reads every loss would miss some."""
@@ -347,7 +347,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             raise InputError(f"a {self.schedule.name} schedule reads every loss from the log: set logging_steps=1")
 
     def _check_model(self, model: nn.Module, optimizer: Any, *, restarts: bool) -> None:
-        """Raise UnsupportedError for a model that events could not edit, InputError for one that they have edited."""
+        """Raise UnsupportedError for a model that cannot be edited, InputError for one this callback edited before."""
         inner, trainer = _uncompiled(self.trainer.model_wrapped), self.trainer
         shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
@@ -423,7 +423,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
                 )
 
     def _stored(self, state: TrainerState) -> dict[str, Any] | None:
-        """Return what a resumed checkpoint stores of this callback; None where it was not there."""
+        """Return this callback's state in a resumed checkpoint; None where it has none."""
         callbacks: Any = state.stateful_callbacks or {}
         entry = callbacks.get(type(self).__name__) if state.global_step else None
         stored = None if entry is None else entry["attributes"]["progress"]
@@ -435,7 +435,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         return stored
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings as plain values, by which a resumed run is known."""
+        """Return the settings as plain values; a resumed run must have the same."""
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
 
 
@@ -450,9 +450,9 @@ def _row_length(dataset: Any) -> int:
 
 
 def check_arguments(args: Any) -> None:
-    """Raise UnsupportedError for arguments by which a Trainer shares out what edits need whole."""
+    """Raise UnsupportedError for arguments under which heads cannot be edited."""
     if args.world_size == 1 and (processes := rank_and_size()[1]) > 1:
-        raise UnsupportedError(f"{processes} processes train apart on a CPU without use_cpu=True: pass it")
+        raise UnsupportedError(f"{processes} processes on a CPU must have use_cpu=True: else each trains alone")
     if any(getattr(args, name, None) for name in ("fsdp", "deepspeed", "parallelism_config")):
         raise UnsupportedError(_WHOLE)
     if args.n_gpu > 1:
@@ -491,7 +491,7 @@ def _uncompiled(module: Any) -> Any:
 
 @cache
 def join_trainers() -> None:
-    """Wrap methods of `Trainer` so that callbacks know it, follow its checkpoints, and pushes hold the heads."""
+    """Wrap methods of `Trainer`: callbacks then know it and follow its checkpoints, and pushes include the heads."""
     from transformers.trainer import Trainer
 
     for name, wrapper in _WRAPPERS.items():
@@ -505,7 +505,7 @@ def _callbacks(trainer: Any) -> list[FreezeCallback]:
 
 def _train(ordinary: Any) -> Any:
     def train(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Tell the callback which Trainer it is, then train."""
+        """Give the callback its Trainer, then train."""
         callbacks = _callbacks(self)
         if len(callbacks) > 1:
             raise InputError(f"a Trainer takes one FreezeCallback, got {len(callbacks)}: use a schedule of many events")
@@ -518,7 +518,7 @@ def _train(ordinary: Any) -> Any:
 
 def _training_loop(ordinary: Any) -> Any:
     def training_loop(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Let the callback start over where the Trainer does, as `auto_find_batch_size` has it; then train."""
+        """Let the callback start over where the Trainer does, under `auto_find_batch_size`; then train."""
         for callback in _callbacks(self):
             if not callback.called:
                 callback.start_over_(self.model, self.optimizer)
@@ -556,7 +556,7 @@ def _follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
 
 def _push(ordinary: Any) -> Any:
     def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        """Copy a checkpoint's files about heads to where the rest of it is copied, where it is pushed now."""
+        """Copy a checkpoint's files about heads into the output folder if it is pushed now."""
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
         pushes = self.args.hub_strategy != "end" and (self.args.hub_always_push or not busy)
         checkpoint, folder = Path(checkpoint_folder), Path(self.args.output_dir)

@@ -22,11 +22,10 @@ Sums = dict[str, dict[str, str]]
 
 
 def described(sites: Sequence[Site]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return which heads of every layer are edited and how, as values for JSON, and tensors for safetensors.
+    """Return the edited heads of every layer as values for JSON, and their tensors for safetensors.
 
-    The heads of a layer whose patterns are trained are listed as `trainable`; their logits are those of this moment.
-    Tensors are `layer.head.alpha`, `.rho` (or `.weights`) and the rows kept for undoing, `layer.head.removed.role.*`;
-    with grouped queries the head of keys and values is a KV head.
+    `trainable` lists the heads whose patterns are trained. Tensors are `layer.head.alpha`, `.rho` (or `.weights`), and
+    the removed rows, `layer.head.removed.role.*`, by KV head for keys and values.
     """
     layers, tensors = [], {}
     for number, site in enumerate(sites):
@@ -59,7 +58,7 @@ def recorded_layouts(state: Mapping[str, Any]) -> list[HeadLayout]:
 
 
 def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return `described` for a model whose weights another library keeps: with what tells these weights from others.
+    """Return `described` with checksums of the weights, for a model that another library saves.
 
     Raises UnsupportedError for weights that `check_plain_weights` refuses, InputError for those on the meta device.
     """
@@ -112,7 +111,7 @@ def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[s
 
 
 def sums_of(site: Site) -> Sums:
-    """Return the sums of a layer's projections as they are: without removed rows, heads in slot order."""
+    """Return the checksums of a layer's present projections: without removed rows, heads in slot order."""
     return {
         role: {"dtype": str(weight.dtype).removeprefix("torch."), "sha256": weight_sum(weight)}
         for role, (weight, _) in site.projections().items()

@@ -157,7 +157,7 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
 
 
 def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
-    with pytest.raises(InputError, match="at most 16 are allowed: --too-long cut"):
+    with pytest.raises(InputError, match="at most 16 tokens"):
         measure(settings(folder, length=16))
     asked = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
     found = measure(settings(folder, length=16, too_long="cut", **asked))
