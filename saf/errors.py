@@ -21,10 +21,6 @@ class InputError(SafError, ValueError):
     """An argument, shape or setting cannot be used."""
 
 
-class OutOfRangeError(InputError, IndexError):
-    """An index is out of range; it ends a loop over the indexed object."""
-
-
 class DataError(SafError, ValueError):
     """Text, token shards or a tokenizer cannot be used."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.damped_cosines import DampedCosines
-from saf.errors import CheckpointError, InputError, OutOfRangeError, UnsupportedError, shown
+from saf.errors import CheckpointError, InputError, UnsupportedError, shown
 from saf.log_sums import log_row_sums
 
 # Keys before this one may be sinks, and the canonical slope and height of alpha leave them out. Sinks are the first few
@@ -115,18 +115,15 @@ class _FixedPattern(Pattern):
 
     def __getitem__(self, index: Any) -> Self:
         """Index the leading dimensions; raise InputError for an index that would reach into positions."""
-        return self._map(lambda _, tensor: self._indexed(tensor, index))
 
-    def _indexed(self, tensor: Tensor, index: Any) -> Tensor:
-        leading, positions = tensor.shape[: -self._trailing], tensor.shape[-self._trailing :]
-        words = f"index must select among the leading dimensions {list(leading)}; got {shown(index)}"
-        try:
+        def pick(_: str, tensor: Tensor) -> Tensor:
             result = tensor[index]
-        except (IndexError, TypeError, ValueError, RuntimeError) as error:
-            raise OutOfRangeError(f"{words}: {error}") from None
-        if result.ndim < self._trailing or result.shape[-self._trailing :] != positions:
-            raise InputError(words)
-        return result
+            if result.shape[-self._trailing :] != tensor.shape[-self._trailing :]:
+                leading = list(tensor.shape[: -self._trailing])
+                raise InputError(f"index must select among the leading dimensions {leading}; got {shown(index)}")
+            return result
+
+        return self._map(pick)
 
     def singles(self) -> list[Self]:
         if len(self.shape) > 1:
@@ -378,20 +375,21 @@ class ExponentialPattern(_FixedPattern):
         tensors = self._tensors()
         if not all(x.is_floating_point() and x.ndim and bool(x.isfinite().all()) for x in tensors.values()):
             raise InputError("parameters of an exponential pattern must be finite floating-point tensors [..., n]")
-        shapes = {name: list(x.shape) for name, x in tensors.items()}
-        poles, trends = {"damping", "frequency", "cosine", "sine"}, {"trend", "trend_damping"}
-        alike = all(len({tuple(shapes[name]) for name in group}) == 1 for group in (poles, trends))
-        if not alike or len({tuple(shape[:-1]) for shape in shapes.values()}) != 1:
+        shapes, leading = {name: x.shape for name, x in tensors.items()}, self.alpha.shape[:-1]
+        poles = {shapes[name] for name in ("damping", "frequency", "cosine", "sine")}
+        if (
+            len(poles) > 1
+            or shapes["trend"] != shapes["trend_damping"]
+            or {x[:-1] for x in shapes.values()} != {leading}
+        ):
             raise InputError(f"parameters of an exponential pattern must agree in shape; got {shapes}")
         keys, width = self.alpha.shape[-1], self.band.shape[-1]
-        if not 1 <= width <= self.length or not 0 <= keys <= self.length:
+        if not 1 <= width <= self.length or keys > self.length:
             raise InputError(
                 f"alpha must have at most {self.length} keys (length), band 1 to {self.length}; got {shapes}"
             )
         if width < self.length and not self.damping.shape[-1]:
-            raise InputError(
-                f"a pattern of {self.length} positions beyond a band of {width} must have a pole; got none"
-            )
+            raise InputError(f"a pattern of {self.length} positions with a band of {width} must have a pole; got none")
         if bool((self.damping < 0).any()) or bool((self.trend_damping <= 0).any()):
             raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
 
@@ -471,14 +469,9 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def __init__(self, alpha: Tensor, rho: Tensor):
         """Copy the logits; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
         super().__init__()
-        if alpha.shape != rho.shape or alpha.dim() != 1 or not len(alpha):
-            raise InputError(f"expected alpha and rho [T], T >= 1; got {list(alpha.shape)} and {list(rho.shape)}")
-        if alpha.dtype != rho.dtype or alpha.dtype not in (torch.float32, torch.float64):
-            raise InputError(
-                f"expected alpha and rho of one dtype, float32 or float64; got {alpha.dtype} and {rho.dtype}"
-            )
-        if not (bool(alpha.isfinite().all()) and bool(rho.isfinite().all())):
-            raise InputError("alpha and rho must be finite")
+        checked = CompactPattern.from_parameters(alpha, rho)
+        if checked.shape or alpha.dtype not in (torch.float32, torch.float64):
+            raise InputError(f"alpha and rho must be [T] in float32 or float64; got {shown(alpha)}")
         self.alpha = nn.Parameter(alpha.detach().clone())
         self.rho = nn.Parameter(rho.detach().clone())
 

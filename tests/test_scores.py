@@ -36,35 +36,35 @@ def test_inputs_are_required_and_their_collectors_named():
 
 
 def test_rank_sum_adds_places_ties_by_layer_and_head():
-    found = saf.score(statistics(), "rank_sum", gradient=GRADIENT)
+    actual = saf.score(statistics(), "rank_sum", gradient=GRADIENT)
     expected = torch.tensor([[2.0 + 2, 0 + 3, NAN], [1 + 0, 4 + 1, 3 + 4]], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 def test_the_veto_sends_heads_above_the_median_to_the_end():
-    found = saf.score(statistics(), "gradient_veto", gradient=GRADIENT)
+    actual = saf.score(statistics(), "gradient_veto", gradient=GRADIENT)
     # The median is 1.0: (0, 1) and (1, 2) lie above it and follow all others, by variance.
-    assert ranking(found) == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2)]
+    assert ranking(actual) == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("name", ["qk_gradient", "rank_sum", "gradient_veto"])
 def test_every_live_head_needs_a_gradient_and_frozen_ones_none(name):
     one, other = (saf.score(statistics(), name, gradient=each) for each in (GRADIENT, GRADIENT.nan_to_num(99.0)))
     assert torch.equal(one[1], other[1])
-    lacking = GRADIENT.clone()
-    lacking[1, 1] = NAN
+    incomplete = GRADIENT.clone()
+    incomplete[1, 1] = NAN
     with pytest.raises(InputError, match=r"no value for live heads \[\[1, 1\]\]: .*QKGradient"):
-        saf.score(statistics(), name, gradient=lacking)
+        saf.score(statistics(), name, gradient=incomplete)
     with pytest.raises(InputError, match=r"\[2, 3\]; got \[3\]"):
         saf.score(statistics(), name, gradient=GRADIENT[0])
 
 
 def test_gates_are_normalised_by_layer():
     gates = torch.tensor([[3.0, 4.0, NAN], [0.0, 0.0, 0.0]])
-    found = saf.score(statistics(), "gate_taylor", gates=gates)
+    actual = saf.score(statistics(), "gate_taylor", gates=gates)
     expected = torch.tensor([[0.6, 0.8, NAN], [0.0, 0.0, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    assert ranking(found)[:3] == [(1, 0), (1, 1), (1, 2)]
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+    assert ranking(actual)[:3] == [(1, 0), (1, 1), (1, 2)]
     with pytest.raises(InputError, match=r"\[2, 3\]; got \[3\]"):
         saf.score(statistics(), "gate_taylor", gates=gates[0])
 
@@ -88,14 +88,14 @@ def test_degenerate_rows():
     after = torch.ones(1, 2, 4, dtype=torch.float64)
     change = torch.stack([torch.zeros_like(after[0]), -after[0], -2 * after[0]])[None]
     outputs = outputs_of(c, change, after, torch.zeros(1, 2, 4, dtype=torch.float64))
-    found = {
+    actual = {
         name: saf.score(statistics(torch.ones(1, 3)), name, outputs=outputs)[0].tolist()
         for name in ("output_magnitude", "redundancy", "residual_cosine", "relative_output_change")
     }
-    assert found["output_magnitude"] == [1.0, 2.0, 0.0]
-    assert found["redundancy"] == pytest.approx([-1.0, -1.0, 0.0])
-    assert found["residual_cosine"] == pytest.approx([0.0, 0.0, 2.0])
-    assert found["relative_output_change"][1] == pytest.approx(2 / 1e-8)
+    assert actual["output_magnitude"] == [1.0, 2.0, 0.0]
+    assert actual["redundancy"] == pytest.approx([-1.0, -1.0, 0.0])
+    assert actual["residual_cosine"] == pytest.approx([0.0, 0.0, 2.0])
+    assert actual["relative_output_change"][1] == pytest.approx(2 / 1e-8)
     alone = outputs_of(c[:, :1], change[:, :1], after, after)
     assert saf.score(statistics(torch.ones(1, 1)), "redundancy", outputs=alone).tolist() == [[1.0]]
 
@@ -103,28 +103,30 @@ def test_degenerate_rows():
 def test_a_tiny_change_is_not_lost(generator):
     after = torch.randn(1, 6, 16, generator=generator, dtype=torch.float64)
     change = 1e-7 * torch.randn(1, 1, 6, 16, generator=generator, dtype=torch.float64)
-    found = saf.score(statistics(torch.ones(1, 1)), "residual_cosine", outputs=outputs_of(change, change, after, after))
+    actual = saf.score(
+        statistics(torch.ones(1, 1)), "residual_cosine", outputs=outputs_of(change, change, after, after)
+    )
     along = (change[0, 0] * after[0]).sum(-1, keepdim=True) * after[0] / after[0].square().sum(-1)[:, None]
     expected = ((change[0, 0] - along).square().sum(-1) / after[0].square().sum(-1) / 2).mean()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_a_function_is_a_score():
-    def halved(found, *, factor=0.5):
-        return found.variance * factor
+    def halved(actual, *, factor=0.5):
+        return actual.variance * factor
 
     torch.testing.assert_close(saf.score(statistics(), halved), VARIANCE / 2, equal_nan=True)
     torch.testing.assert_close(saf.score(statistics(), halved, factor=2), VARIANCE * 2, equal_nan=True)
     assert score_name(halved) == "halved"
-    found = saf.score(statistics(), lambda found: torch.zeros_like(found.variance))
-    assert found.isnan().tolist() == VARIANCE.isnan().tolist()
+    actual = saf.score(statistics(), lambda actual: torch.zeros_like(actual.variance))
+    assert actual.isnan().tolist() == VARIANCE.isnan().tolist()
 
 
 @pytest.mark.parametrize(
     ("name", "inputs", "message"),
     [
-        (lambda found: found.variance[0], {}, "one number a head"),
-        (lambda found, *, factor: found.variance, {}, "needs factor"),
+        (lambda actual: actual.variance[0], {}, "one number a head"),
+        (lambda actual, *, factor: actual.variance, {}, "needs factor"),
         ("magic", {}, "unknown score 'magic'"),
         ("variance", {"seed": 1}, "the statistics alone"),
         ("random", {"seed": -3}, "seed must be"),
@@ -140,8 +142,8 @@ def test_random_scores_follow_the_seed_or_a_generator_and_not_what_is_frozen():
     assert torch.equal(part.nan_to_num(0), whole.masked_fill(VARIANCE.isnan(), 0))
     assert not torch.equal(whole, saf.score(statistics(torch.ones(2, 3)), "random", seed=4))
     one, other = (torch.Generator().manual_seed(3) for _ in range(2))
-    state, found = torch.get_rng_state(), statistics(torch.ones(2, 3))
-    first, second = (saf.score(found, "random", seed=one) for _ in range(2))
-    assert torch.equal(saf.score(found, "random", seed=other), first)
+    state, actual = torch.get_rng_state(), statistics(torch.ones(2, 3))
+    first, second = (saf.score(actual, "random", seed=one) for _ in range(2))
+    assert torch.equal(saf.score(actual, "random", seed=other), first)
     assert len(torch.cat([first, second]).unique()) == 12
     assert torch.equal(torch.get_rng_state(), state)

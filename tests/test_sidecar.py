@@ -111,12 +111,12 @@ def test_heads_keep_the_backend_they_were_saved_with(trainable, tmp_path):
     install_(model, [(1, 0)], more, backend="reference", trainable=trainable)
     saf.save(model, tmp_path / "saved")
     write_checkpoint(tmp_path / "step-1", model)
-    found = (
+    actual = (
         saf.load(tmp_path / "saved"),
         saf.load(GPT(model.config), tmp_path / "saved"),
         saf.load(tmp_path / "step-1"),
     )
-    for loaded in found:
+    for loaded in actual:
         assert [block.attention.frozen.backend for block in loaded.blocks] == ["toeplitz", "reference"]
         assert torch.equal(loaded(tokens), model(tokens))
     named = saf.load(tmp_path / "saved", backend="reference")

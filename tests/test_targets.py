@@ -84,23 +84,23 @@ def test_rows_are_causal_and_sum_to_one(name, count, length, dtype):
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("storage", ["dense", "compact"])
 def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage):
-    found = make_statistics(make_logits())
+    actual = make_statistics(make_logits())
     names = collect_for(name, storage)
     make = dense_pattern if storage == "dense" else target
-    make(replace(found, collected={key: found.collected[key] for key in names}), HEADS, name)
+    make(replace(actual, collected={key: actual.collected[key] for key in names}), HEADS, name)
     for key in names:
-        lacking = {other: tensor for other, tensor in found.collected.items() if other != key}
+        incomplete = {other: tensor for other, tensor in actual.collected.items() if other != key}
         with pytest.raises(InputError, match=rf"no '{key}' of heads .*collect=\('{key}',\)"):
-            make(replace(found, collected=lacking), HEADS, name)
+            make(replace(actual, collected=incomplete), HEADS, name)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_draw_depends_on_seed_layer_and_head_alone(name):
-    found, state = make_statistics(make_logits()), torch.get_rng_state()
+    actual, state = make_statistics(make_logits()), torch.get_rng_state()
     last = list(HEADS)[-1]
 
     def draw(heads: Iterable[Head], seed: Seed) -> torch.Tensor:
-        return dense_pattern(found, heads, name, dtype=torch.float64, seed=seed).weights
+        return dense_pattern(actual, heads, name, dtype=torch.float64, seed=seed).weights
 
     whole, other = draw(HEADS, 5), draw(HEADS, 6)
     for number, head in enumerate(HEADS):
@@ -118,12 +118,12 @@ def test_a_draw_depends_on_seed_layer_and_head_alone(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_compact_target_is_that_of_the_dense_pattern(name):
-    found = make_statistics(make_logits())
-    dense = dense_pattern(found, HEADS, name, dtype=torch.float64, seed=2).weights
-    if (exact := exact_pattern(found, HEADS, name, seed=2)) is not None:
+    actual = make_statistics(make_logits())
+    dense = dense_pattern(actual, HEADS, name, dtype=torch.float64, seed=2).weights
+    if (exact := exact_pattern(actual, HEADS, name, seed=2)) is not None:
         torch.testing.assert_close(exact.dense(), dense, rtol=0, atol=1e-12)
         return
-    compact = target(found, HEADS, name, seed=2)
+    compact = target(actual, HEADS, name, seed=2)
     for one, other in zip(compact, target_of(dense), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     fitted = fit_compact(compact.eta_abs, compact.eta_rel)
@@ -141,7 +141,7 @@ def test_zeros_are_floored_before_marginals_are_taken():
 
 
 def test_wrong_requests_are_refused():
-    found = make_statistics(make_logits())
+    actual = make_statistics(make_logits())
     for arguments, options, message in [
         ((HEADS, "median"), {}, "unknown pattern 'median'"),
         ((HEADS, "gaussian"), {"scale": 2}, "'gaussian' takes seed; got scale"),
@@ -153,7 +153,7 @@ def test_wrong_requests_are_refused():
     ]:
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):
-                make(found, *arguments, **options)
+                make(actual, *arguments, **options)
     with pytest.raises(InputError, match="unknown pattern"):
         collect_for("median")
 
@@ -170,10 +170,10 @@ def distance_from_normal(values: torch.Tensor) -> float:
 
 
 def test_gaussian_logits_have_their_means_and_variances():
-    found = make_statistics(make_logits(length=3))
+    actual = make_statistics(make_logits(length=3))
     head = list(HEADS)[1]
-    drawn = torch.stack([gaussian(found, [head], seed=seed)[0] for seed in range(DRAWS)])
-    mean, variance = found.take("logit_mean", [head])[0], found.take("logit_variance", [head])[0]
+    drawn = torch.stack([gaussian(actual, [head], seed=seed)[0] for seed in range(DRAWS)])
+    mean, variance = actual.take("logit_mean", [head])[0], actual.take("logit_variance", [head])[0]
     # Differences of log-probabilities within a row are differences of logits, each drawn by itself.
     for row, one, other in [(1, 0, 1), (2, 0, 1), (2, 1, 2)]:
         difference = drawn[:, row, one].log() - drawn[:, row, other].log()
@@ -184,12 +184,12 @@ def test_gaussian_logits_have_their_means_and_variances():
 
 
 def test_dirichlet_rows_have_the_moments_of_eq_18():
-    found = make_statistics(make_logits(count=8, length=5))
+    actual = make_statistics(make_logits(count=8, length=5))
     head = list(HEADS)[2]
-    mean, spread = found.take("mean", [head])[0], found.take("row_variance", [head])[0]
+    mean, spread = actual.take("mean", [head])[0], actual.take("row_variance", [head])[0]
     strength = concentration(mean, spread)
     for scale in (1.0, 16.0):
-        drawn = torch.stack([dirichlet(found, [head], seed=seed, scale=scale)[0] for seed in range(DRAWS)])
+        drawn = torch.stack([dirichlet(actual, [head], seed=seed, scale=scale)[0] for seed in range(DRAWS)])
         for row in range(1, 5):
             rows, m, c = drawn[:, row, : row + 1], mean[row, : row + 1], scale * strength[row]
             covariance = (torch.diag(m) - torch.outer(m, m)) / (c + 1)
@@ -204,23 +204,23 @@ def test_dirichlet_rows_have_the_moments_of_eq_18():
 
 
 def test_a_larger_scale_stays_closer_to_the_mean():
-    found = make_statistics(make_logits())
-    mean = found.take("mean", HEADS)
+    actual = make_statistics(make_logits())
+    mean = actual.take("mean", HEADS)
     near, far = (
-        (dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=scale).weights - mean).square().sum()
+        (dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=scale).weights - mean).square().sum()
         for scale in (64.0, 4.0)
     )
     assert near < far / 4
-    default = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64).weights
-    assert torch.equal(default, dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=16.0).weights)
+    default = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64).weights
+    assert torch.equal(default, dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=16.0).weights)
 
 
 def test_concentrations_are_bounded():
-    found = make_statistics(make_logits())
-    mean = found.take("mean", HEADS)
-    exact = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=1e30).weights
+    actual = make_statistics(make_logits())
+    mean = actual.take("mean", HEADS)
+    exact = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=1e30).weights
     assert 1e-5 < (exact - mean).abs().max() < 1e-2, "1e6 is the largest concentration"
-    loose = dense_pattern(found, HEADS, "dirichlet", dtype=torch.float64, scale=1e-30).weights
+    loose = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=1e-30).weights
     assert loose.isfinite().all()
     assert (loose.amax(-1) > 0.999).double().mean() > 0.9, "at 1e-2 nearly every row is one key"
 
@@ -229,11 +229,11 @@ def test_rows_that_are_nearly_deterministic_or_never_vary_are_their_mean():
     logits = make_logits(length=6)
     logits[:, :, 3, 1] = 16 + logits[:, :, 3].amax(-1)
     logits[:, :, 4] = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, -torch.inf])
-    found = make_statistics(logits)
-    drawn = dirichlet(found, HEADS)
+    actual = make_statistics(logits)
+    drawn = dirichlet(actual, HEADS)
     for row in (0, 3, 4):
-        assert torch.equal(drawn[:, row], found.take("mean", HEADS)[:, row])
-    assert not torch.equal(drawn[:, 5], found.take("mean", HEADS)[:, 5])
+        assert torch.equal(drawn[:, row], actual.take("mean", HEADS)[:, row])
+    assert not torch.equal(drawn[:, 5], actual.take("mean", HEADS)[:, 5])
 
 
 def test_structured_random_parameters_are_normal_and_a_prefix_for_shorter_inputs():
@@ -267,9 +267,9 @@ def risk(patterns: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
 def test_the_identities_hold_for_every_pattern(name, count, length, seed):
     """What a pattern costs beyond the best fixed one is its distance from that one: Eqs. (14), (15) and (16)."""
     logits = make_logits(count, length, seed=seed)
-    found, patterns = make_statistics(logits), logits.softmax(-1)
-    fixed = dense_pattern(found, HEADS, name, dtype=torch.float64)
-    mean, sharp = (dense_pattern(found, HEADS, each, dtype=torch.float64).weights for each in ("mean", "sharp_mean"))
+    actual, patterns = make_statistics(logits), logits.softmax(-1)
+    fixed = dense_pattern(actual, HEADS, name, dtype=torch.float64)
+    mean, sharp = (dense_pattern(actual, HEADS, each, dtype=torch.float64).weights for each in ("mean", "sharp_mean"))
     squared = pattern_distances(mean, fixed)["squared_error"]
     for number, matrix in enumerate(fixed.weights):
         each = patterns[number]

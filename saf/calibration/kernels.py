@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 FAR = tl.constexpr(1e4)
-"""A logit of minus this is nothing in float32, and unlike infinity its differences are numbers."""
+"""exp2 of minus this is zero in float32, and unlike for infinity, differences are numbers."""
 TINY = tl.constexpr(1e-37)
-"""Just above the smallest normal float32: no logarithm is taken of less."""
+"""Lower bound of the arguments of logarithms, just above the smallest normal float32."""
 NOTHING = tl.constexpr(-126.0)
-"""Below the logarithm of TINY."""
+"""A number below the logarithm of TINY."""
 UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 
@@ -202,7 +202,7 @@ def tile_kernel(
     if DIAGONAL:
         b_l0 = tl.where(past, b_l0, -FAR)
     b_a0 = tl.exp2(b_l0)
-    # Any number does where A_0 vanishes, as long as both sums take the same; a far one would cost their digits. Not a
+    # Where A_0 vanishes any number is right, if both sums use the same; a large one would cost their digits. Not a
     # maximum, which would turn NaN into a number.
     b_l0 = tl.where(b_l0 < NOTHING, NOTHING, b_l0)
     total = tl.zeros((BM, BN), dtype=tl.float32)

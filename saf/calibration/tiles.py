@@ -19,12 +19,12 @@ from saf.statistics import FLOOR
 SCRATCH_BYTES = 1 << 28
 """Memory for the sums of tiles; longer inputs are taken in several bands of rows."""
 FLOAT32_BYTES = 160 << 10
-"""Shared memory of a program in float32 at 256 channels, the most that any takes."""
+"""Shared memory of a program in float32 at 256 channels, the largest of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TileConfig:
-    """How the loop is cut into programs."""
+    """The sizes of programs."""
 
     block_m: int = 64
     """Query rows of a tile, a power of two."""
@@ -34,7 +34,7 @@ class TileConfig:
     num_stages: int = 2
     """Depth of the software pipeline over sequences."""
     max_registers: int = 0
-    """Registers a thread of the tile kernel at most, 0 for no limit."""
+    """Most registers a thread of the tile kernel, 0 for no limit."""
     precision: str = "tf32x3"
     """Of float32 products: "ieee", "tf32x3" or "tf32"."""
 
@@ -42,8 +42,8 @@ class TileConfig:
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
     """Pick a configuration for D channels, as measured on an H200 (docs/log.md).
 
-    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. Where
-    a program may have fewer `shared` bytes of memory than they take there, tiles are smaller: compiled to fit 99 KiB.
+    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. With
+    less `shared` memory than that takes, tiles are smaller, to fit into 99 KiB.
     """
     if dtype == torch.float32 and shared < FLOAT32_BYTES:
         if dim <= 128:
@@ -60,7 +60,7 @@ def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEM
 
 
 def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int | bool | str]:
-    """Compile-time arguments that both kernels share."""
+    """Return the compile-time arguments of both kernels."""
     padded = max(16, 1 << (dim - 1).bit_length())
     half = padded // 2
     rest = max(16, 1 << (dim - half - 1).bit_length()) if dim > half else 0

@@ -25,21 +25,21 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
 def model(dtype: torch.dtype = torch.float64) -> GPT:
     """Three layers of four heads, with queries large enough for uneven attention."""
-    made = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=40)).to(dtype)
-    made.reset_parameters(torch.Generator().manual_seed(0))
-    for block in made.blocks:
+    network = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=40)).to(dtype)
+    network.reset_parameters(torch.Generator().manual_seed(0))
+    for block in network.blocks:
         block.attention.q_proj.weight.data *= 40
-    return made
+    return network
 
 
 def tokens(count: int = 5, length: int = 40) -> torch.Tensor:
     return torch.randint(0, 30, (count, length), generator=torch.Generator().manual_seed(1))
 
 
-def check_close(found, expected, tolerance: float) -> None:
+def check_close(actual, expected, tolerance: float) -> None:
     """Errors relative to the largest entry of each statistic."""
     for name in FIELDS:
-        one, other = getattr(found, name), getattr(expected, name)
+        one, other = getattr(actual, name), getattr(expected, name)
         assert one.dtype == torch.float64
         assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
 
@@ -73,16 +73,16 @@ def test_scores_follow_the_papers_formulae(generator):
     mean = patterns.mean(0)
     variance = sum(float(torch.linalg.matrix_norm(p - mean) ** 2) for p in patterns) / (3 * 12**2)
     kl = sum(float(p[i, j] * (p[i, j] / mean[i, j]).log()) for p in patterns for i in range(12) for j in range(i + 1))
-    found = measure_layer(query, key, kv_head=[0])
-    assert found.variance.item() == pytest.approx(variance, rel=1e-12)
-    assert found.forward_kl.item() == pytest.approx(kl / (4 * 12), rel=1e-12)
+    actual = measure_layer(query, key, kv_head=[0])
+    assert actual.variance.item() == pytest.approx(variance, rel=1e-12)
+    assert actual.forward_kl.item() == pytest.approx(kl / (4 * 12), rel=1e-12)
 
 
 def test_no_variance_is_exactly_zero_and_a_very_low_one_stays_positive(generator):
     query, key = torch.randn(2, 1, 3, 90, 8, generator=generator) * 5
-    found = measure_layer(query, key, kv_head=range(3))
-    assert not found.variance.any()
-    assert not found.forward_kl.any()
+    actual = measure_layer(query, key, kv_head=range(3))
+    assert not actual.variance.any()
+    assert not actual.forward_kl.any()
     query = 1 + 1e-5 * torch.randn(6, 1, 64, 8, generator=generator)
     key = torch.randn(1, 1, 64, 8, generator=generator).expand(6, -1, -1, -1)
     exact = dense_statistics(query, key, kv_head=[0]).variance.item()
@@ -101,28 +101,28 @@ def test_diagonal_sums_add_equal_distances(heads, rows, before):
 
 
 def test_the_model_is_measured_as_its_own_attention_computes_it():
-    made, ids = model(), tokens()
+    network, ids = model(), tokens()
     seen = {}
-    for layer, block in enumerate(made.blocks):
+    for layer, block in enumerate(network.blocks):
         block.attention.live.register_forward_pre_hook(lambda _, inputs, at=layer: seen.update({at: inputs[:2]}))
-    made(ids)
+    network(ids)
     expected = [dense_statistics(*(each.detach() for each in seen[layer]), kv_head=range(4)) for layer in range(3)]
-    found = calibrate(made, [ids[:2], {"input_ids": ids[2:]}])
-    assert (found.length, found.num_sequences) == (40, 5)
+    actual = calibrate(network, [ids[:2], {"input_ids": ids[2:]}])
+    assert (actual.length, actual.num_sequences) == (40, 5)
     for name in FIELDS:
         whole = torch.stack([getattr(layer, name) for layer in expected])
-        torch.testing.assert_close(getattr(found, name), whole, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(getattr(actual, name), whole, rtol=1e-9, atol=1e-12)
 
 
 def test_layers_at_a_time_batches_and_named_heads_change_nothing():
-    made, ids, seen = model(), tokens(), []
-    whole, one_layer = calibrate(made, [ids]), 2 * 5 * 40 * 32 * 8
-    split = calibrate(made, [ids], capture_bytes=one_layer, progress=lambda *done: seen.append(done))
+    network, ids, seen = model(), tokens(), []
+    whole, one_layer = calibrate(network, [ids]), 2 * 5 * 40 * 32 * 8
+    split = calibrate(network, [ids], capture_bytes=one_layer, progress=lambda *done: seen.append(done))
     assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(getattr(whole, name), getattr(split, name)) for name in FIELDS)
-    check_close(calibrate(made, list(ids.flip(0).split(2))), whole, 1e-10)
+    check_close(calibrate(network, list(ids.flip(0).split(2))), whole, 1e-10)
     heads = HeadSet([(0, 2), (1, 0), (2, 1)])
-    some = calibrate(made, (batch for batch in [ids]), heads=heads)
+    some = calibrate(network, (batch for batch in [ids]), heads=heads)
     assert HeadSet(map(tuple, some.measured.nonzero().tolist())) == heads
     for layer, head in heads:
         for name in FIELDS:
@@ -131,59 +131,59 @@ def test_layers_at_a_time_batches_and_named_heads_change_nothing():
 
 
 def test_calibration_leaves_no_trace():
-    made, ids = model(), tokens()
-    made.train()
-    made.blocks[1].eval()
-    made(ids[:, :-1], ids[:, 1:]).backward()
+    network, ids = model(), tokens()
+    network.train()
+    network.blocks[1].eval()
+    network(ids[:, :-1], ids[:, 1:]).backward()
 
     def state() -> str:
         digest = hashlib.sha256()
-        for name, parameter in made.named_parameters():
+        for name, parameter in network.named_parameters():
             digest.update(name.encode() + parameter.detach().numpy().tobytes() + parameter.grad.numpy().tobytes())
-        for module in made.modules():
+        for module in network.modules():
             digest.update(bytes([module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]))
         digest.update(torch.get_rng_state().numpy().tobytes())
         digest.update(repr((random.getstate(), np.random.get_state(), ids)).encode())
         return digest.hexdigest()
 
     before = state()
-    calibrate(made, [ids])
+    calibrate(network, [ids])
     assert state() == before
 
     def fail(*_: object) -> None:
         raise KeyError("in the middle of a forward pass")
 
-    handle = made.blocks[2].register_forward_pre_hook(fail)
+    handle = network.blocks[2].register_forward_pre_hook(fail)
     with pytest.raises(KeyError):
-        calibrate(made, [ids])
+        calibrate(network, [ids])
     handle.remove()
     assert state() == before
 
 
 def test_attention_that_is_not_finite_is_refused():
-    made = model()
-    made.blocks[1].attention.q_proj.weight.data[0, 0] = torch.nan
+    network = model()
+    network.blocks[1].attention.q_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(DivergenceError, match="layer 1 is not finite"):
-        calibrate(made, [tokens()])
+        calibrate(network, [tokens()])
 
 
 def test_frozen_heads_are_not_measured_and_the_others_see_them():
-    made, ids = model(), tokens()
+    network, ids = model(), tokens()
     fixed = CompactPattern.from_parameters(*torch.randn(2, 5, 40, dtype=torch.float64))
-    install_(made, HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
-    found = calibrate(made, [ids])
-    assert found.measured.tolist() == [[True, False, True, True], [False] * 4, [True] * 4]
-    assert found.variance[0, 1].isnan()
-    assert torch.isfinite(found.eta_abs[found.measured]).all()
+    install_(network, HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
+    actual = calibrate(network, [ids])
+    assert actual.measured.tolist() == [[True, False, True, True], [False] * 4, [True] * 4]
+    assert actual.variance[0, 1].isnan()
+    assert torch.isfinite(actual.eta_abs[actual.measured]).all()
 
 
 def test_statistics_join_over_heads_save_and_load(tmp_path):
-    made, ids = model(), tokens()
+    network, ids = model(), tokens()
     collect = {"collect": ("mean", "mean_rows", "sharp_row_entropy"), "positions": (0, 7, 39)}
-    whole = calibrate(made, [ids], **collect)
-    parts = [calibrate(made, [ids], heads=some, **collect) for some in (list(whole.collected_heads)[5:], [(0, 1)])]
+    whole = calibrate(network, [ids], **collect)
+    parts = [calibrate(network, [ids], heads=some, **collect) for some in (list(whole.collected_heads)[5:], [(0, 1)])]
     rest = [head for head in whole.collected_heads if head not in {*parts[0].collected_heads, (0, 1)}]
-    joined = AttentionStatistics.join([*parts, calibrate(made, [ids], heads=rest, **collect)])
+    joined = AttentionStatistics.join([*parts, calibrate(network, [ids], heads=rest, **collect)])
     path = tmp_path / "statistics.safetensors"
     joined.save(path)
     loaded = AttentionStatistics.load(path)
@@ -195,8 +195,8 @@ def test_statistics_join_over_heads_save_and_load(tmp_path):
         assert getattr(loaded, name) == getattr(whole, name)
     for others, message in [
         ([whole, parts[0]], "some heads twice"),
-        ([parts[0], calibrate(made, [tokens(3)], heads=[(0, 1)])], "different calibration inputs"),
-        ([parts[0], calibrate(made, [ids], heads=[(0, 1)])], "cannot be joined"),
+        ([parts[0], calibrate(network, [tokens(3)], heads=[(0, 1)])], "different calibration inputs"),
+        ([parts[0], calibrate(network, [ids], heads=[(0, 1)])], "cannot be joined"),
     ]:
         with pytest.raises(InputError, match=message):
             AttentionStatistics.join(others)
@@ -237,13 +237,13 @@ def test_bad_batches_are_refused(change, message):
 
 
 def test_an_iterator_is_read_once_and_other_forms_of_the_same_tokens_are_equal():
-    made, ids, once = model(), tokens(), iter([tokens()])
-    whole = calibrate(made, once)
+    network, ids, once = model(), tokens(), iter([tokens()])
+    whole = calibrate(network, once)
     with pytest.raises(InputError, match="an iterator is read once"):
-        calibrate(made, once)
+        calibrate(network, once)
     begins = torch.tensor([0, 40, 80, 120, 160, 200, 200])  # as long as the most documents, the rest without tokens
     positions = {"position_ids": torch.arange(40)[None], "cu_seq_lens_q": begins, "max_length_q": 40}
     for batches in ([{"input_ids": ids, **positions}], [ids.to(torch.int16)], [[ids]]):
-        other = calibrate(made, batches)
+        other = calibrate(network, batches)
         assert torch.equal(whole.variance, other.variance)
         assert whole.sequences_hash == other.sequences_hash

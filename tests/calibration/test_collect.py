@@ -16,15 +16,15 @@ HEADS = HeadSet([(0, 2), (1, 0), (1, 3), (2, 1)])
 POSITIONS = (0, 7, 31, 39)
 
 
-def logits_of(made: GPT, ids: torch.Tensor, heads: HeadSet) -> torch.Tensor:
+def logits_of(network: GPT, ids: torch.Tensor, heads: HeadSet) -> torch.Tensor:
     """Return causal logits `[F, N, T, T]`, -inf above the diagonal."""
     seen = {}
     handles = [
         block.attention.live.register_forward_pre_hook(lambda _, args, at=layer: seen.update({at: args[:2]}))
-        for layer, block in enumerate(made.blocks)
+        for layer, block in enumerate(network.blocks)
     ]
     with torch.no_grad():
-        made(ids)
+        network(ids)
     for handle in handles:
         handle.remove()
     future = torch.ones(40, 40, dtype=torch.bool).triu(1)
@@ -55,16 +55,16 @@ def expected(logits: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_everything_equals_the_dense_computation(count, dtype):
-    made, ids = model(dtype), tokens(count)
-    found = calibrate(made, [ids], collect=list(COLLECTIONS), heads=HEADS, positions=POSITIONS)
-    dense = expected(logits_of(made, ids, HEADS).double())
+    network, ids = model(dtype), tokens(count)
+    actual = calibrate(network, [ids], collect=list(COLLECTIONS), heads=HEADS, positions=POSITIONS)
+    dense = expected(logits_of(network, ids, HEADS).double())
     tolerance = 1e-10 if dtype == torch.float64 else 2e-5
-    assert set(found.collected) == set(dense) == set(COLLECTIONS)
-    for name, tensor in found.collected.items():
+    assert set(actual.collected) == set(dense) == set(COLLECTIONS)
+    for name, tensor in actual.collected.items():
         assert tensor.dtype == (torch.float64 if name.startswith("sharp") else dtype)
         torch.testing.assert_close(tensor.double(), dense[name], rtol=tolerance, atol=tolerance, msg=name)
-    assert (found.collected_heads, found.positions) == (HEADS, POSITIONS)
-    held = sum(tensor.nbytes for tensor in found.collected.values())
+    assert (actual.collected_heads, actual.positions) == (HEADS, POSITIONS)
+    held = sum(tensor.nbytes for tensor in actual.collected.values())
     sizes = {"heads": 4, "sequences": count, "length": 40, "positions": 4}
     assert held == collection_bytes(list(COLLECTIONS), **sizes, itemsize=dtype.itemsize)
 
@@ -72,24 +72,24 @@ def test_everything_equals_the_dense_computation(count, dtype):
 def test_collections_do_not_depend_on_strips_or_order(generator):
     names = [name for name, shape in COLLECTIONS.items() if "N" not in shape]
     query, key = 2 * torch.randn(2, 5, 4, 40, 8, generator=generator, dtype=torch.float64)
-    found = []
+    actual = []
     for order, elements in ((slice(None), None), (torch.randperm(5), 5 * 7 * 40)):
         heads = HeadSet((0, head) for head in range(4))
         shape = {"sequences": 5, "length": 40, "positions": POSITIONS, "dtype": torch.float64}
-        found.append(Collection(names, heads, **shape))
-        operands = {"kv_head": range(4), "take": found[-1].of_layer(0)}
+        actual.append(Collection(names, heads, **shape))
+        operands = {"kv_head": range(4), "take": actual[-1].of_layer(0)}
         measure_layer(query[order], key[order], strip_elements=elements, **operands)
-    for name, one in found[0].tensors.items():
-        assert ((one - found[1].tensors[name]).abs() <= 1e-10 * one.abs().max()).all(), name
+    for name, one in actual[0].tensors.items():
+        assert ((one - actual[1].tensors[name]).abs() <= 1e-10 * one.abs().max()).all(), name
 
 
 def test_missing_values_and_wrong_requests_are_refused():
-    made, ids = model(), tokens()
-    found = calibrate(made, [ids], collect=("mean",), heads=HEADS)
-    assert torch.equal(found.take("mean", [(2, 1), (0, 2)]), found.collected["mean"][[3, 0]])
+    network, ids = model(), tokens()
+    actual = calibrate(network, [ids], collect=("mean",), heads=HEADS)
+    assert torch.equal(actual.take("mean", [(2, 1), (0, 2)]), actual.collected["mean"][[3, 0]])
     for name, heads in (("mean", [(0, 0), (0, 2)]), ("logit_mean", [(0, 2)])):
         with pytest.raises(InputError, match=rf"collect=\('{name}',\)"):
-            found.take(name, heads)
+            actual.take(name, heads)
     for options, message in [
         ({"collect": ("median",)}, "unknown name to collect"),
         ({"heads": [(0, 9)]}, "frozen or do not exist"),
@@ -97,4 +97,4 @@ def test_missing_values_and_wrong_requests_are_refused():
         ({"collect": ("rows",), "positions": (40,)}, "must ascend"),
     ]:
         with pytest.raises(InputError, match=message):
-            calibrate(made, [ids], **options)
+            calibrate(network, [ids], **options)

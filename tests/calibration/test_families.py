@@ -44,10 +44,10 @@ def forward(model: nn.Module, ids: torch.Tensor) -> list[dict[str, torch.Tensor]
         linear.register_forward_hook(lambda _m, _args, out, at=layer, n=count: values.update({at: out[..., -n:]}))
     with torch.no_grad():
         outputs = model(ids, output_attentions=True, output_hidden_states=True)
-    found = []
+    actual = []
     for layer in LAYERS:
         value = values[layer].unflatten(-1, (-1, sites[layer].head_dim)).transpose(1, 2)
-        found.append(
+        actual.append(
             {
                 "pattern": outputs.attentions[layer],
                 "value": value.repeat_interleave(4 // value.shape[1], 1),
@@ -55,24 +55,24 @@ def forward(model: nn.Module, ids: torch.Tensor) -> list[dict[str, torch.Tensor]
                 "residual": outputs.hidden_states[layer],
             }
         )
-    return found
+    return actual
 
 
-def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Softmax of eager attention is in float32."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_are_each_heads_own(ordinary, frozen):
     ids = tokens()
-    found = calibrate(frozen, [ids], collect=("mean",))
-    assert len(found.collected_heads & FROZEN) == 0
+    actual = calibrate(frozen, [ids], collect=("mean",))
+    assert len(actual.collected_heads & FROZEN) == 0
     for layer, expected in enumerate(forward(ordinary, ids)):
-        for head in found.collected_heads.in_layer(layer):
-            mean = found.take("mean", [(layer, head)])[0]
+        for head in actual.collected_heads.in_layer(layer):
+            mean = actual.take("mean", [(layer, head)])[0]
             check_close(mean, expected["pattern"][:, head].mean(0))
     alone = calibrate(frozen, [ids], collect=("mean",), heads=[(1, 3)]).collected["mean"]
-    assert torch.equal(alone, found.take("mean", [(1, 3)]))
+    assert torch.equal(alone, actual.take("mean", [(1, 3)]))
 
 
 def test_outputs_are_each_heads_own(ordinary, frozen):
@@ -100,7 +100,7 @@ def test_outputs_are_each_heads_own(ordinary, frozen):
 
 def test_gates_are_each_heads_own(ordinary):
     sites, ids = adapter_for(ordinary).sites(), tokens(2)
-    found, total = gate_gradients(ordinary, [ids]), torch.zeros(3, 4, dtype=torch.float64)
+    actual, total = gate_gradients(ordinary, [ids]), torch.zeros(3, 4, dtype=torch.float64)
     gates = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     for site, row in zip(sites, gates, strict=True):
         linear = site.attention.o_proj if hasattr(site.attention, "o_proj") else site.attention.c_proj
@@ -109,4 +109,4 @@ def test_gates_are_each_heads_own(ordinary):
     for sequence in ids.split(1):
         loss = adapter_for(ordinary).next_token_loss(sequence[:, :-1], sequence[:, 1:])
         total += torch.autograd.grad(loss, gates, retain_graph=True)[0].abs()
-    torch.testing.assert_close(found, total / 2, rtol=1e-3, atol=1e-8)
+    torch.testing.assert_close(actual, total / 2, rtol=1e-3, atol=1e-8)

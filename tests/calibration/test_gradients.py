@@ -135,9 +135,9 @@ def dense_gates(model, ids):
 
 
 def test_gates_equal_real_ones_and_finite_differences(model, ids):
-    found = gate_gradients(model, [ids[:2], {"input_ids": ids[2:]}])
-    torch.testing.assert_close(found, dense_gates(model, ids), rtol=1e-5, atol=1e-10)
-    torch.testing.assert_close(gate_gradients(model, [ids.flip(0)]), found, rtol=1e-10, atol=0)
+    actual = gate_gradients(model, [ids[:2], {"input_ids": ids[2:]}])
+    torch.testing.assert_close(actual, dense_gates(model, ids), rtol=1e-5, atol=1e-10)
+    torch.testing.assert_close(gate_gradients(model, [ids.flip(0)]), actual, rtol=1e-10, atol=0)
     step, up, down = 1e-3, *torch.ones(2, 3, 4, dtype=torch.float64)
     up[1, 2] += step
     down[1, 2] -= step
@@ -173,15 +173,15 @@ def test_a_loss_of_ones_own_and_targets_decide_where_it_is_taken(model, ids):
         return model(sequence, targets[row : row + 1])
 
     batches = [{"input_ids": ids[:2], "targets": targets[:2]}, {"input_ids": ids[2:], "targets": targets[2:]}]
-    found = gate_gradients(model, batches)
-    torch.testing.assert_close(found, gate_gradients(model, [ids], loss=at_targets), rtol=1e-10, atol=0)
+    actual = gate_gradients(model, batches)
+    torch.testing.assert_close(actual, gate_gradients(model, [ids], loss=at_targets), rtol=1e-10, atol=0)
     # Next tokens as targets give the loss that is taken without any, but for the last token, which has none.
     after = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
     plain = gate_gradients(model, [{"input_ids": ids, "targets": after}])
     torch.testing.assert_close(plain, gate_gradients(model, [ids]), rtol=1e-4, atol=1e-10)
     config = saf.FreezeConfig(count=1, score="gate_taylor", operation="prune")
     report = saf.freeze_(model, iter(batches), config)
-    torch.testing.assert_close(report.scores, found / found.norm(dim=1, keepdim=True), rtol=1e-10, atol=0)
+    torch.testing.assert_close(report.scores, actual / actual.norm(dim=1, keepdim=True), rtol=1e-10, atol=0)
 
 
 def test_targets_and_sequences_without_a_loss_are_refused(model, ids):

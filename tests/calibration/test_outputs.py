@@ -18,12 +18,12 @@ def layer_inputs(model, ids):
     """Run the model; return queries, keys, values, residual stream and attention output of each layer."""
     seen = [{} for _ in model.blocks]
     handles = []
-    for block, kept in zip(model.blocks, seen, strict=True):
+    for block, retained in zip(model.blocks, seen, strict=True):
         handles += [
-            block.register_forward_pre_hook(lambda _, args, kept=kept: kept.update(residual=args[0])),
-            block.attention.register_forward_hook(lambda _, args, out, kept=kept: kept.update(output=out)),
+            block.register_forward_pre_hook(lambda _, args, retained=retained: retained.update(residual=args[0])),
+            block.attention.register_forward_hook(lambda _, args, out, retained=retained: retained.update(output=out)),
             block.attention.live.register_forward_pre_hook(
-                lambda _, args, kept=kept: kept.update(q=args[0], k=args[1], v=args[2])
+                lambda _, args, retained=retained: retained.update(q=args[0], k=args[1], v=args[2])
             ),
         ]
     with torch.no_grad():
@@ -41,7 +41,7 @@ def causal_patterns(query, key):
 
 def dense_scores(model, ids, heldout, positions):
     """Return the four scores, `[L, H]` each, as the paper defines them."""
-    found = {name: [] for name in NAMES}
+    actual = {name: [] for name in NAMES}
     calibration = layer_inputs(model, ids)
     for block, before, seen in zip(model.blocks, calibration, layer_inputs(model, heldout), strict=True):
         heads, dim = seen["q"].shape[1], seen["q"].shape[-1]
@@ -55,24 +55,24 @@ def dense_scores(model, ids, heldout, positions):
         torch.testing.assert_close(output, seen["output"])
         after = (seen["residual"] + output)[:, rows]
         flat = [part[:, rows].flatten() for part in c]
-        found["output_magnitude"].append([part.norm() / len(part) ** 0.5 for part in flat])
-        found["redundancy"].append(
+        actual["output_magnitude"].append([part.norm() / len(part) ** 0.5 for part in flat])
+        actual["redundancy"].append(
             [
                 -max(torch.cosine_similarity(flat[h], flat[o], dim=0) for o in range(heads) if o != h)
                 for h in range(heads)
             ]
         )
-        found["residual_cosine"].append(
+        actual["residual_cosine"].append(
             [
                 (1 - torch.cosine_similarity(after, after + (swapped[h] - c[h])[:, rows], dim=-1)).mean()
                 for h in range(heads)
             ]
         )
         norm = output[:, rows].norm(dim=-1).clamp(min=1e-8)
-        found["relative_output_change"].append(
+        actual["relative_output_change"].append(
             [((swapped[h] - c[h])[:, rows].norm(dim=-1) / norm).mean() for h in range(heads)]
         )
-    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in found.items()}
+    return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in actual.items()}
 
 
 def measure(model, ids, heldout, positions):
@@ -83,11 +83,11 @@ def measure(model, ids, heldout, positions):
 
 def test_scores_equal_the_dense_computation(model, ids, heldout):
     positions = latter_half(24, 5)
-    _, outputs, found = measure(model, ids, heldout, positions)
+    _, outputs, actual = measure(model, ids, heldout, positions)
     expected = dense_scores(model, ids, heldout, positions)
     for name in NAMES:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
-        assert len(found[name].unique()) == 12 or name == "redundancy"
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-12)
+        assert len(actual[name].unique()) == 12 or name == "redundancy"
     assert outputs.num_samples == 3 * 5
 
 
@@ -106,15 +106,15 @@ def test_measuring_outputs_leaves_no_trace(model, ids, heldout):
 def test_with_frozen_heads_the_others_are_measured_in_the_model_as_it_is(model, ids, heldout):
     fixed = CompactPattern.from_parameters(*torch.randn(2, 5, 24, dtype=torch.float64))
     saf.install_(model, HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
-    _, outputs, found = measure(model, ids, heldout, (12, 20))
+    _, outputs, actual = measure(model, ids, heldout, (12, 20))
     for name in NAMES:
-        assert found[name].isnan().tolist() == [[False, True, False, False], [True] * 4, [False] * 4]
+        assert actual[name].isnan().tolist() == [[False, True, False, False], [True] * 4, [False] * 4]
     inputs = layer_inputs(model, heldout)[0]
     torch.testing.assert_close(outputs.output[0], inputs["output"][:, [12, 20]].norm(dim=-1).flatten())
     # Live slots come first: head 2 is slot 1.
     head = causal_patterns(inputs["q"], inputs["k"])[:, 1] @ inputs["v"][:, 1]
     c = (head @ model.blocks[0].attention.o_proj.weight[:, 8:16].T)[:, [12, 20]]
-    torch.testing.assert_close(found["output_magnitude"][0, 2], c.square().mean().sqrt())
+    torch.testing.assert_close(actual["output_magnitude"][0, 2], c.square().mean().sqrt())
 
 
 def test_what_is_missing_is_told(model, ids, heldout):

@@ -21,39 +21,39 @@ def padded(ids: torch.Tensor, lengths: list[int], *, padding: int) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def found() -> AttentionStatistics:
+def actual() -> AttentionStatistics:
     return calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=("mean", "entry_variance"))
 
 
-def test_rows_are_measured_over_the_sequences_that_reach_them(found):
+def test_rows_are_measured_over_the_sequences_that_reach_them(actual):
     """The same numbers from the patterns of each sequence by itself, in a loop over rows."""
     rows = [row[:end] for row, end in zip(tokens(), LENGTHS, strict=True)]
     alone = [calibrate(model(), [row[None]], collect=("mean",)).collected["mean"] for row in rows]
     counts = [sum(row < end for end in LENGTHS) for row in range(40)]
-    assert found.row_counts.tolist() == counts
-    assert found.lengths == tuple(sorted(LENGTHS, reverse=True))
+    assert actual.row_counts.tolist() == counts
+    assert actual.lengths == tuple(sorted(LENGTHS, reverse=True))
     variance, divergence = (torch.zeros(12, dtype=torch.float64) for _ in range(2))
     for row, count in enumerate(counts):
         here = torch.stack([one[:, row, : row + 1] for one in alone if row < one.shape[1]])
         mean = here.mean(0)
-        assert torch.allclose(found.collected["mean"][:, row, : row + 1], mean, atol=1e-12)
+        assert torch.allclose(actual.collected["mean"][:, row, : row + 1], mean, atol=1e-12)
         if count > 1:
             spread = here.var(0)
-            assert torch.allclose(found.collected["entry_variance"][:, row, : row + 1], spread, atol=1e-12)
+            assert torch.allclose(actual.collected["entry_variance"][:, row, : row + 1], spread, atol=1e-12)
             variance += spread.sum(-1)
             divergence += (torch.xlogy(here, here) - torch.xlogy(here, mean)).sum((0, 2)) / count
     # 31 rows are reached by two sequences or more: they make the scores.
-    assert torch.allclose(found.variance.flatten(), variance / 31**2, rtol=1e-10)
-    assert torch.allclose(found.forward_kl.flatten(), divergence / 31, rtol=1e-10)
+    assert torch.allclose(actual.variance.flatten(), variance / 31**2, rtol=1e-10)
+    assert torch.allclose(actual.forward_kl.flatten(), divergence / 31, rtol=1e-10)
 
 
-def test_padding_never_enters_and_order_does_not_matter(found):
+def test_padding_never_enters_and_order_does_not_matter(actual):
     ids = tokens()
     other = calibrate(model(), [padded(ids, LENGTHS, padding=0)])
     separate = calibrate(model(), [row[None, :end] for row, end in zip(ids, LENGTHS, strict=True)])
-    assert all(torch.equal(getattr(other, name), getattr(found, name)) for name in FIELDS)
-    check_close(separate, found, 1e-10)
-    assert found.sequences_hash == other.sequences_hash == separate.sequences_hash
+    assert all(torch.equal(getattr(other, name), getattr(actual, name)) for name in FIELDS)
+    check_close(separate, actual, 1e-10)
+    assert actual.sequences_hash == other.sequences_hash == separate.sequences_hash
 
 
 def test_equal_lengths_are_the_same_numbers_with_or_without_padding():
@@ -72,18 +72,18 @@ def test_equal_lengths_are_the_same_numbers_with_or_without_padding():
     assert whole.row_counts.tolist() == [4] * 24
 
 
-def test_lengths_are_saved_joined_and_shown(found, tmp_path):
-    found.save(tmp_path / "statistics.safetensors")
+def test_lengths_are_saved_joined_and_shown(actual, tmp_path):
+    actual.save(tmp_path / "statistics.safetensors")
     again = AttentionStatistics.load(tmp_path / "statistics.safetensors")
-    assert again.lengths == found.lengths
-    assert torch.equal(again.row_counts, found.row_counts)
+    assert again.lengths == actual.lengths
+    assert torch.equal(again.row_counts, actual.row_counts)
     assert "5 sequences of 12 to 40 tokens" in repr(again)
     batches = [padded(tokens(), LENGTHS, padding=7)]
     assert "5 sequences of 12 to 40 tokens" in str(plan_calibration(model(), batches))
     parts = [calibrate(model(), batches, heads=[head]) for head in ((0, 1), (2, 3))]
-    assert AttentionStatistics.join(parts).lengths == found.lengths
+    assert AttentionStatistics.join(parts).lengths == actual.lengths
     with pytest.raises(InputError, match="lengths must be"):
-        AttentionStatistics(**{**vars(found), "lengths": (40, 3)})
+        AttentionStatistics(**{**vars(actual), "lengths": (40, 3)})
     with pytest.raises(InputError, match="rows cannot be collected"):
         calibrate(model(), batches, collect=("rows",))
 

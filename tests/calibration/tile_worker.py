@@ -88,11 +88,11 @@ def interpreted(case: dict) -> dict:
     finally:
         tiles.FLOOR, dense.FLOOR = usual
     errors = {}
-    for name, found, expected in zip(exact._fields, run, exact, strict=True):
-        assert found.shape == expected.shape
-        assert found.dtype == torch.float64
+    for name, actual, expected in zip(exact._fields, run, exact, strict=True):
+        assert actual.shape == expected.shape
+        assert actual.dtype == torch.float64
         scale = expected.abs().max().clamp(min=1e-30)
-        error = ((found - expected).abs().max() / scale).item()
+        error = ((actual - expected).abs().max() / scale).item()
         errors[name] = error if error == error else 1e30
     return errors | {"largest_score": max(run.variance.abs().max().item(), run.forward_kl.abs().max().item())}
 
@@ -103,9 +103,9 @@ def poisoned() -> dict:
 
     query, key = operands(2, 37, 16)
     query[1, 0, 20, 3] = torch.nan
-    found = measure_by_kernel(query, key, kv_head=[1, 0, 0, 1], config=TileConfig(block_m=32, block_n=16))
+    actual = measure_by_kernel(query, key, kv_head=[1, 0, 0, 1], config=TileConfig(block_m=32, block_n=16))
     return {
-        name: [bool(head.isnan().any()) for head in values] for name, values in zip(found._fields, found, strict=True)
+        name: [bool(head.isnan().any()) for head in values] for name, values in zip(actual._fields, actual, strict=True)
     }
 
 
@@ -147,22 +147,22 @@ def compiled() -> dict:
                     if name not in constants and name not in UNSPECIALIZED
                 },
             )
-            made = triton.compile(
+            binary = triton.compile(
                 source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps} | options
             )
             with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(made.asm["cubin"])
+                file.write(binary.asm["cubin"])
                 file.flush()
                 dump = [str(program), "--dump-resource-usage", file.name]
                 usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-            found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-            assert found, usage
+            actual = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+            assert actual, usage
             rows[f"{label} {element} D{dim}"] = {
-                "registers": int(found[1]) * 32 * config.num_warps,
-                "stack": int(found[2]),
-                "shared": made.metadata.shared,
+                "registers": int(actual[1]) * 32 * config.num_warps,
+                "stack": int(actual[2]),
+                "shared": binary.metadata.shared,
                 "least": shared << 10,
-                "wgmma": "wgmma" in made.asm["ptx"],
+                "wgmma": "wgmma" in binary.asm["ptx"],
             }
     return rows
 

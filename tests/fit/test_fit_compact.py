@@ -76,12 +76,12 @@ def test_same_result_twice_in_any_batch_and_of_none(make_target, fitter):
     assert fit_compact(torch.ones(0, 5), torch.ones(0, 5), fitter=fitter).shape == (0,)
     target = make_target(5, length=50)
     etas = target.eta_abs, target.eta_rel
-    before = [eta.clone() for eta in etas]
-    pattern, again = (fit_compact(*etas, fitter=fitter) for _ in range(2))
+    before, options = [eta.clone() for eta in etas], {"steps": 30} if fitter == "adam" else {}
+    pattern, again = (fit_compact(*etas, fitter=fitter, **options) for _ in range(2))
     assert all(map(torch.equal, etas, before))
     assert torch.equal(pattern.alpha, again.alpha)
     assert torch.equal(pattern.rho, again.rho)
-    alone = fit_compact(target.eta_abs[3], target.eta_rel[3], fitter=fitter)
+    alone = fit_compact(target.eta_abs[3], target.eta_rel[3], fitter=fitter, **options)
     torch.testing.assert_close(alone.dense(), pattern[3].dense(), rtol=0, atol=1e-9)
 
 

@@ -266,11 +266,11 @@ def test_the_noise_is_that_of_the_loss_whatever_its_slope():
         losses = [3 + slope * t + rng.gauss(0, 0.02) for t in range(2_000)]
         assert math.sqrt(schedules._noise(losses)) == pytest.approx(0.02, rel=0.05)
         proposer = TrainLoss().start(updates=10_000, heads=HEADS, limit=72)
-        found = []
+        actual = []
         for update, loss in enumerate(losses, start=1):
             proposer.observe(update, loss)
-            found.append(proposer.averages.variance)
-        assert math.sqrt(sum(found[500:]) / 1500) == pytest.approx(0.02, rel=0.1)
+            actual.append(proposer.averages.variance)
+        assert math.sqrt(sum(actual[500:]) / 1500) == pytest.approx(0.02, rel=0.1)
 
 
 def test_nothing_happens_while_the_loss_falls_never_fell_or_hides_in_noise():

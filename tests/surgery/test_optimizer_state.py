@@ -22,7 +22,7 @@ BY_ROWS = {
 
 
 def groups(model):
-    """Matrices and vectors apart, as in most training loops."""
+    """One group of matrices and one of vectors, as in most training loops."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     return [{"params": matrices}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
 
@@ -63,8 +63,8 @@ EDITS = {
 
 def tensors(model, optimizer):
     """All that a refused call must leave as it was."""
-    found = [tensor.clone() for tensor in model.state_dict().values()]
-    return found + [v.clone() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+    actual = [tensor.clone() for tensor in model.state_dict().values()]
+    return actual + [v.clone() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
 
 
 def assert_untouched(before, model, optimizer):
@@ -214,7 +214,7 @@ def test_they_are_refused_where_it_is_not(name):
 
 
 class Listed(torch.optim.SGD):
-    """Keep a list beside each weight, as optimisers with factors of a matrix do."""
+    """Hold a list for each weight, as optimisers with factors of a matrix do."""
 
     def step(self, closure=None):
         for group in self.param_groups:

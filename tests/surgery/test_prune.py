@@ -24,7 +24,7 @@ from tests.transformers_models import make as make_llama
 GONE = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)])
 """Two heads of the first layer, all of the second."""
 FIXED = HeadSet([(0, 3), (2, 0)])
-"""To be frozen: one beside pruned heads."""
+"""Heads to freeze, one in a layer with pruned heads."""
 IDS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(4))
 ROLES = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -54,14 +54,14 @@ def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_we
     assert [tuple(getattr(attention, role).weight.shape) for role in ROLES] == [(8, 32), (8, 32), (16, 32), (32, 16)]
     assert (attention.o_proj.in_features, attention.q_proj.out_features) == (16, 8)
     assert all(getattr(model.blocks[1].attention, role).weight.numel() == 0 for role in ROLES)
-    expected, found = zeroed(twin, IDS), model(IDS)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    found.backward(upstream)
+    expected, actual = zeroed(twin, IDS), model(IDS)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+    upstream = torch.randn(actual.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    actual.backward(upstream)
     expected.backward(upstream)
-    wanted = dict(twin.named_parameters())
+    oracle = dict(twin.named_parameters())
     for name, parameter in model.named_parameters():
-        exact, parts = wanted[name].grad, name.split(".")
+        exact, parts = oracle[name].grad, name.split(".")
         if parts[-2] in ROLES:
             layout = model.blocks[int(parts[1])].attention.layout
             rows = rows_of(layout.live if parts[-2] in ("q_proj", "k_proj") else layout.slots)
@@ -90,17 +90,17 @@ def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
         output = attention(x, model.rotary(torch.arange(129)[None]), None)
     output.backward(layer.upstream.to(output.dtype))
     rows = rows_of(attention.layout.slots, 64)
-    found = dict(zip(TENSORS, (output.detach(), x.grad, values[0].grad), strict=False))
-    found |= {f"{role} projection": weight.grad for role, weight in attention.weights().items()}
-    assert found.keys() == exact.keys()
+    actual = dict(zip(TENSORS, (output.detach(), x.grad, values[0].grad), strict=False))
+    actual |= {f"{role} projection": weight.grad for role, weight in attention.weights().items()}
+    assert actual.keys() == exact.keys()
     ordinary = layer.eager(frozen=False, dtype=torch.float32, autocast=lowered)
     unpruned = layer.eager(frozen=False, dtype=torch.float64)
-    for name, wanted in exact.items():
+    for name, oracle in exact.items():
         if name == "value":
-            wanted = wanted[:, list(attention.layout.slots)]
+            oracle = oracle[:, list(attention.layout.slots)]
         elif name.endswith("projection"):
-            wanted = wanted[:, rows] if name == "output projection" else wanted[rows]
-        error = distance(found[name], wanted)["relative_l2"]
+            oracle = oracle[:, rows] if name == "output projection" else oracle[rows]
+        error = distance(actual[name], oracle)["relative_l2"]
         beside = distance(ordinary[name], unpruned[name])["relative_l2"]
         assert error <= (1e-6 if lowered is None else 1.1 * beside), name
 
@@ -119,8 +119,8 @@ def seven(layer: Layer, pruned: tuple[int, ...], dtype: torch.dtype) -> dict[str
     gates = torch.tensor([0.0 if head in pruned else 1.0 for head in range(4)], dtype=dtype)[:, None, None]
     output = F.linear((scores.softmax(-1) @ parts["value"] * gates).transpose(1, 2).flatten(2), leaves["output"])
     output.backward(layer.upstream.to(dtype))
-    found = {"output": output.detach(), "input": leaves["input"].grad, "value": parts["value"].grad}
-    return found | {f"{role} projection": leaves[role].grad for role in layer.weights}
+    actual = {"output": output.detach(), "input": leaves["input"].grad, "value": parts["value"].grad}
+    return actual | {f"{role} projection": leaves[role].grad for role in layer.weights}
 
 
 def test_undoing_is_bit_exact_with_updates_between():
@@ -140,11 +140,11 @@ def test_undoing_is_bit_exact_with_updates_between():
     for layer in range(3):
         gone, fixed = (rows_of(heads.in_layer(layer)) for heads in (GONE, FIXED))
         for role in ROLES:
-            kept = sorted({*range(32)} - {*gone} - ({*fixed} if role in ("q_proj", "k_proj") else set()))
+            retained = sorted({*range(32)} - {*gone} - ({*fixed} if role in ("q_proj", "k_proj") else set()))
             for name in (name for name in before if f"blocks.{layer}.attention.{role}" in name and before[name].dim()):
                 one, other = (t.T if role == "o_proj" else t for t in (before[name], after[name]))
                 assert torch.equal(one[gone], other[gone]), name
-                assert not kept or not torch.equal(one[kept], other[kept]), name
+                assert not retained or not torch.equal(one[retained], other[retained]), name
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     update(model, trainer)
 

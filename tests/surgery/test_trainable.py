@@ -78,8 +78,8 @@ def test_training_starts_from_the_fixed_patterns():
     install_(model, SOME, patterns(3), trainable=True)
     install_(twin, SOME, patterns(3))
     torch.testing.assert_close(model(TOKENS[:, :-1]), twin(TOKENS[:, :-1]), rtol=1e-12, atol=1e-12)
-    found = torch.stack([one.compact().dense() for one in trained_of(model).values()])
-    torch.testing.assert_close(found, patterns(3).dense(), rtol=1e-12, atol=1e-14)
+    actual = torch.stack([one.compact().dense() for one in trained_of(model).values()])
+    torch.testing.assert_close(actual, patterns(3).dense(), rtol=1e-12, atol=1e-14)
     assert sum(parameter.numel() for parameter in pattern_parameters(model)) == 2 * 3 * LENGTH
     assert pattern_parameters(twin) == []
 
@@ -182,7 +182,7 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
     update(model, trainer)
     state, tensors = state_of(model)
-    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    retained = {name: tensor.clone() for name, tensor in tensors.items()}
     assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2]]
     other = GPT(SHAPE).double()
     restore_(other, state, tensors)
@@ -201,7 +201,7 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     again.load_state_dict(copy.deepcopy(trainer.state_dict()))
     assert update(model, trainer) == update(other, again)
     assert equal(snapshot(model, trainer), snapshot(other, again))
-    assert equal(tensors, kept), "what was taken does not follow the training"
+    assert equal(tensors, retained), "what was taken does not follow the training"
 
 
 def test_what_cannot_be_trained_is_refused_and_changes_nothing():

@@ -68,7 +68,7 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
     model = gpt() if family == "gpt" else make(family).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapper = DistributedDataParallel(model, find_unused_parameters=unused)
-    kept = update(wrapper, optimizer)  # whose graph lives on
+    retained = update(wrapper, optimizer)  # whose graph lives on
     with pytest.raises(UnsupportedError, match=r"pass its \.module"):
         edit(wrapper, optimizer)
     edit(model, optimizer)
@@ -83,10 +83,10 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
     assert all(map(torch.equal, model.parameters(), before))
     newer = DistributedDataParallel(model, find_unused_parameters=True)
     assert all(update(newer, optimizer).isfinite() for _ in range(3))
-    assert kept.isfinite()
+    assert retained.isfinite()
     assert not any(map(torch.equal, model.parameters(), before)) or edit is not there_and_back
     with pytest.raises(InputError, match="wrap the model again"):
-        update(wrapper, optimizer)  # beside a newer one, too
+        update(wrapper, optimizer)  # though a newer one exists
 
 
 def compiled_inside(model):
