@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,33 +77,6 @@ KERNELS = {
 }
 FLASH_DECODE = "flash_decode"
 """The kernel of few queries, frozen heads beside live ones (saf/ops/decode); other passes take PyTorch's choice."""
-SWITCHES = tuple(
-    (backend, getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"))
-    for backend, name in (
-        (SDPBackend.CUDNN_ATTENTION, "cudnn"),
-        (SDPBackend.FLASH_ATTENTION, "flash"),
-        (SDPBackend.EFFICIENT_ATTENTION, "mem_efficient"),
-        (SDPBackend.MATH, "math"),
-        (SDPBackend.OVERRIDEABLE, "overrideable"),
-    )
-)
-"""PyTorch's switch of each kernel: what reads it and what sets it. `torch.backends.cuda` has all but the last."""
-
-
-class _Pinned:
-    """Do what `sdpa_kernel` does for one kernel, in 10 us of the host in place of 46."""
-
-    def __init__(self, backend: SDPBackend):
-        self.backend = backend
-
-    def __enter__(self) -> None:
-        self.before = [enabled() for _, enabled, _ in SWITCHES]
-        for backend, _, enable in SWITCHES:
-            enable(backend == self.backend)
-
-    def __exit__(self, *_: Any) -> None:
-        for switch, was in zip(SWITCHES, self.before, strict=True):
-            switch[2](was)
 
 
 def pinned(kernel: str, device: torch.device):
@@ -119,8 +92,7 @@ def pinned(kernel: str, device: torch.device):
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
     if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := activate_flash(kernel, device.type)):
         raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
-    # The compiler knows PyTorch's own context only.
-    return sdpa_kernel(KERNELS[kernel]) if torch.compiler.is_compiling() else _Pinned(KERNELS[kernel])
+    return sdpa_kernel(KERNELS[kernel])
 
 
 def check_kernel(kernel: str) -> None:
