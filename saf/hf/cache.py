@@ -63,7 +63,7 @@ def prepare(
         layers[index] = layer = _own_layer(layer, layout, frozen, patterns)
     elif own is not layout and own != layout:
         raise UnsupportedError(OTHER_HEADS)
-    if getattr(layer, "heads", None) is None:
+    if getattr(layer, "sizes", None) is None:
         return None
     layer.check_patterns(patterns)
     return layer
@@ -142,7 +142,7 @@ class StateLayer:
 
     Attributes:
         order: the value heads kept, in order; None for all in the layer's own order.
-        heads: `FrozenHeads.state_sizes`; None without linear heads.
+        sizes: `FrozenHeads.state_sizes`; None without linear heads.
         value: `[B, H_kv, rows, D]`, the new values of all heads during a pass.
     """
 
@@ -153,7 +153,7 @@ class StateLayer:
     def describe(self, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> None:
         """Set what is kept."""
         self.layout, self.patterns = layout, patterns
-        self.heads = None if frozen is None else frozen.state_sizes()
+        self.sizes = None if frozen is None else frozen.state_sizes()
         order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
         self.order = None if order == tuple(range(len(layout.rows["value"]))) else order
 
@@ -165,10 +165,10 @@ class StateLayer:
 
     def take(self, value: Tensor) -> Tensor:
         """Hold new values `[B, H_kv, rows, D]` for the pass, and return those that the cache keeps."""
-        if self.heads is not None:
+        if self.sizes is not None:
             self.value = value
             if self.ring is None:
-                self.ring, self.sums, _ = RecurrentState.empty(value, self.heads)
+                self.ring, self.sums, _ = RecurrentState.empty(value, self.sizes)
         if self.order is None:
             return value
         return take_heads(value, self.order) if self.order else value[:, :0]
@@ -188,17 +188,11 @@ class StateLayer:
 
     def check_crop(self, left: int, longest: int) -> None:
         """Raise UnsupportedError where a state that has seen `longest` tokens cannot go back to `left`."""
-        chunk = 0 if self.heads is None else self.heads[2]
+        chunk = 0 if self.sizes is None else self.sizes[2]
         if 0 < left < longest - chunk:
             raise UnsupportedError(
                 f"beside a recurrent state at most {chunk} tokens can be cropped, got {longest - left}; use a new cache"
             )
-
-    def clear(self) -> None:
-        """Begin anew."""
-        if self.ring is not None and self.sums is not None:
-            self.ring.zero_()
-            self.sums.zero_()
 
 
 @cache
@@ -227,12 +221,12 @@ def _growing_class() -> type[Any]:
             super().crop(tokens_to_remove)
             self.length, self.longest = left, self.longest if left else 0
             if not left:
-                self.clear()
+                self.map_rows(Tensor.zero_)
 
         def reset(self) -> None:
             super().reset()
             self.length = self.longest = 0
-            self.clear()
+            self.ring = self.sums = None  # the next sequences may be more or fewer
 
         def reorder_cache(self, beam_idx: Any) -> None:
             super().reorder_cache(beam_idx)
@@ -277,7 +271,7 @@ def _fixed_class() -> type[Any]:
 
         def reset(self) -> None:
             super().reset()
-            self.clear()
+            self.map_rows(Tensor.zero_)
 
         def reorder_cache(self, beam_idx: Any) -> None:
             super().reorder_cache(beam_idx)
