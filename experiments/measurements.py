@@ -155,6 +155,13 @@ def peak_change(
     return Number(title=title, path=("memory", entry, "change_percent"), paper=paper, places=2, signed=True)
 
 
+SMOKE_BENCH: Mapping[str, Any] = {
+    **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
+    **{"profile": False, "others": ()},
+}
+"""Settings of a benchmark at the smoke scale, whose times mean nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One benchmark or analysis."""

@@ -169,16 +169,27 @@ def tables(record: Record) -> list[Part]:
 
 
 def figure(record: Record) -> Figure:
-    """Return each profile of every head by layer, selected ones beside the others, with the matched means as lines."""
-    drawn, axes = subplots(2, 2, size=(10, 6))
-    for axis, (name, words) in zip(axes.flat, PROFILES.items(), strict=True):
-        values = matrix(record["profiles"][name]).numpy()
-        selected = mask_of(HeadSet.from_list(record["selected"]), values.shape).numpy()
-        for label, heads in (("unselected", ~selected), ("selected", selected)):
+    """Return each profile of every head by layer, selected heads by layer, and variance against entropy.
+
+    Selected heads stand beside the others; lines are the matched means.
+    """
+    drawn, axes = subplots(2, 3, size=(13, 6))
+    *profiles, counts, scatter = axes.flat
+    values = {name: matrix(rows).numpy() for name, rows in record["profiles"].items()}
+    selected = mask_of(HeadSet.from_list(record["selected"]), values["entropy"].shape).numpy()
+    groups = {"unselected": ~selected, "selected": selected}
+    for axis, (name, words) in zip(profiles, PROFILES.items(), strict=True):
+        for label, heads in groups.items():
             layers, places = np.nonzero(heads)
-            axis.plot(layers + 0.6 * (places + 0.5) / values.shape[1] - 0.3, values[heads], ".", label=label)
+            axis.plot(layers + 0.6 * (places + 0.5) / selected.shape[1] - 0.3, values[name][heads], ".", label=label)
         for colour, mean in zip(("C1", "C0"), record["matched"].get(name, ()), strict=False):
             axis.axhline(mean, color=colour, lw=0.8)
         axis.set(title=words, xlabel="layer", yscale="log" if name == "first_token" else "linear")
     axes[0, 0].legend()
+    counts.bar(range(len(selected)), selected.sum(1), color="C1")
+    counts.set(title="selected heads", xlabel="layer")
+    for heads in groups.values() if "variance" in values else ():
+        scatter.plot(values["entropy"][heads], values["variance"][heads], ".")
+    scatter.set(title="variance over sequences", xlabel="normalised entropy", yscale="log")
+    scatter.set_visible("variance" in values)
     return drawn

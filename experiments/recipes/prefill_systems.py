@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments.measurements import Checkpoint, Measurement, speedup
+from experiments.measurements import SMOKE_BENCH, Checkpoint, Measurement, speedup
 from experiments.paper import PREFILL, PREFILL_TEXT, prefill_speed
 from experiments.recipe import Recipe
 
@@ -14,10 +14,7 @@ MODEL = {**HOW, "model": "124m"}
 # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel (docs/log.md).
 CALLED = {"kernels": ("auto",), "others": ("flash", "flex", "math")}
 SMALL = {"seconds": 540.0, "pairs": 4, "settle_ms": 50.0}
-SMOKE = {
-    **{"model": "tiny", "others": (), "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
-    **{"profile": False, "graphs": "off"},
-}
+SMOKE = {**SMOKE_BENCH, "graphs": "off"}
 
 
 def _trained(title: str, rate: float, points: tuple[tuple[int, int], ...], **settings: Any) -> Measurement:
@@ -61,7 +58,7 @@ def _shape(model: str, speeds: dict[int, tuple[str | None, str | None]]) -> Meas
 RECIPE = Recipe(
     title="Causal prefill",
     source=PREFILL,
-    also=("fig:systems-across-stages", "app:kernel-details"),
+    also=("fig:systems-across-stages", "tab:pruning-prefill", "app:kernel-details"),
     measurements=(
         *(_trained("lengths, 64 sequences", rate, tuple((t, 64) for t in LENGTHS)) for rate in (0.25, 0.5)),
         *(_trained("batches at 4K", rate, tuple((4_096, b) for b in SIZES[1:-1]), **CALLED) for rate in (0.25, 0.5)),

@@ -1,14 +1,11 @@
 """What updates and prefill cost with heads frozen or pruned: tab:pruning-native-systems and tab:pruning-prefill."""
 
-from experiments.measurements import Checkpoint, Measurement, Number, peak_change, speedup
+from experiments.measurements import SMOKE_BENCH, Checkpoint, Measurement, Number, peak_change, speedup
 from experiments.paper import NATIVE, NATIVE_TIMES, PREFILL_CONTROL, PRUNED_TIMES
 from experiments.recipe import Recipe
 
 PRUNED = "pruned"
-SMOKE = {
-    **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
-    **{"profile": False, "memory": False},
-}
+SMOKE = {**SMOKE_BENCH, "memory": False}
 
 
 def _native() -> tuple[Number, ...]:

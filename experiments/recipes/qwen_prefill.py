@@ -1,13 +1,12 @@
 """Prefill with grouped queries, attention alone and the whole model: tab:qwen-prefill-details."""
 
-from experiments.measurements import Measurement, Number, speedup
+from experiments.measurements import SMOKE_BENCH, Measurement, Number, speedup
 from experiments.paper import QWEN, attention_speed, prefill_speed
 from experiments.recipe import Recipe
 
 RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
 POINTS = tuple((length, size) for size in (4, 8) for length in (2_048, 4_096, 8_192))
 SHAPES = tuple(f"{length}x{size}" for length, size in POINTS)
-SMOKE = {"rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0, "profile": False, "others": ()}
 
 
 def _attention(point: tuple[int, int], rate: float) -> Number:
@@ -36,7 +35,7 @@ RECIPE = Recipe(
             settings={"model": "qwen3-4b", "points": SHAPES, "rates": RATES, "dtype": "bf16"},
             scaled={
                 "small": {"seconds": 540.0, "pairs": 5},
-                "smoke": {**SMOKE, "model": "tiny", "dtype": "fp32", "points": ("32x1",)},
+                "smoke": {**SMOKE_BENCH, "dtype": "fp32", "points": ("32x1",)},
             },
             numbers=tuple(_attention(point, rate) for point in POINTS for rate in RATES),
         ),
@@ -46,7 +45,7 @@ RECIPE = Recipe(
             settings={"model": "qwen3-4b", "points": SHAPES, "rates": RATES, "precisions": ("bf16",), "pairs": 5},
             scaled={
                 "small": {"num_layers": 6, "rates": (0.25, 0.5), "seconds": 540.0},
-                "smoke": {**SMOKE, "model": "tiny", "points": ("32x1",), "precisions": ("fp32",)},
+                "smoke": {**SMOKE_BENCH, "points": ("32x1",), "precisions": ("fp32",)},
             },
             numbers=tuple(_whole(point, rate) for point in POINTS for rate in RATES),
         ),

@@ -61,7 +61,7 @@ RECIPE = Recipe(
         ),
     ),
     metrics=("perplexity", "delta", "heads"),
-    also=("tab:prior-geometry-correlation",),
+    also=("tab:prior-geometry-correlation", "tab:kl-continuation-selector", "tab:representation-details"),
     measurements=(
         Measurement(
             name="distance and cost",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from experiments.measurements import Measurement, Number, peak_change, speedup
+from experiments.measurements import SMOKE_BENCH, Measurement, Number, peak_change, speedup
 from experiments.paper import FOUR_GPUS, ONE_B, update_speed
 from experiments.recipe import Recipe
 
@@ -28,6 +28,7 @@ def _saved() -> Number:
 RECIPE = Recipe(
     title="Updates of 1B",
     source=ONE_B,
+    also=("sec:scale-up-results",),
     measurements=(
         Measurement(
             name="1B, 8K, four GPUs",
@@ -52,11 +53,7 @@ RECIPE = Recipe(
             },
             scaled={
                 "small": {"points": ("8192x1x4", "8192x2x2"), "num_layers": 8, "seconds": 540.0, "fresh": False},
-                "smoke": {
-                    **{"model": "tiny", "points": ("64x1x2",), "rates": (0.5,), "pairs": 2, "warmup": 1},
-                    **{"repeats": 1, "tolerance": 10.0, "profile": False, "memory": False},
-                    **{"others": (), "fresh": False},
-                },
+                "smoke": {**SMOKE_BENCH, "points": ("64x1x2",), "memory": False, "fresh": False},
             },
             numbers=tuple(
                 number

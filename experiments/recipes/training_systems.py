@@ -1,14 +1,11 @@
 """Updates at several batches, rates and contexts: tab:training-systems-details, and the systems half of two others."""
 
-from experiments.measurements import Measurement, Number, peak_change, speedup
+from experiments.measurements import SMOKE_BENCH, Measurement, Number, peak_change, speedup
 from experiments.paper import MAIN, RATES, update_memory, update_speed
 from experiments.recipe import Recipe
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
-SMOKE = {
-    **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
-    **{"profile": False, "memory": False, "others": ()},
-}
+SMOKE = {**SMOKE_BENCH, "memory": False}
 LARGE = {"model": "124m", "memory": True}
 
 

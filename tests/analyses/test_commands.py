@@ -214,9 +214,9 @@ def test_a_saved_model_is_named_by_the_file_that_holds_its_sums(run, arms, tmp_p
     assert found == {"model": file_hash(tmp_path / "saved" / "saf.json")}
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("results/124m-midpoint/*.json")), ids=lambda path: path.stem)
-def test_committed_records_give_the_cells_that_the_results_page_had(path):
-    record = read_json(path)
+@pytest.mark.parametrize("name", ["distributions", "one-head", "partial-spearman", "profiles"])
+def test_committed_records_give_the_cells_that_the_results_page_had(name):
+    record = read_json(ROOT / f"results/124m-midpoint/{name}.json")
     cells = []
     for part in ANALYSES[record["kind"]].tables(record):
         if not isinstance(part, str):
@@ -225,5 +225,5 @@ def test_committed_records_give_the_cells_that_the_results_page_had(path):
                 texts = {name: plain(row[name]) for name in columns if row[name] not in (MISSING, "")}
                 cells += [(str(number), row[head], name, text) for name, text in texts.items()]
     with open(ROOT / "results" / "cells.csv") as file:
-        rows = [row for row in csv.DictReader(file) if (row["section"], row["recipe"]) == ("Analyses", path.stem)]
+        rows = [row for row in csv.DictReader(file) if (row["section"], row["recipe"]) == ("Analyses", name)]
     assert cells == [(row["row"], row["arm"], row["metric"], row["text"]) for row in rows]

@@ -11,6 +11,7 @@ from experiments.recipe import names, recipe
 from experiments.tables import METRICS
 
 RECIPES = {name: recipe(name) for name in names()}
+UNLABELLED = {"implementation": r"\subsection{Compact fitting and storage}"}
 PLOTTED = "plotted"
 """Stands for a number of a figure, which no text has."""
 QUOTE = re.compile(r"[+−]?\d[\d,.]*(?:e-?\d+)?(?: ± [\d,.]+| to [\d,.]+)?(?:%|×| GiB| s| GB)?")
@@ -34,34 +35,47 @@ def measured(name: str):
 
 
 @pytest.fixture(scope="module")
-def printed(shared) -> set[float]:
-    """Every number of the paper; some stand in our records as shares or in thousandths."""
-    (source,) = (shared / "seeds").glob("*.txt")
-    found = numbers(source.read_text())
-    return {round(value * scale, 12) for value in found for scale in (1, 0.01, 1000)}
+def source(shared) -> str:
+    (path,) = (shared / "seeds").glob("*.txt")
+    return path.read_text()
 
 
-def test_recipes_quote_numbers_of_the_paper(printed):
-    for name, each in RECIPES.items():
-        quoted = [text for row in each.rows for text in row.paper.values()] + [one.paper for one in measured(name)]
-        for text in quoted:
-            assert numbers(text) <= printed, (name, text)
+def printed(text: str) -> set[float]:
+    """Return a text's numbers; some stand in our records as shares or in thousandths."""
+    return {round(value * scale, 12) for value in numbers(text) for scale in (1, 0.01, 1000)}
 
 
-def test_tables_and_figures_have_the_papers_numbers(shared):
-    (source,) = (shared / "seeds").glob("*.txt")
+def section(source: str, words: str) -> str:
+    """Return the section that contains some words."""
+    at = source.index(words)
+    heads = [0, *(found.start() for found in re.finditer(r"\\(?:sub)*section", source)), len(source)]
+    return source[max(head for head in heads if head <= at) : min(head for head in heads if head > at)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_quote_numbers_of_the_papers_sections(name, source):
+    labels = {*RECIPES[name].labels, *(each.label for each in RECIPES[name].measurements if each.label)}
+    places = [f"\\label{{{label}}}" for label in labels]
+    places += [words for other, words in UNLABELLED.items() if other == name]
+    known = printed("".join(section(source, words) for words in places))
+    quoted = [text for row in RECIPES[name].rows for text in row.paper.values()] + [n.paper for n in measured(name)]
+    assert [text for text in quoted if not numbers(text) <= known] == []
+
+
+def test_tables_and_figures_have_the_papers_numbers(source):
     for kind, labels in (("tab", paper.TABLES), ("fig", paper.FIGURES)):
-        found = re.findall(rf"\\label{{{kind}:([a-z0-9-]+)}}", source.read_text())
+        found = re.findall(rf"\\label{{{kind}:([a-z0-9-]+)}}", source)
         assert [label for label in found if label != "representation-details"] == list(labels)
     assert {label for each in RECIPES.values() for label in each.labels if label[3] == ":"} >= {"tab:timing-main"}
 
 
-def test_benchmarks_are_set_beside_numbers_of_the_paper(printed):
+def test_benchmarks_are_set_beside_numbers_of_the_paper(source):
     tree = ast.parse(Path(paper.__file__).read_text())
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     quoted = [value for value in values if isinstance(value, str) and QUOTE.fullmatch(value)]
+    known = printed(source)
     assert len(quoted) > 200
-    assert [text for text in quoted if not numbers(text) <= printed] == []
+    assert [text for text in quoted if not numbers(text) <= known] == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
