@@ -1,4 +1,4 @@
-"""`open_model` opens the model that a path means, whoever made it, with its data and its tokenizer.
+"""`open_model` opens the model that a path means, of this project or of transformers, with its data and its tokenizer.
 
 A path is a checkpoint, a run, a folder by `saf.save`, or a model of Hugging Face transformers: `find_source` returns
 its `ModelSource`. `find_model` is for callers that need a model of this project.
@@ -47,7 +47,7 @@ class ModelSource(Protocol):
     """Files of a model of one kind."""
 
     has_tokenizer: ClassVar[bool]
-    """Whether the tokenizer is beside the model; else it is with the data."""
+    """Whether the tokenizer is in the model's folder; else it is with the data."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class ModelSource(Protocol):
         ...
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
-        """Open the tokenizer, that of `data` where it is not beside the model."""
+        """Open the tokenizer; that of `data` where the model's folder has none."""
         ...
 
 
@@ -128,10 +128,10 @@ class ModelFolder:
 def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bool = False) -> ModelFolder:
     """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
 
-    `or_transformers` says, for the message, that the caller takes models of transformers and has looked for one.
+    With `or_transformers` the message names models of transformers too, for callers that take them.
 
     Raises:
-        InputError: There is none; the message says what was expected and what is there.
+        InputError: The path is something else.
         CheckpointError: A checkpoint is damaged.
     """
     path = Path(path)
@@ -161,7 +161,7 @@ def find_source(path: Path | str) -> ModelSource:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model and what belongs to it."""
+    """A model with its data and its files."""
 
     model: nn.Module
     data: TokenData | None
@@ -194,12 +194,12 @@ def open_model(
 ) -> OpenedModel:
     """Open the model that `path` means, and its data: `data`, or those it was trained on.
 
-    A model that has its tokenizer beside it is opened without data where none are given and the caller needs none.
+    A model with a tokenizer of its own is opened without data unless some are named or needed.
     With precision "fp32" weights are opened in float32, whatever the files hold.
 
     Raises:
         InputError: There is no model, or no data.
-        DataError: The data were made with another tokenizer than the model's.
+        DataError: The data are of another tokenizer than the model's.
         CheckpointError: The model's files are damaged.
     """
     source = find_source(path)

@@ -121,7 +121,7 @@ class TransformersSite(Site):
 
 
 class TransformersModel(LanguageModel):
-    """A causal language model with the interface of transformers: token ids in, `logits` out, a `config` beside."""
+    """A causal language model with the interface of transformers: token ids in, `logits` out, and a `config`."""
 
     one_graph = False
 

@@ -38,7 +38,7 @@ _WEIGHTS = (".weight", ".base_layer.weight")
 
 
 class HeadState(LayoutMixin):
-    """Which heads of one attention layer are frozen, and what executes them."""
+    """The frozen heads of one attention layer and their patterns."""
 
     def __init__(self, layout: HeadLayout, family: Family):
         super().__init__()

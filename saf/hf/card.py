@@ -1,4 +1,4 @@
-"""What a folder of a model with frozen heads says of them: the mark in `config.json` and a section of the model card.
+"""The marks of frozen heads in a model's folder: an entry in `config.json` and a section of the model card.
 
 The configuration's entry `saf` names the import that opens the folder and lists the freezing events.
 """
@@ -41,7 +41,7 @@ def folder_hash(folder: Path) -> str:
 
 
 def holds_heads(folder: Path) -> bool:
-    """Return whether the configuration in a folder tells of edited heads; one that cannot be read does not."""
+    """Return whether the configuration in a folder names edited heads; False for one that cannot be read."""
     try:
         return "saf" in read_json(folder / CONFIG)
     except InputError:
@@ -142,8 +142,8 @@ def write_section(folder: Path, text: str) -> None:
     """Replace the section about frozen heads in a folder's model card, or add it at its end."""
     path, whole = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
     card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
-    found = _SECTION.search(card)
-    card = f"{card.rstrip()}\n\n{whole}" if found is None else card.replace(found[0], whole)
+    match = _SECTION.search(card)
+    card = f"{card.rstrip()}\n\n{whole}" if match is None else card.replace(match[0], whole)
     write_atomically(path, card.encode())
 
 
@@ -158,7 +158,7 @@ def forget_heads_(folder: Path) -> None:
 
 
 def record_cost_(folder: Path, line: str) -> None:
-    """Write what freezing cost into the section of a folder's model card; raise InputError where it has none.
+    """Write the cost of freezing into the section of a folder's model card; raise InputError where it has none.
 
     Saving the model again leaves the line out: its weights may be others.
     """

@@ -1,4 +1,4 @@
-"""The families of transformers' models that can be frozen: a `Family` says how their attention layers are built.
+"""The families of transformers' models that can be frozen: a `Family` describes their attention layers.
 
 A model's own forward pass stays. It reads the number of heads off the projections' sizes, so fewer query rows flow
 through to the attention function, which is `saf.hf.attention.attend`. A family whose forward pass takes these numbers
@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.heads import HeadLayout, roles_of
 
 SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
-"""Fields of a configuration that shape the attention of most families beside the weights."""
+"""Fields of a configuration that, with the weights, determine the attention of most families."""
 LINEAR, CONV1D = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 """Kinds of projections: a weight `[out, in]`, and one `[in, out]`."""
 
@@ -50,7 +50,7 @@ class Family:
     soft_cap: str | None = None
     """The layer's attribute with the cap of its logits."""
     settings: tuple[str, ...] = SETTINGS
-    """Fields of the configuration that shape attention beside the weights."""
+    """Fields of the configuration that, with the weights, determine attention."""
     forward: Callable[..., Any] | None = None
     """Forward pass of a layer with edited heads, in place of its class's."""
     set_sizes: Callable[[Any, HeadLayout], None] | None = None

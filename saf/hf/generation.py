@@ -1,4 +1,4 @@
-"""`generate` and single passes with frozen heads: what patterns do not cover is refused before the first layer.
+"""`generate` and single passes with frozen heads: lengths beyond the patterns are refused before the first layer.
 
 transformers looks several methods up on the model; `watch_generation` puts the functions below in their place.
 """
@@ -74,7 +74,7 @@ def unwatch_generation(model: Any) -> None:
 
 
 def _check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
-    """Refuse what frozen heads cannot follow once the length of the output is known, before its first token."""
+    """Refuse lengths and caches that frozen heads cannot follow, before the first token of the output."""
     kind = generation_config.cache_implementation
     if kind in ("offloaded", "offloaded_static"):
         check_offloading(model.device)
@@ -144,7 +144,7 @@ def check_assistant(
 def watch_assistants() -> None:
     """Let `generate` of every model check assistants with frozen heads first, from now on.
 
-    Only the method that builds what proposes tokens knows how long the output may become.
+    Only the method that builds the candidate generator knows how long the output may become.
     """
     from transformers import GenerationMixin
 
@@ -160,7 +160,7 @@ def watch_assistants() -> None:
 
 
 def _candidates(model: Any, *, generation_config: Any, **options: Any) -> Any:
-    """Return what proposes tokens to `generate`, limited to `max_length`.
+    """Return the candidate generator of `generate`, limited to `max_length`.
 
     Prompt lookup proposes more near the end, which could be more than the patterns cover. A recurrent state cannot
     take back more than a chunk.

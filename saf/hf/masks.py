@@ -154,7 +154,7 @@ def padding_mask(
             f"frozen heads follow causal masks and packed documents within the sliding window; {_OWN_ROWS}"
         )
     if not (plain or local_size is not None):
-        raise UnsupportedError(f"beside an attention_mask or a cache frozen heads take causal masks alone; {_OWN_ROWS}")
+        raise UnsupportedError(f"with an attention_mask or a cache frozen heads take causal masks alone; {_OWN_ROWS}")
     if fixed:
         return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
     if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:

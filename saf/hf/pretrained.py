@@ -29,7 +29,7 @@ from saf.records.folders import new_files
 from saf.sidecar import check_sums
 
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
-"""Arguments of `from_pretrained` that say where files lie."""
+"""Arguments of `from_pretrained` that locate files."""
 
 
 @cache
@@ -47,7 +47,7 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> Any:
-        """Save a model with its heads; one without takes away what a folder that it overwrites says of heads."""
+        """Save a model with its heads; one without removes the files about heads from a folder that it overwrites."""
         if getattr(self, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return ordinary(self, save_directory, is_main_process, *rest, **options)
         folder, adapter, mark = Path(save_directory), _edited(self), mark_of(self.config)

@@ -35,8 +35,8 @@ def random_model(
 def random_cache(model: Any, token: Tensor, places: int) -> tuple[Any, Tensor]:
     """Return a cache of fixed size full of drawn keys and values, and how far its layers are filled, `[layers]`.
 
-    A pass of `token [B, 1]` makes room for what each layer keeps. The tensor is the very one that layers count on by:
-    one kernel sets all of them back, where each would take one of its own.
+    A pass of `token [B, 1]` makes room for what each layer keeps. The layers count in views of that
+    tensor: one kernel resets all of them.
     """
     from transformers import StaticCache
 

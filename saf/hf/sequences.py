@@ -1,4 +1,4 @@
-"""Calibration sequences from what users of transformers have: token tensors, rows of a data set, or text."""
+"""Calibration sequences from token tensors, rows of a data set, or text."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ def text_sequences(
 
 
 def sequences(
-    given: Iterable[Any], *, tokenizer: Any, length: int | None, count: int, batch_size: int, name: str
+    source: Iterable[Any], *, tokenizer: Any, length: int | None, count: int, batch_size: int, name: str
 ) -> list[Tensor]:
     """Return token ids in batches `[<= batch_size, T]`; errors call them `name`.
 
@@ -32,9 +32,9 @@ def sequences(
     sequence) are batched. Texts are cut as by `text_sequences`. Raises InputError for text without a tokenizer or
     length, or too little of it, and for padded or packed sequences.
     """
-    if isinstance(given, str | Tensor | Mapping):
+    if isinstance(source, str | Tensor | Mapping):
         raise InputError(f"{name} must be an iterable of texts or batches, such as a list of one")
-    items = list(given)
+    items = list(source)
     if any(isinstance(item, str) for item in items):
         return _of_text(items, tokenizer, length=length, count=count, batch_size=batch_size, name=name)
     if length is not None:

@@ -1,4 +1,4 @@
-"""`FreezeCallback`: heads are frozen while a `Trainer` of transformers trains, when a schedule says so.
+"""`FreezeCallback` freezes heads by a schedule while a `Trainer` of transformers trains.
 
 Schedules and events are those of `saf pretrain` (`saf.train.events`). An event comes between two updates, after the
 checkpoint of the state before it: a run that resumes there meets the event again.
@@ -224,22 +224,22 @@ class FreezeCallback(TrainerCallback, ExportableState):
         callbacks: Any = state.stateful_callbacks
         callbacks.setdefault(type(self).__name__, self.state())
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Apply the events that are due before an update, after the checkpoint of the one before it."""
-        self._apply_due_(state.global_step, given)
+        self._apply_due_(state.global_step, options["optimizer"])
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Check the optimiser after its first step; apply the events after the last update."""
         run = self._run
         assert run is not None
         if not run.stepped:
-            check_editable(given["model"], given["optimizer"])
+            check_editable(options["model"], options["optimizer"])
             run.stepped = True
         if state.global_step >= state.max_steps:
             accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)
             run.guard_sequences = None if accepts else run.held_out or None
             try:
-                self._apply_due_(state.global_step, given)
+                self._apply_due_(state.global_step, options["optimizer"])
             except LossError as error:
                 self._refused = error
 
@@ -276,7 +276,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
                     inner.state.pop(parameter, None)
 
     def start_over_(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Undo what events changed since the present call of `train` began, with the rows and moments of before."""
+        """Undo the events of the present call of `train`, with the rows and moments of before."""
         if self._run is None or self._run.model is not model:
             return
         adapter = adapter_for(model)
@@ -286,11 +286,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
             del mark["events"][self._events_before :]
         self._run = None
 
-    def _apply_due_(self, update: int, given: dict[str, Any]) -> None:
+    def _apply_due_(self, update: int, optimizer: Any) -> None:
         """Apply the events that the schedule proposes, one after another."""
         run = self._run
         assert run is not None
-        run.updater.optimizer = given["optimizer"]
+        run.updater.optimizer = optimizer
         while events := run.proposer.propose(update):
             for proposed in events:
                 run.proposer.done(proposed, self._apply_(run, resolve_event(proposed, run.config), update))
@@ -404,7 +404,9 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _check_length(self, length: int, held_out: list[Tensor], updates: int) -> None:
         """Raise InputError for held-out sequences, or a first row of the data, longer than patterns will cover."""
-        found = {"heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1}  # the last token is a target alone
+        longest = {
+            "heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1
+        }  # the last token is a target alone
         collator, strategy = self.trainer.data_collator, self.trainer.args.eval_strategy
         module = getattr(collator, "__module__", type(collator).__module__)
         # Other collators than those of transformers may cut rows.
@@ -414,8 +416,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
                 if getattr(strategy, "value", strategy) == "no"
                 else ("train_dataset", "eval_dataset")
             )
-            found |= {name: _row_length(getattr(self.trainer, name)) for name in names}
-        for name, most in found.items():
+            longest |= {name: _row_length(getattr(self.trainer, name)) for name in names}
+        for name, most in longest.items():
             if most > length:
                 raise InputError(
                     f"rows of {name} must be at most {length} tokens, as the calibration's, got {most}: calibrate on "
@@ -466,7 +468,7 @@ def check_arguments(args: Any) -> None:
 def rewrap_(trainer: Any) -> None:
     """Fit the wrappers of a Trainer's model to it after heads were edited.
 
-    The training loop holds the DDP wrapper, so the object stays; its buckets of gradients are made anew. It need not
+    The training loop holds the DDP wrapper, so the object stays; its gradient buckets are rebuilt. It need not
     send tables of frozen heads, and weights that no pass reads have no gradient to wait for.
     """
     wrapper = _uncompiled(trainer.model_wrapped)

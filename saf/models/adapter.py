@@ -51,7 +51,7 @@ class Site(ABC):
     @property
     @abstractmethod
     def removed(self) -> Removed:
-        """The rows kept for undoing."""
+        """The removed rows, for undoing."""
 
     @property
     def head_dim(self) -> int:
@@ -180,7 +180,7 @@ class Adapter(LanguageModel):
 
     family: ClassVar[str]
     saves_weights: ClassVar[bool]
-    """Whether `saf.save` writes the weights beside the frozen heads; else their own library keeps them."""
+    """Whether `saf.save` writes the weights, too; else their own library saves them."""
 
     @classmethod
     @abstractmethod
@@ -332,7 +332,7 @@ class GPTAdapter(Adapter):
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter,)
-"""Adapters of models that are not of transformers, asked first."""
+"""Adapters of models that are not of transformers; these come first."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -357,7 +357,7 @@ def adapter_for(model: nn.Module) -> Adapter:
 
 
 def language_model(model: nn.Module) -> LanguageModel:
-    """Return what evaluates a model: its adapter, or one for any causal model with the interface of transformers."""
+    """Return the adapter of a model, or one for any causal model with the interface of transformers."""
     from saf.hf.adapter import TransformersModel
 
     inner = unwrap(model)

@@ -1,4 +1,4 @@
-"""The frozen heads of a model as plain data, which files beside its weights hold: `saf.json` and `saf.safetensors`."""
+"""The frozen heads of a model as plain data, in the files `saf.json` and `saf.safetensors`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

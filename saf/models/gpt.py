@@ -227,7 +227,7 @@ class Attention(LayoutMixin):
         return summed(self.products(x, rotation, start))
 
     def products(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> tuple[Tensor, ...]:
-        """Return one or two products `[B, T, C]` whose sum is the forward pass, for whoever adds more to it.
+        """Return one or two products `[B, T, C]` whose sum is the forward pass, for callers that add more to it.
 
         One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
         memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
@@ -258,8 +258,8 @@ class Attention(LayoutMixin):
 def plain_weight(projection: nn.Module) -> Tensor:
     """Return a projection's weight `[O, I]`.
 
-    Raises UnsupportedError for what would be passed over without its own forward pass: a wrapper in place of the
-    projection, hooks on it, and another forward pass put in the place of its own, as accelerate does to move weights.
+    Raises UnsupportedError for changes that would be lost without its own forward pass: a wrapper in place of the
+    projection, hooks on it, and a replaced forward pass, by which accelerate moves weights.
     """
     if type(projection) is not nn.Linear:
         raise UnsupportedError(
@@ -318,7 +318,7 @@ class _Undrawn(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
-        """Return what is to be drawn as it is; call anything else."""
+        """Return the tensor of a drawing function as it is; call any other function."""
         named = named or {}
         if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
             return named["tensor"] if "tensor" in named else args[0]
@@ -364,7 +364,7 @@ class GPT(nn.Module):
         return [module for module in self.modules() if isinstance(module, Attention)]
 
     def embedded(self, input_ids: Tensor, start: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return what the first layer reads of `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
+        """Return the first layer's input for `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise InputError(
                 f"input_ids must be whole numbers [batch, positions]; got {input_ids.dtype} {tuple(input_ids.shape)}"
@@ -402,13 +402,13 @@ class GPT(nn.Module):
 
         `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
         as first real positions. Targets of -100 are left out of the loss. With `activation_checkpointing` the backward
-        pass finds only what entered each layer, and computes the layer again.
+        pass has only the input of each layer, and computes the layer again.
 
-        Raises InputError for ids, targets or padding that cannot be used, and for padding told twice.
+        Raises InputError for ids, targets or padding that cannot be used, and for both forms of padding.
         """
         if attention_mask is not None:
             if start is not None:
-                raise InputError("attention_mask and start both tell where rows begin; give one of them")
+                raise InputError("attention_mask and start both set where rows begin; give one of them")
             if attention_mask.shape != input_ids.shape:
                 shapes = f"{list(input_ids.shape)}; got {list(attention_mask.shape)}"
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
@@ -429,7 +429,7 @@ class GPT(nn.Module):
 
 
 def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Return what a layer computes of its inputs, keeping these alone: the backward pass computes the layer again.
+    """Return a layer's output and keep only its inputs: the backward pass computes the layer again.
 
     The layer must draw no random numbers; this decoder has no dropout.
     """

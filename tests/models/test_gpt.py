@@ -184,7 +184,7 @@ def test_padding_gives_the_unpadded_logits(position):
         ({"start": torch.zeros(2)}, "one a row; got torch.float32"),
         ({"attention_mask": torch.ones(2, 11)}, r"shape of input_ids, \[2, 12\]; got \[2, 11\]"),
         ({"attention_mask": torch.ones(1, 12)}, r"shape of input_ids, \[2, 12\]; got \[1, 12\]"),
-        ({"attention_mask": torch.ones(2, 12), "start": torch.tensor([0, 3])}, "both tell where rows begin; give one"),
+        ({"attention_mask": torch.ones(2, 12), "start": torch.tensor([0, 3])}, "both set where rows begin; give one"),
         ({"targets": torch.ones(2, 12, dtype=torch.bool)}, "targets must be whole numbers; got Tensor torch.bool"),
     ],
 )
