@@ -129,7 +129,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             calibration: Token tensors `[B, T]`, mappings with `input_ids`, rows of a data set, or texts. Patterns cover
                 T positions; longer inputs are refused once heads are frozen.
             schedule: `saf.OneTime(0.5)` by default. `TrainLoss` needs `logging_steps=1`.
-            heldout: Sequences in the same forms, for `ValidationBudget`, a `budget`, and scores that read outputs. With
+            heldout: Sequences in the same forms, for `ValidationBudget`, joint cost and scores that read outputs. With
                 them the losses before and after each event are logged, and in the model card.
             accept_loss: Keep an event after the last update that raises perplexity on `heldout` by more than 5%.
                 Otherwise `train` raises LossError once everything is saved, and the model stays as it was trained.
@@ -149,9 +149,9 @@ class FreezeCallback(TrainerCallback, ExportableState):
             raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
         if config.trainable:
             raise UnsupportedError("a resumed Trainer has no optimiser state of trainable patterns; leave it out")
-        heldout, decides = list(heldout), isinstance(self.schedule, ValidationBudget) or config.budget is not None
+        heldout, decides = list(heldout), isinstance(self.schedule, ValidationBudget) or config.jointly
         if (decides or "outputs" in config.needs) and not heldout:
-            raise InputError("this score, budget or schedule reads held-out sequences: give them as heldout=")
+            raise InputError("this choice of heads reads held-out sequences: give them as heldout=")
         self.trainer: Any = None
         self.called = False
         """Whether `train` was called and its loop has not begun; a loop that begins later starts over."""

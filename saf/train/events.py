@@ -103,7 +103,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     if "outputs" in freeze.needs:
         inputs["outputs"] = trainer.task.heldout()
     heldout, accepts = trainer.guard_sequences, trainer.guard_sequences is None
-    if freeze.budget is not None and heldout is None:
+    if freeze.jointly and heldout is None:
         heldout = trainer.task.heldout()
     with trainer.execution.autocast():
         trainer.say(str(plan_calibration(trainer.model, batches, collect=calibration_collect(freeze, inputs))))

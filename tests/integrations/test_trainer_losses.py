@@ -44,6 +44,14 @@ def loss(model, text):
     return float(cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
 
 
+def test_an_event_within_training_chooses_heads_by_joint_cost_on_the_held_out_text(hf, tmp_path):
+    text = [tokens(4, LENGTH, seed=5)]
+    event = callback(saf.OneTime(2), saf.FreezeConfig(rate=0.25, budget=9.0, max_fit_kl=99), heldout=text)
+    run = trainer(hf, tmp_path, event, max_steps=3, save_strategy="no")
+    run.train()
+    assert len(frozen(run.model)) > 0
+
+
 def test_an_event_is_a_line_of_the_log_and_a_metric(hf, tmp_path, caplog):
     text, event = tokens(3, LENGTH, seed=5), callback(heldout=[tokens(3, LENGTH, seed=5)])
     run = trainer(hf, tmp_path, event, save_strategy="no")
