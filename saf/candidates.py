@@ -1,4 +1,4 @@
-"""Candidates of an event are heads in the order of a score; fits and joint cost accept as many as are asked for."""
+"""Candidates of an event are heads in the order of a score; fits and joint cost accept as many as are requested."""
 
 import math
 import warnings

@@ -30,7 +30,7 @@ from saf.train.events import recorded_gradient
 from saf.train.logs import with_freeze
 
 HELDOUT_SEQUENCES = 32
-"""Held-out sequences that a score reads where no number is asked for."""
+"""Held-out sequences of scores and joint cost by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,34 +169,34 @@ def freeze_checkpoint(
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
     """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
-    found = find_model(settings.checkpoint, optimizer=True, or_transformers=True)
-    if found.checkpoint is None:
+    source = find_model(settings.checkpoint, optimizer=True, or_transformers=True)
+    if source.checkpoint is None:
         raise InputError(
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
         )
     check_new(settings)
-    heads = read_json(found.checkpoint.path / STATE, error=CheckpointError)
+    heads = read_json(source.checkpoint.path / STATE, error=CheckpointError)
     check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
-    return found.checkpoint
+    return source.checkpoint
 
 
 def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
     """Return calibration sequences and held-out ones, in batches `[B, length]`."""
-    found = ModelFolder(checkpoint.path, checkpoint)
-    data = open_data(settings.data, found)
+    source = ModelFolder(checkpoint.path, checkpoint)
+    data = open_data(settings.data, source)
     most = checkpoint.state["model"]["max_length"]
-    trained = found.settings.get("length") or most
+    trained = source.settings.get("length") or most
     length = check_length(settings, trained, "that the model was trained on", most=most)
-    _check_separate(data, found, settings.config)
-    seed = found.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
+    _check_separate(data, source, settings.config)
+    seed = source.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed)
-    size, asked = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length)
-    return list(windows.split(size)), heldout_batches(data, length=length, count=asked, batch_size=size)
+    size, count = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length)
+    return list(windows.split(size)), heldout_batches(data, length=length, count=count, batch_size=size)
 
 
-def _check_separate(data: TokenData, found: ModelFolder, config: FreezeConfig) -> None:
-    """Keep what the event reads apart from the text on which the run is reported, where that is visible."""
-    trained = trained_data(found) if data.fingerprint != found.state.get("data_fingerprint") else None
+def _check_separate(data: TokenData, source: ModelFolder, config: FreezeConfig) -> None:
+    """Raise DataError where the event would read text on which the run is reported."""
+    trained = trained_data(source) if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is None:
         return
     check_separate(data, data.calibration_source, trained)
@@ -227,5 +227,5 @@ def _plans(
         return
     shape = {"sequences": plan.sequences, "length": plan.length}
     together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
-    kept = readable(collection_bytes(names, heads=together, **shape))
-    yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {kept} on the CPU"
+    size = readable(collection_bytes(names, heads=together, **shape))
+    yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {size} on the CPU"

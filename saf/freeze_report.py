@@ -37,7 +37,7 @@ class FreezeReport:
     rejected: dict[Head, float]
     """Heads skipped because their KL was above the limit, with it."""
     requested: int
-    """k, the number of heads asked for."""
+    """k, the number of heads that the settings request."""
     before: dict[str, int] = field(default_factory=dict)
     """Numbers of heads that were frozen and pruned before the event, by these words."""
     deferred: tuple[Head, ...] = ()
@@ -56,7 +56,7 @@ class FreezeReport:
     joint_cost: JointCost | None = None
     """With a budget: which heads were accepted together and refused, and what each costs alone."""
     loss_before: float | None = None
-    """Mean loss on the held-out text before the event, nats a token; None where no such text was given."""
+    """Mean loss on the held-out text before the event, nats a token; None without such text."""
     loss_after: float | None = None
     """The same after it."""
     worst_layer: tuple[int, float] | None = None
@@ -64,11 +64,11 @@ class FreezeReport:
     share perplexity rises with them."""
 
     healing: Healing | None = None
-    """What training afterwards made of it, beside the ordinary model trained alike; None without."""
+    """Losses after training beside the ordinary model trained alike; None without."""
 
     @property
     def perplexity_rise(self) -> float:
-        """Return by which share perplexity rose on the held-out text; NaN where none was given."""
+        """Return by which share perplexity rose on the held-out text; NaN without one."""
         return perplexity_rise(self.loss_before, self.loss_after)
 
     @property

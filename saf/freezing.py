@@ -90,8 +90,8 @@ def freeze_(
     timer = Stopwatch(adapter.device)
     choosing, reporting = _texts(heldout, config)
     sequences = on_rank0(lambda: _read(adapter, batches, config, reporting, allow_empty))
-    given = reporting is not None
-    if not given and optimizer is None:
+    held_out = reporting is not None
+    if not held_out and optimizer is None:
         reporting = _own_text(adapter, sequences)
 
     # Algorithm 1, line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
@@ -153,7 +153,7 @@ def freeze_(
 
     # Past the paper: measure what it costs, and undo it where that is too much and no training follows.
     if reporting is not None and len(heads):
-        report = _guard(report, reporting, editor, timer, accept=accept_loss, refuse=given)
+        report = _guard(report, reporting, editor, timer, accept=accept_loss, refuse=held_out)
     if len(heads):
         adapter.remember(report.known())
     return replace(report, seconds=on_rank0(lambda: timer.seconds))

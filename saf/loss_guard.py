@@ -15,7 +15,7 @@ from saf.models.adapter import LanguageModel, adapter_for
 MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
 GUARD_SEQUENCES = 8
-"""Sequences that the loss is measured on where no number is asked for."""
+"""Sequences that the loss is measured on by default."""
 _MOST_LOGITS = 2**28
 """Logits that a forward pass on a GPU may make: 1 GiB in float32."""
 

@@ -1,9 +1,9 @@
 """A model pretrained elsewhere: what freezing heads costs it by score, rate and operation, at once and after healing.
 
-The study is made of pieces, a JSON file each beside the record: `selection` chooses the heads of every score and rate,
+The study has pieces, a JSON file each beside the record: `selection` chooses the heads of every score and rate,
 `joint` pieces those by joint cost, `ordinary` and one piece an arm measure perplexity on two texts and zero-shot
-answers before and after healing, `speed` pieces time prompts and decoding. Pieces that are there are not made again;
-several are made at a time, in processes with a GPU each.
+answers before and after healing, `speed` pieces time prompts and decoding. A piece is measured once; several run at a
+time, in processes with a GPU each.
 """
 
 import os
@@ -134,11 +134,11 @@ class Arm:
 
 def arms(settings: Settings) -> list[Arm]:
     """Return all arms, those by joint cost first."""
-    found = []
+    every = []
     for choice in (JOINT, *CHOICES):
         for rate in settings.rates:
-            found += [Arm(choice=choice, rate=rate), Arm(choice=choice, rate=rate, operation="prune")]
-    return found + [Arm(choice=JOINT, rate=rate, storage="exponential") for rate in settings.rates]
+            every += [Arm(choice=choice, rate=rate), Arm(choice=choice, rate=rate, operation="prune")]
+    return every + [Arm(choice=JOINT, rate=rate, storage="exponential") for rate in settings.rates]
 
 
 def stages(settings: Settings) -> list[list[str]]:
@@ -168,8 +168,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         _make_all(settings, folder, missing, began)
         if missing := [name for name in names if not _file(folder, name).is_file()]:
             raise InputError(f"{len(missing)} pieces are missing ({missing[0]} ...); the same command continues")
-    made = {name: _file(folder, name) for names in stages(settings) for name in names}
-    return _joined(settings, {name: read_json(path) for name, path in made.items()})
+    records = {name: _file(folder, name) for names in stages(settings) for name in names}
+    return _joined(settings, {name: read_json(path) for name, path in records.items()})
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -286,8 +286,8 @@ def _select_jointly(settings: Settings, opened: OpenedModel, rate: float) -> dic
     tried = FreezeConfig(score=CANDIDATES_BY, count=min(CANDIDATES * count, len(fits)))
     candidates = [(layer, head) for layer, head in _by_score(statistics, fits, tried)]
     text = _choosing(settings, opened)
-    found = accept_jointly(model, candidates, text, count, edit_=edit_, undo_=partial(uninstall_, model))
-    return {"rate": rate, "heads": [list(head) for head in found.accepted], "joint_cost": found.to_dict()}
+    joint = accept_jointly(model, candidates, text, count, edit_=edit_, undo_=partial(uninstall_, model))
+    return {"rate": rate, "heads": [list(head) for head in joint.accepted], "joint_cost": joint.to_dict()}
 
 
 def _by_score(
@@ -382,22 +382,22 @@ def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
     other = open_text(settings, opened)
     shape = {"length": settings.length, "batch_size": settings.batch_size, "limit": settings.windows}
     shape |= {"precision": settings.precision, "bos": _bos(settings, opened)}
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     for name, text in zip(TEXTS, (_data(opened), other), strict=True):
         with tempfile.TemporaryDirectory() as folder:
             record = evaluate_perplexity(opened.model, text, out=Path(folder), tokens=False, **shape)
             losses = read_evaluation(folder)[1].windows.tolist()
-        found[name] = {"loss": record["loss"], "perplexity": record["perplexity"], "windows": losses}
+        measured[name] = {"loss": record["loss"], "perplexity": record["perplexity"], "windows": losses}
     if settings.tasks:
         from saf.hf.lm_eval import ask
 
         answers = ask(opened, settings, longest=settings.length)
-        found["tasks"] = {
+        measured["tasks"] = {
             name: task.to_dict()
             | {"each": [[one["id"], one["answer"], bool(one["right"]), one["taken"]] for one in task.answers]}
             for name, task in answers.items()
         }
-    return found
+    return measured
 
 
 def open_text(settings: Settings, opened: OpenedModel) -> TokenData:
@@ -439,9 +439,9 @@ def _time(settings: Settings, opened: OpenedModel, folder: Path, rate: str, stor
 # --- the record
 
 
-def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
+def _joined(settings: Settings, records: Mapping[str, Record]) -> dict[str, Any]:
     """Return the record: facts of every arm and its paired changes from the ordinary model in the same state."""
-    ordinary = made["ordinary"]
+    ordinary = records["ordinary"]
     opened = open_model(settings.model, settings.data, "cpu")
     states = [state for state in ("at once", "healed") if state in ordinary]
     record = {
@@ -454,14 +454,14 @@ def _joined(settings: Settings, made: Mapping[str, Record]) -> dict[str, Any]:
         ),
         "model": str(settings.model),
         "precision": ordinary["precision"],
-        **{name: made["selection"][name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
-        "joint": [made[f"joint {percent(rate)}"] for rate in settings.rates],
+        **{name: records["selection"][name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
+        "joint": [records[f"joint {percent(rate)}"] for rate in settings.rates],
         "ordinary": {state: _facts(ordinary[state]) for state in states},
         "arms": [],
-        "speeds": {name: each for name, each in made.items() if name.startswith("speed ")},
+        "speeds": {name: each for name, each in records.items() if name.startswith("speed ")},
     }
     for arm in arms(settings):
-        own = made[arm.name]
+        own = records[arm.name]
         entry = {"name": arm.name, **own["arm"], "heads": own["heads"], "kinds": own["kinds"]}
         entry["freezing_seconds"] = own["freezing_seconds"]
         record["arms"].append(entry | {state: _changes(ordinary[state], own[state]) for state in states})
@@ -476,10 +476,10 @@ def _facts(state: Record) -> dict[str, Any]:
 
 def _changes(ordinary: Record, own: Record) -> dict[str, Any]:
     """Return a state's perplexities and accuracies with their paired changes."""
-    found = _facts(own)
+    changes = _facts(own)
     for name in TEXTS:
         pair = [torch.tensor(each[name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
-        found[name] |= {"change": delta_of_windows(*pair)}
+        changes[name] |= {"change": delta_of_windows(*pair)}
     if own.get("tasks"):
         answers = [
             {
@@ -488,8 +488,8 @@ def _changes(ordinary: Record, own: Record) -> dict[str, Any]:
             }
             for each in (ordinary, own)
         ]
-        found["answers"] = paired_tasks(*answers)
-    return found
+        changes["answers"] = paired_tasks(*answers)
+    return changes
 
 
 def tables(record: Record) -> list[Part]:
