@@ -1,4 +1,4 @@
-"""How far execution is from float64, beside the paper's gradient table, and within which limits.
+"""How far execution is from float64, for comparison with the paper's gradient table, and within which limits.
 
 A layer, frozen and pruned, and its frozen heads alone are compared with the exact result in float64: the output and
 every gradient. Limits follow the unfrozen layer, or PyTorch's own attention at the same shape; eager attention in the
@@ -135,12 +135,12 @@ def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precisio
     unfrozen = layer.model(backend=None, kernel=settings.kernel, autocast=autocast)
     unfrozen_exact = layer.eager(frozen=False, dtype=torch.float64)
     for name in TENSORS:
-        errors, beside = distance(result[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
-        limit = LAYER_FACTOR * beside["relative_l2"]
+        errors, baseline = distance(result[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
+        limit = LAYER_FACTOR * baseline["relative_l2"]
         # In float32 rounding is near the limit of operators anyway: a lucky unfrozen layer does not lower it.
         limit = limit if autocast else max(limit, TOLERANCE[DTYPES[precision]])
         part = "layer" if backend else "pruned layer"
-        yield row_of(part, name, errors, beside, limit, eager=distance(result[name], eager[name]))
+        yield row_of(part, name, errors, baseline, limit, eager=distance(result[name], eager[name]))
 
 
 def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: str) -> Iterator[Row]:
@@ -153,10 +153,10 @@ def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: s
     result = mixing_errors(lambda x: frozen_attention(x, frozen), weights, value, upstream)
     scores = query.double() @ key.double().mT * settings.head_dim**-0.5
     softmax = scores.masked_fill(future(settings.length, value.device), -torch.inf).softmax(-1)
-    beside = mixing_errors(partial(live_attention, query, key, kernel=settings.kernel), softmax, value, upstream)
+    baseline = mixing_errors(partial(live_attention, query, key, kernel=settings.kernel), softmax, value, upstream)
     for name, errors in result.items():
-        limit = min(TOLERANCE[dtype], SDPA_FACTOR * beside[name]["relative_l2"])
-        yield row_of("operator", name, errors, beside[name], limit)
+        limit = min(TOLERANCE[dtype], SDPA_FACTOR * baseline[name]["relative_l2"])
+        yield row_of("operator", name, errors, baseline[name], limit)
 
 
 def mixing_errors(mix: Any, weights: Tensor, value: Tensor, upstream: Tensor) -> dict[str, Errors]:
@@ -177,14 +177,14 @@ def distance(result: Tensor, exact: Tensor) -> Errors:
     return {"max_abs": error.abs().max().item(), "relative_l2": (error.norm() / norm).item()}
 
 
-def row_of(part: str, tensor: str, errors: Errors, beside: Errors, limit: float, eager: Errors | None = None) -> Row:
+def row_of(part: str, tensor: str, errors: Errors, baseline: Errors, limit: float, eager: Errors | None = None) -> Row:
     """Return a row."""
     within = errors["relative_l2"] <= limit
     return {
         "part": part,
         "tensor": tensor,
         **errors,
-        "beside": beside,
+        "beside": baseline,
         "limit": limit,
         "within": within,
         "eager": eager,

@@ -102,7 +102,7 @@ def _pair(record: Record, rows: Sequence[Sequence[Any]], notes: Sequence[str]) -
 
 
 def _runs_table(record: Record, ordinary: RecordedRun, frozen: RecordedRun) -> Table:
-    comparison = Comparison(frozen.folder.name, ordinary, frozen, dict(record))
+    comparison = ArmComparison(frozen.folder.name, ordinary, frozen, dict(record))
     runs = (ordinary, frozen)
     ratio = record["update_time_ratio"]
     speed = "unclear" if was_busy(record) else f"{ratio:.3f}×" if ratio else None
@@ -245,7 +245,7 @@ def _zero_shot_tables(record: Record) -> list[Table]:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ArmComparison:
     """An edited run and the ordinary one; `record` is None where they could not be compared, for a `reason`."""
 
     name: str
@@ -260,7 +260,7 @@ class Comparison:
         return self.record if self.record and self.record["kind"] == "comparison" else None
 
 
-def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Comparison]:
+def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmComparison]:
     """Compare every frozen or pruned run with the first ordinary one; record differences and failures."""
     ordinary = next((run for run in runs if run.arm == "ordinary"), None)
     comparisons = []
@@ -273,7 +273,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Compa
         except SafError as error:
             record = _stored(ordinary, run)
             reason = str(error) if record is None else None
-        comparisons.append(Comparison(name, ordinary, run, record, reason))
+        comparisons.append(ArmComparison(name, ordinary, run, record, reason))
     return comparisons
 
 
@@ -312,7 +312,7 @@ def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
     return colours
 
 
-def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> Table:
+def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Table:
     """Tabulate one row a run: loss, perplexity and its change, update time, memory, and what freezing took.
 
     A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster.
@@ -358,7 +358,7 @@ def _freezing_seconds(run: RecordedRun) -> float | None:
     return sum(parts.values()) if parts else None
 
 
-def _update(run: RecordedRun, record: Record | None, comparisons: Sequence[Comparison]) -> str:
+def _update(run: RecordedRun, record: Record | None, comparisons: Sequence[ArmComparison]) -> str:
     """Show a run's median over the compared updates where these are the same in all comparisons, else its own."""
     records = [each.perplexity for each in comparisons if each.perplexity and each.ordinary is run]
     medians = {each["update_seconds_ordinary"] for each in records if each}
@@ -376,12 +376,12 @@ def _memory(result: Record, record: Record | None) -> str:
     return gibibytes(peak) + (f" ({signed(change)})" if change is not None else "")
 
 
-def _whole_run(run: RecordedRun, comparison: Comparison | None, clock: str) -> str:
+def _whole_run(run: RecordedRun, comparison: ArmComparison | None, clock: str) -> str:
     words = _time_change(comparison, clock) if comparison else ""
     return seconds(run.seconds(clock)) + (f" ({words})" if words else "")
 
 
-def _time_change(comparison: Comparison, clock: str) -> str:
+def _time_change(comparison: ArmComparison, clock: str) -> str:
     """Show by how much a whole run's time differs from the ordinary one's; a busy machine makes that unclear."""
     change = change_percent(comparison.ordinary.seconds(clock), comparison.frozen.seconds(clock))
     if change is None:
@@ -397,7 +397,7 @@ def _missing(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
     return [f"Not known of {', '.join(names)}: {what}." for what, names in missing.items()]
 
 
-def _comparison_notes(comparison: Comparison) -> Iterator[str]:
+def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
     if comparison.reason is not None:
         yield f"could not be compared: {comparison.reason}"
     if (record := comparison.perplexity) is None:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, free_heads_bound, speed_caveat, was_busy
 from saf.evaluate.compare_tables import (
-    Comparison,
+    ArmComparison,
     arm_colours,
     arm_names,
     arms_table,
@@ -63,7 +63,7 @@ def write_report(paths: Sequence[Path | str], out: Path | str, *, picture: Path 
 
 
 def _render(
-    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison], tables: Sequence[Table]
+    runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison], tables: Sequence[Table]
 ) -> str:
     finalize = lambda value: plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value  # noqa: E731
     template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ def _render(
     )
 
 
-def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> str:
+def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) -> str:
     """Return the verdict in one sentence: what was done to heads, its cost in perplexity, and its speed if clear."""
     done = [(each.frozen, each.perplexity) for each in comparisons if each.perplexity]
     if not done:
@@ -116,7 +116,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison]) -> 
     return "; ".join(arms)
 
 
-def _warnings(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
     for each in comparisons:
         if each.reason:
             yield f"{each.name} could not be compared: {each.reason}"
@@ -133,7 +133,9 @@ class _Tile:
     note: str
 
 
-def _tiles(runs: Sequence[RecordedRun], comparisons: Sequence[Comparison], colours: Mapping[str, str]) -> list[_Tile]:
+def _tiles(
+    runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison], colours: Mapping[str, str]
+) -> list[_Tile]:
     arms = [(each.perplexity, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
     if not arms:
         return list(_own_tiles(next((run for run in runs if run.edited_heads), runs[0])))
@@ -267,7 +269,7 @@ def _losses(event: Mapping[str, Any]) -> str | None:
 # --- tables
 
 
-def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[Comparison]) -> Iterator[Table]:
+def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Iterator[Table]:
     """Yield the table of arms, of their events where a run had several, and of answers to tasks."""
     named = list(zip(runs, names, strict=True))
     if any("train" in run.config for run in runs):
@@ -327,7 +329,7 @@ def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
 # --- Hugging Face models
 
 
-def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun], list[Comparison], list[Table]]:
+def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun], list[ArmComparison], list[Table]]:
     """Return a Hugging Face model as a run without training, its comparison, and tables of what is known of it.
 
     Raises:
@@ -362,7 +364,7 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         facts |= {"change, 95% interval": cost, "paired windows": f"{change['windows']:,}"}
         tables.append(Table.facts("Held-out text", facts, model_notes(change)))
         timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
-        comparisons.append(Comparison(folder.name, run, run, {**timeless, **change}))
+        comparisons.append(ArmComparison(folder.name, run, run, {**timeless, **change}))
     else:
         advice = "not known: `saf evaluate` the model before and after with --out, then name both folders"
         tables.append(Table.facts("Held-out text", {"change of perplexity": advice}))
