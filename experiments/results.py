@@ -38,6 +38,7 @@ SHOWN = {
         "small-75M-4k": ("fixed_token_controls", "timing"),
         "small-75M-branched": ("schedules",),
         "small-75M-representation": ("representation",),
+        "124m-84M": ("linear_heads",),
     },
     "heads": {
         "small-75M-ideas": ("better", "selectors"),
