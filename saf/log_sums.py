@@ -7,9 +7,11 @@ are non-negative, so nothing cancels: with block maxima factored out each result
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saf.errors import InputError
 
@@ -21,6 +23,9 @@ _GPU_OFFSETS = 32
 _OF_RANGE = 0.95
 # Tile elements held at once; further heads follow in turn.
 _HELD_ELEMENTS = 1 << 27
+# Fillings at the ends: logarithms of zero, or the first and last value.
+_ZERO: dict[str, Any] = {"value": -math.inf}
+_EDGE: dict[str, Any] = {"mode": "replicate"}
 
 
 def log_row_sums(alpha: Tensor, rho: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
@@ -64,11 +69,12 @@ def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_
 def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     """Halve the block until no row of a tile lies so far below the tile's maximum that it underflows."""
     limit = -_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
+    left, right = (values.reshape(-1, values.shape[-1]) for values in (left, right))
     # Cheap bound first: the whole range of both inputs.
     if left.numel() == 0 or (_range(left) + _range(right)).max().item() <= limit:
         return block
     while block > 1:
-        spread = _range(_blocks(left, block, "edge")) + _range(_windows(right, block, "edge"))
+        spread = _range(_blocks(left, block, **_EDGE)) + _range(_windows(right, block, **_EDGE))
         if spread.max().item() <= limit:
             break
         block //= 2
@@ -81,26 +87,14 @@ def _range(values: Tensor) -> Tensor:
     return spread.amax(-1) if values.ndim > 2 else spread
 
 
-def _blocks(values: Tensor, block: int, fill: str) -> Tensor:
-    """Cut `[..., T]` into `[heads, n, C]`, the end filled with -inf or with the last value ("edge")."""
-    values = values.reshape(-1, values.shape[-1])
-    missing = -values.shape[-1] % block
-    return _extend(values, 0, missing, fill).unflatten(-1, (-1, block))
+def _blocks(values: Tensor, block: int, **filling: Any) -> Tensor:
+    """Cut `[heads, T]` into `[heads, n, C]`, with a filled end."""
+    return pad(values, (0, -values.shape[-1] % block), **filling).unflatten(-1, (-1, block))
 
 
-def _windows(values: Tensor, block: int, fill: str) -> Tensor:
+def _windows(values: Tensor, block: int, **filling: Any) -> Tensor:
     """Return for each block offset d the values at distances `dC-C+1 .. dC+C-1`: `[heads, n, 2C-1]`."""
-    values = values.reshape(-1, values.shape[-1])
-    missing = -values.shape[-1] % block
-    return _extend(values, block - 1, missing, fill).unfold(-1, 2 * block - 1, block)
-
-
-def _extend(values: Tensor, before: int, after: int, fill: str) -> Tensor:
-    """Lengthen `[heads, T]` at both ends, by -inf or by the first and last value ("edge")."""
-    if fill == "edge":
-        first, last = values[:, :1].expand(-1, before), values[:, -1:].expand(-1, after)
-        return torch.cat([first, values, last], -1)
-    return torch.nn.functional.pad(values, (before, after), value=-torch.inf)
+    return pad(values, (block - 1, -values.shape[-1] % block), **filling).unfold(-1, 2 * block - 1, block)
 
 
 def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
@@ -109,8 +103,8 @@ def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
     A distance below 0 or above T-1 has weight exp(-inf) = 0, which also makes the diagonal tiles causal.
     """
     heads, length = left.shape
-    keys = _blocks(left, block, "zero")
-    windows = _windows(right, block, "zero")
+    keys = _blocks(left, block, **_ZERO)
+    windows = _windows(right, block, **_ZERO)
     num_blocks = keys.shape[1]
     key_max, window_max = keys.amax(-1), windows.amax(-1)
     keys = (keys - key_max[..., None]).exp().flip(-1)
