@@ -38,7 +38,7 @@ from saf.records.files import read_lines, remove_unfinished_, write_json, write_
 from saf.records.folders import lock_folder, remove_leftovers_
 from saf.records.quantities import gibibytes
 from saf.schedules import Event, Outcome, setting_of_moment
-from saf.tasks import TASKS, Task
+from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
 from saf.train.logs import Elapsed, Observer, Progress
@@ -248,11 +248,13 @@ def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel
 
 def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
     """Raise InputError for an update that certainly takes more memory than is free on this rank's device."""
-    # Examples of finetuning have many lengths, mostly far below the context: only their weights are certain.
-    tokens = 0 if config.finetuning is not None else config.batch_size * context_length(config)
+    # Sequences of other tasks have many lengths, mostly far below the context: only the weights are certain.
+    tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
     shards, recomputes = parallel.processes if parallel.kind == Shards.kind else 1, execution.activation_checkpointing
     memory = update_memory(shape, tokens, precision=execution.precision, recomputes=recomputes, shards=shards)
-    free = free_bytes(execution.device)
+    free, device = free_bytes(execution.device), execution.device
+    if device.type == "cuda":  # all of this process counts as free: an earlier run in it may not be collected yet
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if free is not None and CERTAIN_SHARE * memory.total > free:
         raise InputError(
             f"training needs about {gibibytes(memory.total)} of memory ({gibibytes(memory.state)} for weights and "
