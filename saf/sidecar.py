@@ -17,7 +17,7 @@ from saf.models.description import (
     OPENS,
     STATE,
     TENSORS,
-    check_plain_weights,
+    check_savable,
     described,
     described_beside,
     write_description,
@@ -44,8 +44,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     adapter = adapter_for(model)
     if adapter.saves_weights:
         _check_free(folder)
-        for site in adapter.sites():
-            check_plain_weights(site)
+        check_savable(adapter)
         state, tensors = described(adapter.sites())
     else:
         state, tensors = described_beside(adapter)

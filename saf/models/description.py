@@ -60,16 +60,21 @@ def recorded_layouts(state: Mapping[str, Any]) -> list[HeadLayout]:
 def described_beside(adapter: Adapter) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return `described` with checksums of the weights, for a model that another library saves.
 
-    Raises UnsupportedError for weights that `check_plain_weights` refuses, InputError for those on the meta device.
+    Raises what `check_savable` raises.
     """
-    for site in adapter.sites():
-        check_plain_weights(site)
-        if any(weight.is_meta for weight, _ in site.projections().values()):
-            raise InputError(ON_META)
+    check_savable(adapter)
     state, tensors = described(adapter.sites())
     for layer, site in zip(state["layers"], adapter.sites(), strict=True):
         layer["weights"] = sums_of(site)
     return state | {"attention": adapter.attention_settings()}, tensors
+
+
+def check_savable(adapter: Adapter) -> None:
+    """Raise UnsupportedError for weights that are not plain, InputError for those on the meta device."""
+    for site in adapter.sites():
+        check_plain_weights(site)
+        if any(weight.is_meta for weight, _ in site.projections().values()):
+            raise InputError(ON_META)
 
 
 def check_plain_weights(site: Site) -> None:

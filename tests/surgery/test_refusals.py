@@ -135,7 +135,7 @@ def test_what_shares_nothing_is_frozen_as_ever():
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("change", ["draft beside", "layer twice", "meta"])
-def test_layers_and_weights_that_are_not_what_the_configuration_says(family, change):
+def test_layers_and_weights_that_are_not_what_the_configuration_says(family, change, tmp_path):
     model = build(family)
     layers = model.blocks if family == "gpt" else model.model.layers
     if change == "draft beside":
@@ -145,9 +145,11 @@ def test_layers_and_weights_that_are_not_what_the_configuration_says(family, cha
     else:
         model = model.to("meta")
     error, words = (InputError, "on the meta device") if change == "meta" else (UnsupportedError, r"layers, got \d")
-    for verb in (*VERBS.values(), lambda model: saf.calibrate(model, [tokens() % 48])):
+    others = (lambda model: saf.calibrate(model, [tokens() % 48]), lambda model: saf.save(model, tmp_path / "saved"))
+    for verb in (*VERBS.values(), *others):
         with pytest.raises(error, match=words):
             verb(model)
+    assert not (tmp_path / "saved").exists()
 
 
 def test_weights_that_processes_share_out(tmp_path):
