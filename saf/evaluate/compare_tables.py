@@ -213,32 +213,28 @@ def _recall_notes(record: Record) -> list[str]:
 
 
 def _zero_shot_tables(record: Record) -> list[Table]:
-    rows = []
+    """Tabulate changes of accuracy by task, the questions behind them, and how often each choice is taken."""
+    changes, questions = [], []
     for name, task in record["tasks"].items():
         shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
-        p_values = [f"{task[key]:.3g}" for key in ("p_value", "p_holm")]
-        rows.append(
-            [
-                name,
-                f"{task['questions']:,}",
-                *shares,
-                _short_points(task),
-                f"{task['gained']:,} / {task['lost']:,}",
-                *p_values,
-            ]
-        )
+        changes.append([name, *shares, _short_points(task), *(f"{task[key]:.3g}" for key in ("p_value", "p_holm"))])
+        questions.append([name, task["questions"], task["gained"], task["lost"]])
     notes = [
         f"Mean change {signed(100 * record['mean_difference'], 2, '')} points. Intervals are 95% over questions, "
         "paired; p is McNemar's, exact, with Holm's correction over the tasks. A large p does not show equality.",
-        f"Gained and lost: questions that {FROZEN} or {ORDINARY} alone answers rightly.",
         *model_notes(record),
     ]
-    columns = ["task", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change", "gained / lost", "p", "Holm"]
+    columns = ["task", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "p", "Holm"]
+    alone = ["task", "questions", f"{FROZEN} alone is right", f"{ORDINARY} alone is right"]
     taken = {
         model: {name: task["taken"][place] for name, task in record["tasks"].items()}
         for place, model in enumerate((ORDINARY, FROZEN))
     }
-    return [Table.of("Zero-shot tasks, paired", columns, rows, notes), choice_counts(record["tasks"], taken)]
+    return [
+        Table.of("Zero-shot tasks, paired", columns, changes, notes),
+        Table.of("Questions that one model alone answers rightly", alone, questions),
+        choice_counts(record["tasks"], taken),
+    ]
 
 
 # --- all arms of a page
