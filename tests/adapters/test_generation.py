@@ -10,7 +10,7 @@ from transformers.cache_utils import QuantizedLayer
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
 from saf.models.adapter import adapter_for
@@ -248,3 +248,12 @@ def test_pruned_heads_leave_a_fixed_cache_without_their_keys_and_values():
     ids, options = tokens(2, 8, seed=3), {"do_sample": False}
     expected = generate(model, ids, torch.ones_like(ids), use_cache=False, **options)
     assert torch.equal(generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options), expected)
+
+
+def test_inputs_beyond_the_shortest_pattern_are_refused_before_a_cache_is_filled():
+    model, cache = make("llama"), DynamicCache()
+    for layer, length in ((0, LENGTH), (2, LENGTH // 2)):
+        saf.install_(model, HeadSet([(layer, 0)]), synthetic_patterns(1, length, torch.Generator()))
+    with pytest.raises(InputError, match=f"cover {LENGTH // 2}"):
+        model(tokens(1, LENGTH // 2 + 1), past_key_values=cache)
+    assert cache.get_seq_length() == 0

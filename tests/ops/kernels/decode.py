@@ -28,7 +28,8 @@ class Case:
     """Keys of a part at least."""
 
 
-CASES = {
+CASES: dict[str, Case | int] = {
+    "many parts": 70,
     "a row": Case(),
     "a row in 16 bits": Case(dtype="float16"),
     "the first row": Case(end=1),
@@ -47,8 +48,10 @@ CASES = {
 }
 
 
-def run(case: Case, device: str) -> list[str]:
+def run(case: Case | int, device: str) -> list[str]:
     """Return which limits break: errors, one launch of several parts, finite outputs laid out for the projection."""
+    if isinstance(case, int):
+        return _merged(case, device)
     from saf.bench.models import synthetic_patterns
     from saf.ops import FrozenHeads, frozen_attention, mixed_attention
     from saf.ops.decode import op
@@ -102,6 +105,19 @@ def run(case: Case, device: str) -> list[str]:
             error = ((found.double()[:, part] * mask - exact).norm() / exact.norm()).item()
             checks[f"{name} heads {error:.2e}"] = error <= LIMITS[case.dtype]
     return [name for name, holds in checks.items() if not holds]
+
+
+def _merged(parts: int, device: str) -> list[str]:
+    """More parts than are weighed at once: two live heads by the exponentials of their sums, a frozen one added up."""
+    generator = torch.Generator().manual_seed(0)
+    sums = torch.randn(parts, 2, 3, 2, 16, generator=generator).to(device)
+    logs = 8 * torch.randn(parts, 2, 2, 2, generator=generator).to(device)
+    found = torch.ops.saf.merge(sums, logs, sums[0])
+    weights = (2 ** logs.double()) / (2 ** logs.double()).sum(0)
+    live = (weights[..., None] * sums[:, :, :2].double()).sum(0)
+    exact = torch.cat([live, sums[:, :, 2:].double().sum(0)], 1)
+    error = ((found.double() - exact).norm() / exact.norm()).item()
+    return [] if error <= LIMITS["float32"] else [f"merged {error:.2e}"]
 
 
 def _by_hand(case: Case, query, key, value, dense, first: int, pads: tuple[int, ...]) -> torch.Tensor:
