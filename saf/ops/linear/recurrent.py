@@ -2,7 +2,7 @@
 
 With N tiles, row i of chunk c reads the scaled values of chunks c - N + 1 to c, and the sums of poles over chunks up to
 c - N. The state holds the last N + 1 chunks in a ring, and these sums for chunk c and for c - 1: so up to C positions
-can be taken back. A step is the same sum as a whole pass, and takes the same time after any number of positions.
+can be taken back. A step is the same sum as a whole pass, (S.32), and takes the same time wherever it stands.
 """
 
 from typing import NamedTuple
