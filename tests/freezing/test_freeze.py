@@ -327,7 +327,7 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
         with pytest.raises(error, match=message):
             saf.freeze_(model, [ids + 1000], saf.FreezeConfig(**config), **given)
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
-    for score, message in [("qk_gradient", r"QKGradient\(model\)"), ("redundancy", "or give freeze_ heldout=")]:
+    for score, message in [("qk_gradient", r"QKGradient\(model\)"), ("redundancy", "pass heldout=")]:
         with pytest.raises(InputError, match=message):
             saf.freeze_(make(), [ids], saf.FreezeConfig(score=score))
     for bare in (ids, {"input_ids": ids}):
