@@ -89,7 +89,7 @@ RECIPE = Recipe(
             "16k-exponential-50-early",
             "16k-gate-taylor-50",
         ),
-        *("16k-ordinary-more", "16k-exponential-50-clock"),
+        "16k-ordinary-more",
     ),
     notes=(
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
