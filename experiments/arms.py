@@ -339,7 +339,9 @@ def _schedules() -> Iterator[Arm]:
         yield Arm(name=name, settings=events("validation_budget", budget=budget), **trunk)
     for multiplier in (3.0, 1.5):
         triggered = events("train_loss", multiplier=multiplier)
-        yield Arm(name=f"4k-train-loss-{multiplier}", settings=triggered, scaled=TRIGGERED_SMOKE)
+        yield Arm(
+            name=f"4k-train-loss-{multiplier}", settings=triggered, scaled=TRIGGERED_SMOKE if multiplier == 3.0 else {}
+        )
         yield Arm(name=f"4k-train-loss-{multiplier}-from-25", settings=triggered, at=0.25, **trunk)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
     # Runs of several events are compiled by layers; so are those that their time is compared with.

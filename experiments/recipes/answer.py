@@ -86,7 +86,6 @@ RECIPE = Recipe(
         *(
             "16k-exponential-50-time",
             "16k-exponential-50-pruned-time",
-            "16k-exponential-50-early",
             "16k-gate-taylor-50",
         ),
         "16k-ordinary-more",

@@ -34,6 +34,7 @@ RECIPE = Recipe(
     ),
     headline=("perplexity", "delta", "difference"),
     intervals="t",
+    smoke=("4k-exponential-64-25", "4k-exponential-short-25", "4k-mean-25"),
     notes=(
         "The difference is from compact storage of the same rate, in each seed; below zero is better.",
         "Pruned arms lack exactly the heads of the compact arm of their rate.",
