@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saf.errors import InputError
@@ -14,7 +13,7 @@ from saf.heads import Head, HeadSet
 from saf.heal import Healing
 from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
-from saf.patterns import Pattern, pattern_for_each_head
+from saf.patterns import Pattern, pattern_for_each_head, stacked_compact
 from saf.records.events import STATE_AFTER, EventRecord, append_event, beside_earlier
 from saf.records.quantities import number, signed
 from saf.records.table import Table, markdown_of
@@ -153,8 +152,10 @@ class FreezeReport:
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if self.patterns is not None:
-            vectors = [one.vectors() for one in pattern_for_each_head(self.patterns)]
-            tensors |= {name: torch.stack([each[name] for each in vectors]).float() for name in vectors[0]}
+            forms = stacked_compact(pattern_for_each_head(self.patterns))
+            tensors |= (
+                {} if forms is None else {name: getattr(forms, name).float() for name in ("alpha", "rho", "log_z")}
+            )
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:

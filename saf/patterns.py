@@ -63,11 +63,6 @@ class Pattern(ABC):
     def own(self) -> Self:
         """Return the pattern for a layer to hold: a fixed one on the CPU, a trainable one itself."""
 
-    def vectors(self) -> dict[str, Tensor]:
-        """Return the present alpha, rho and log_z, `[..., T]`; nothing for a dense pattern."""
-        compact = self.compact()
-        return {} if compact is None else {name: getattr(compact, name) for name in ("alpha", "rho", "log_z")}
-
     def state(self) -> dict[str, Tensor]:
         """Return its tensors for a file, by the names in `parts`, detached."""
         return {name: getattr(self, name).detach().clone() for name in self.parts}
@@ -541,6 +536,27 @@ def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:
 def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
     """Return the parameters of the trainable ones among these patterns: alpha and rho of each, `[T]`."""
     return [logits for one in patterns if is_trainable(one) for logits in (one.alpha, one.rho)]
+
+
+def stacked_compact(patterns: Sequence[Any]) -> CompactPattern | None:
+    """Return the present values of single patterns as one compact pattern `[F, T]`; None where one is dense.
+
+    Row sums of exponential patterns take T² operations a head: all are computed at once, on a GPU where there is one.
+    """
+    kinds = {one.kind for one in patterns}
+    if DensePattern.kind in kinds:
+        return None
+    if ExponentialPattern.kind not in kinds:
+        return CompactPattern.stack([one.compact() for one in patterns])
+    logits = [
+        (one.key_logits(), one.distance_weights().log())
+        if one.kind == ExponentialPattern.kind
+        else (one.alpha.double(), one.rho.double())
+        for one in patterns
+    ]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    alpha, rho = (torch.stack(part).to(device) for part in zip(*logits, strict=True))
+    return CompactPattern.from_parameters(alpha, rho).to(device="cpu")
 
 
 KINDS: dict[str, type[Pattern]] = {
