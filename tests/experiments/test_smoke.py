@@ -21,7 +21,8 @@ def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     assert time.process_time() - began < SECONDS
     for name in names():
         found, stem = recipe(name), tmp_path / "tables" / f"{name}-smoke"
-        assert found.title in stem.with_suffix(".md").read_text()
+        if found.metrics or any(each.smoke for each in found.measurements):
+            assert found.title in stem.with_suffix(".md").read_text()
         if found.metrics:
             numbers = pd.read_csv(stem.with_suffix(".csv"))
             assert numbers["mean"].notna().sum() >= len(found.smoke or found.rows)
