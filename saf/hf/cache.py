@@ -57,8 +57,8 @@ def prepare(
     if own is None:
         counts = [len(layout.rows[role]) for role in ("key", "value")]
         counts = counts if layout.num_live else [max(counts[1], 1), 0]  # see `forward_without_queries`
-        filled_counts = [layer.keys.shape[1], layer.values.shape[1]] if layer.is_initialized else counts
-        if filled_counts != counts and not is_quantised(layer):
+        known = layer.is_initialized and not is_quantised(layer)  # a quantised one keeps its keys elsewhere
+        if known and [layer.keys.shape[1], layer.values.shape[1]] != counts:
             raise UnsupportedError(OTHER_HEADS)
         layers[index] = layer = _own_layer(layer, layout, frozen, patterns)
     elif own is not layout and own != layout:
