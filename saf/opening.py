@@ -37,9 +37,9 @@ class Encoder:
     """The tokenizer's beginning-of-text token (BOS); None where it has none."""
 
     def beginning(self, name: Path | str) -> int:
-        """Return the BOS token; raise InputError where the tokenizer of the model `name` has none."""
+        """Return the BOS token that `--bos` asks for; raise InputError where the tokenizer of `name` has none."""
         if self.bos is None:
-            raise InputError(f"the tokenizer of {name} must have a beginning-of-text token, got none; leave bos out")
+            raise InputError(f"the tokenizer of {name} must have a beginning-of-text token, got none: drop --bos")
         return self.bos
 
 

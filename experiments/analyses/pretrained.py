@@ -32,9 +32,9 @@ from saf.errors import InputError, SafError
 from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
-from saf.evaluate.zero_shot import TooLong, paired_tasks
+from saf.evaluate.zero_shot import AnswersByTask, TooLong, paired_tasks
 from saf.fitted_heads import FittedHead, fit_heads
-from saf.freeze_config import FreezeConfig
+from saf.freeze_config import FreezeConfig, Operation
 from saf.freezing import freeze_
 from saf.heads import Head, HeadSet
 from saf.heal import heal_
@@ -123,7 +123,7 @@ class Arm:
 
     choice: str
     rate: float
-    operation: str = "freeze"
+    operation: Operation = "freeze"
     storage: str = "compact"
 
     @property
@@ -355,9 +355,10 @@ def _frozen(
 ) -> dict[str, Any]:
     """Freeze or prune these heads in the opened model; return the event's facts."""
     ids = _calibration(settings, opened, length, count)
-    storage: dict[str, Any] = {"storage": arm.storage} if arm.operation == "freeze" else {}
-    fits = {"max_fit_kl": 10.0} if arm.operation == "freeze" else {}  # they passed at their selection
-    report = freeze_(opened.model, ids, FreezeConfig(heads=heads, operation=arm.operation, **storage, **fits))
+    patterns: dict[str, Any] = {}
+    if arm.operation == "freeze":
+        patterns = {"storage": arm.storage, "max_fit_kl": 10.0}  # they passed at their selection
+    report = freeze_(opened.model, ids, FreezeConfig(heads=heads, operation=arm.operation, **patterns))
     exponential = [fit["kind"] for fit in report.exponential.values()]
     return {"heads": report.heads.to_list(), "freezing_seconds": sum(report.seconds.values()), "kinds": exponential}
 
@@ -380,7 +381,7 @@ def _measure_arm(settings: Settings, opened: OpenedModel, folder: Path, arm: Arm
 def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
     """Return losses of windows of both texts, and the answers to the tasks."""
     other = open_text(settings, opened)
-    shape = {"length": settings.length, "batch_size": settings.batch_size, "limit": settings.windows}
+    shape: dict[str, Any] = {"length": settings.length, "batch_size": settings.batch_size, "limit": settings.windows}
     shape |= {"precision": settings.precision, "bos": _bos(settings, opened)}
     measured: dict[str, Any] = {}
     for name, text in zip(TEXTS, (_data(opened), other), strict=True):
@@ -481,7 +482,7 @@ def _changes(ordinary: Record, own: Record) -> dict[str, Any]:
         pair = [torch.tensor(each[name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
         changes[name] |= {"change": delta_of_windows(*pair)}
     if own.get("tasks"):
-        answers = [
+        answers: list[AnswersByTask] = [
             {
                 name: (task, [dict(zip(("id", "answer", "right", "taken"), one, strict=True)) for one in task["each"]])
                 for name, task in each["tasks"].items()

@@ -28,8 +28,8 @@ RULES = ConstructorRegistry()
 def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None, first: Sequence[str] = ()) -> Any:
     """Parse the command of `words`; settings left out take the values of `default`.
 
-    With `first`, `--help` shows these settings alone, and `--help-all` every one. Ends the process after the help, with
-    exit code 0, and for bad arguments, with 2.
+    A share may be written in percent: `--budget 1%`. With `first`, `--help` shows these settings alone, and
+    `--help-all` every one. Ends the process after the help, with exit code 0, and for bad arguments, with 2.
     """
     options: dict[str, Any] = {"prog": prog, "registry": RULES, "config": (tyro.conf.CascadeSubcommandArgs,)}
     asked = {"-h", "--help", "--help-all"} & set(words)
@@ -42,8 +42,18 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
         command, words, options["description"] = _help_form(command, short), [*chosen, "--help"], ""
         if default is not None:
             default = _filled(command, default)
-    words = ["--help" if word == "--help-all" else word for word in words]
+    words = ["--help" if word == "--help-all" else _without_percent(word) for word in words]
     return tyro.cli(command, args=words, **options, **({} if default is None else {"default": default}))
+
+
+def _without_percent(word: str) -> str:
+    """Write a number in percent as a share, alone or after a flag's equals sign.
+
+    >>> _without_percent("1%"), _without_percent("--budget=2.5%"), _without_percent("text 1%")
+    ('0.01', '--budget=0.025', 'text 1%')
+    """
+    match = re.fullmatch(r"(--[\w.-]+=|)(\d+\.?\d*|\.\d+)%", word)
+    return word if match is None else f"{match[1]}{float(match[2]) / 100}"
 
 
 def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: Sequence[str]) -> Any:

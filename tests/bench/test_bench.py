@@ -96,6 +96,14 @@ def test_op():
     assert record["left_out"] == []
 
 
+def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch):
+    monkeypatch.setattr("saf.bench.layer.frozen_attention", lambda value, frozen: value * 1.01)
+    sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
+    record = bench.op("tiny", **sizes, **TOY)
+    assert "error against float64" in record["left_out"][0]["why"]
+    assert {row["role"] for row in record["rows"]} == {"control"}
+
+
 def test_decode():
     record = bench.decode("llama-124m", num_layers=1, points=("16x2",), rates=(0.5,), compile="off", **TOY)
     assert roles(record) == [("control", 0), ("frozen", 6), ("free", 6)]

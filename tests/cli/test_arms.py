@@ -246,3 +246,13 @@ def test_arms_kept_as_the_guide_says_are_compared_without_their_checkpoints(saf_
     apart = {"ordinary", "frozen", "provenance"}
     assert {k: v for k, v in found.items() if k not in apart} == {k: v for k, v in expected.items() if k not in apart}
     assert found["differences"] == []
+
+
+def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, arms, tmp_path):
+    checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
+    (checkpoint / "optimizer.safetensors").unlink()
+    code, _, err = saf("evaluate", checkpoint, "--limit", 1, "--device", "cpu")
+    assert code == 0, err
+    for words in (("inspect", checkpoint), ("freeze", checkpoint, "--out", tmp_path / "frozen", "--rate", 0.5)):
+        code, _, err = saf(*words)
+        assert (code, "optimizer.safetensors is missing" in err) == (2, True)

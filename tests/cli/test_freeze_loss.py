@@ -102,7 +102,7 @@ def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
     (tmp_path / "short.txt").write_text("The quick brown fox.")
     words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
     text = ("--data", base / "text.txt")
-    result = saf_json(*words, *text, "--budget", 0.1, "--accept-loss", "--out", tmp_path / "out")
+    result = saf_json(*words, *text, "--budget", "10%", "--accept-loss", "--out", tmp_path / "out")
     assert result["heads"]
     assert result["joint_cost"]["rise"] <= 0.0954
     layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])

@@ -169,7 +169,7 @@ def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf
     code, _, told = saf("evaluate", tmp_path / "model", *words)
     assert code == 2
     assert "must have a beginning-of-text token, got none" in told
-    assert "leave bos out" in told
+    assert "drop --bos" in told
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"bos_token": "Q"}')
     frozen = (*words, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS, "--out")
     begun = saf_json("freeze", tmp_path / "model", *frozen, tmp_path / "begun")

@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.data import sequential_windows
-from saf.errors import DataError, InputError
+from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, losses_by_position, read_evaluation
 from saf.models import GPT, GPTConfig
@@ -113,3 +113,17 @@ def test_settings_out_of_range_are_refused(data, settings, message):
     model = small(settings.pop("vocab_size", 320))
     with pytest.raises((InputError, DataError), match=message):
         evaluate_perplexity(model, data, **settings)
+
+
+def test_every_module_gets_its_mode_back_also_after_an_error(data):
+    model = small().train()
+    model.blocks[1].eval()
+    modes, seen = [module.training for module in model.modules()], set()
+    model.embed.register_forward_pre_hook(lambda *_: seen.update(module.training for module in model.modules()))
+    evaluate_perplexity(model, data, limit=2)
+    assert seen == {False}
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with pytest.raises(DivergenceError, match="not finite"):
+        evaluate_perplexity(model, data, limit=2)
+    assert [module.training for module in model.modules()] == modes
