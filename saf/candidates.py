@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from saf.calibration import Batch, QKGradient, Sequences, gate_gradients, head_outputs, read_sequences
 from saf.errors import InputError, SafWarning, SelectionError
@@ -165,12 +165,19 @@ def accept_fits(
 
 
 def within_budget(
-    model: nn.Module, candidates: Iterable[Head], text: Any, config: FreezeConfig, editor: Editor, *, allow_empty: bool
+    candidates: Iterable[Head],
+    text: Any,
+    config: FreezeConfig,
+    editor: Editor,
+    progress: Callable[[int, int], None] | None,
+    *,
+    allow_empty: bool,
 ) -> JointCost:
     """Return which candidates cost least together, within the budget; raise SelectionError where none is."""
-    most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
+    most = config.requested(sum(site.layout.num_heads for site in adapter_for(editor.model).sites()))
     budget = math.inf if config.budget is None else config.budget
-    joint = accept_jointly(model, candidates, text, most, budget=budget, edit_=editor.edit_, undo_=editor.undo_)
+    edits: dict[str, Any] = {"edit_": editor.edit_, "undo_": editor.undo_}
+    joint = accept_jointly(editor.model, candidates, text, most, budget=budget, progress=progress, **edits)
     if joint.accepted or allow_empty:
         return joint
     least = perplexity_rise(0.0, min(joint.alone.values()))

@@ -31,6 +31,15 @@ from saf.train.logs import with_freeze
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""
+CPU_TOKENS = 8192
+"""Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
+Progress = Callable[[int, int], Any]
+"""Is called with how many items are done, and how many there are."""
+
+
+def no_countdown(verb: str, items: str) -> Progress:
+    """Return a counter that shows nothing; the command line's shows `verb` and `items` with the time left."""
+    return lambda done, total: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +68,7 @@ class CheckpointFreezing:
     """Number of sequences in a forward pass."""
     heldout_sequences: int | None = None
     """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
-    such a score, otherwise up to 8."""
+    such a score and for joint cost, for the latter on a CPU at most 8,192 tokens; otherwise up to 8 sequences."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None
@@ -83,10 +92,13 @@ class CheckpointFreezing:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
 
-    def heldout_count(self, available: int) -> int:
-        """Return how many held-out sequences to read, of so many available: one at least."""
-        if self.heldout_sequences is not None or "outputs" in self.config.needs or self.config.jointly:
+    def heldout_count(self, available: int, length: int) -> int:
+        """Return how many held-out sequences of `length` tokens to read, of so many available: one at least."""
+        if self.heldout_sequences is not None or "outputs" in self.config.needs:
             return self.heldout_sequences or HELDOUT_SEQUENCES
+        if self.config.jointly:
+            few = pick_device(self.device).type == "cpu"
+            return min(HELDOUT_SEQUENCES, max(2, CPU_TOKENS // length)) if few else HELDOUT_SEQUENCES
         return max(1, min(GUARD_SEQUENCES, available))
 
 
@@ -116,12 +128,12 @@ def freeze_checkpoint(
     settings: CheckpointFreezing,
     *,
     say: Callable[[str], Any] = lambda text: None,
-    progress: Callable[[int, int], Any] | None = None,
+    countdown: Callable[[str, str], Progress] = no_countdown,
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a checkpoint and write a new one; return the report, the new hash, and the checkpoint's hash.
 
-    The optimiser's state is carried along. `say` hears what will be held in memory before anything is measured,
-    `progress` how many layers of how many are done.
+    The optimiser's state is carried along. `say` hears what will be held in memory before anything is measured;
+    `countdown` makes a counter for each part that takes long.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or `out` exists.
@@ -150,7 +162,8 @@ def freeze_checkpoint(
             accept_loss=settings.accept_loss,
             score_inputs=needed,
             capture_bytes=limit,
-            progress=progress,
+            progress=countdown("calibrating", "layers"),
+            joint_progress=countdown("measuring", "heads"),
         )
     if settings.finalize:
         finalize_(model)
@@ -190,7 +203,7 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
     _check_separate(data, source, settings.config)
     seed = source.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed)
-    size, count = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length)
+    size, count = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
     return list(windows.split(size)), heldout_batches(data, length=length, count=count, batch_size=size)
 
 

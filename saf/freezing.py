@@ -26,7 +26,7 @@ from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.joint_cost import halves
-from saf.loss_guard import GUARD_SEQUENCES, MAX_RISE, heldout_loss, perplexity_rise, worst_layer
+from saf.loss_guard import GUARD_SEQUENCES, MAX_RISE, heldout_loss, worst_layer
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
@@ -47,6 +47,7 @@ def freeze_(
     allow_empty: bool = False,
     capture_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    joint_progress: Callable[[int, int], None] | None = None,
 ) -> FreezeReport:
     """Freeze the heads whose attention depends least on the input, changing the model in place.
 
@@ -76,6 +77,7 @@ def freeze_(
         allow_empty: Freeze no head where none may be chosen or none fits, with a warning, in place of raising.
         capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
         progress: Called with (layers measured, layers).
+        joint_progress: Called with (heads measured alone or accepted, heads) while joint cost is measured.
 
     Raises:
         InputError: Batches or settings that cannot be used, a score that lacks an input or is the same for all heads,
@@ -119,7 +121,8 @@ def freeze_(
     joint = None
     if config.jointly:
         with timer("joint cost"):
-            joint = on_rank0(lambda: within_budget(model, fits, choosing, config, editor, allow_empty=allow_empty))
+            choice = partial(within_budget, fits, choosing, config, editor, joint_progress, allow_empty=allow_empty)
+            joint = on_rank0(choice)
     accepted = fits if joint is None else joint.accepted
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
@@ -265,8 +268,7 @@ def _guard(
     if report.perplexity_rise <= MAX_RISE or (training and accept is not False):
         return report
     editor.undo_(heads)
-    layer, loss = on_rank0(lambda: worst_layer(model, heads, text, editor.edit_, editor.undo_))
-    rise = perplexity_rise(report.loss_before, loss)
+    layer, rise = on_rank0(lambda: worst_layer(model, heads, text, editor.edit_, editor.undo_))
     words = f"layer {layer} costs most ({len(heads.in_layer(layer))} heads, alone {rise:.1%}): freeze fewer there"
     if accept is False or (accept is None and refuse):
         raise LossError(

@@ -49,11 +49,15 @@ def heal_beside_twin(
     precision: Precision = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Healing:
-    """Train both models alike on windows `[N, T + 1]`, and measure them on held-out text before and after."""
+    """Train both models alike on windows `[N, T + 1]`, and measure them on held-out text before and after.
+
+    `progress` is called with (updates done, updates), of both models.
+    """
     heldout = list(heldout)
     before = [heldout_loss(model, heldout) for model in (ordinary, frozen)]
-    for model in (frozen, ordinary):
-        heal_(model, windows, precision=precision, progress=progress)
+    for number, model in enumerate((frozen, ordinary)):
+        show = progress and (lambda done, updates, number=number: progress(number * updates + done, 2 * updates))
+        heal_(model, windows, precision=precision, progress=show)
     twin, healed = (heldout_loss(model, heldout) for model in (ordinary, frozen))
     tokens = windows[:, 1:].numel()
     return Healing(tokens=tokens, loss_ordinary=before[0], loss_frozen=before[1], loss_healed=healed, loss_twin=twin)

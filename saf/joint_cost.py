@@ -52,13 +52,16 @@ def accept_jointly(
     budget: float = math.inf,
     edit_: Callable[[HeadSet], None],
     undo_: Callable[[HeadSet], None],
+    progress: Callable[[int, int], None] | None = None,
 ) -> JointCost:
     """Choose at most `max_heads` candidates, each the cheapest given those before it; the model ends as it was.
 
     Their joint loss on `text` rises by at most log(1 + budget) nats. Costs are measured anew lazily: a candidate whose
-    cost is of an earlier step waits by it, and is measured again when it comes first.
+    cost is of an earlier step waits by it, and is measured again when it comes first. `progress` is called with (heads
+    measured alone and heads accepted, the most that this can be), and with all of them at the end.
     """
-    text = list(text)
+    text, candidates = list(text), list(candidates)
+    steps = len(candidates) + max_heads
     before = heldout_loss(model, text)
     accepted: list[Head] = []
     rises: list[float] = []
@@ -73,7 +76,14 @@ def accept_jointly(
             undo_(HeadSet([head]))
         return math.inf if math.isnan(rise) else rise
 
-    alone = {head: rise_with(head) for head in candidates}
+    def show(step: int) -> None:
+        if progress is not None:
+            progress(step, steps)
+
+    alone: dict[Head, float] = {}
+    for head in candidates:
+        show(len(alone))
+        alone[head] = rise_with(head)
     queue = [(cost, head, 0) for head, cost in alone.items()]  # by what a head adds, and the step this is of
     heapq.heapify(queue)
     try:
@@ -88,9 +98,11 @@ def accept_jointly(
                 edit_(HeadSet([head]))
                 accepted.append(head)
                 rises.append(rise)
+                show(min(len(alone) + len(accepted), steps - 1))
     finally:
         if accepted:
             undo_(HeadSet(accepted))
+    show(steps)
     return JointCost(tuple(accepted), tuple(rises), tuple(refused), alone)
 
 

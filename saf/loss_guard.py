@@ -16,6 +16,8 @@ MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
 GUARD_SEQUENCES = 8
 """Sequences that the loss is measured on by default."""
+_BLAME_SEQUENCES = 4
+"""Sequences that the layer to blame is found on: one pass over them for every layer that lost heads."""
 _MOST_LOGITS = 2**28
 """Logits that a forward pass on a GPU may make: 1 GiB in float32."""
 
@@ -69,13 +71,19 @@ def worst_layer(
     edit_: Callable[[HeadSet], None],
     undo_: Callable[[HeadSet], None],
 ) -> tuple[int, float]:
-    """Return the layer whose heads, edited alone, cost most, and the loss with them, nats; NaN costs more than any."""
-    losses: dict[int, float] = {}
+    """Return the layer whose heads, edited alone, cost most, and the rise of perplexity; NaN costs more than any.
+
+    It is measured on the first sequences of `batches`.
+    """
+    rows = [ids[None] for batch in read_sequences(batches).without_padding() for ids in batch if len(ids) > 1]
+    few = rows[:_BLAME_SEQUENCES]
+    before, losses = heldout_loss(model, few), dict[int, float]()
     for layer in sorted({layer for layer, _ in heads}):
         own = HeadSet((layer, head) for head in heads.in_layer(layer))
         edit_(own)
         try:
-            losses[layer] = heldout_loss(model, batches)
+            losses[layer] = heldout_loss(model, few)
         finally:
             undo_(own)
-    return max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+    layer, loss = max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+    return layer, perplexity_rise(before, loss)

@@ -1,5 +1,6 @@
 """`saf freeze`: the whole recipe on a checkpoint or a model of transformers."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,8 +42,12 @@ class Command(CheckpointFreezing):
             from saf.hf.folders import freeze_folder
 
             freeze, kind = freeze_folder, "model"
-        with Countdown("calibrating", "layers") as progress:
-            report, written, parent = freeze(self, say=progress.say, progress=progress)
+        with ExitStack() as bars:
+            report, written, parent = freeze(
+                self,
+                say=bars.enter_context(Countdown("", "")).say,
+                countdown=lambda verb, items: bars.enter_context(Countdown(verb, items)),
+            )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         show(result, report.table(), f"{kind} {self.out}", f"hash {written}", as_json=self.json)
         return result

@@ -25,7 +25,7 @@ from saf.data import (
 )
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.model_facts import PARENT, precision_in_use
-from saf.freeze_checkpoint import CheckpointFreezing, check_length, check_new
+from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, no_countdown
 from saf.freeze_config import calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
@@ -201,7 +201,7 @@ def freeze_folder(
     settings: CheckpointFreezing,
     *,
     say: Callable[[str], Any] = lambda text: None,
-    progress: Callable[[int, int], Any] | None = None,
+    countdown: Callable[[str, str], Progress] = no_countdown,
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a model in a folder and write another folder; return the report and the hashes of both.
 
@@ -243,12 +243,14 @@ def freeze_folder(
             heldout=heldout,
             accept_loss=settings.accept_loss or settings.heal is not None,
             capture_bytes=limit,
-            progress=progress,
+            progress=countdown("calibrating", "layers"),
+            joint_progress=countdown("measuring", "heads"),
         )
     if settings.heal is not None:
         ordinary = source.model(device, dtype)
         windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)
-        report = _healed(settings, model, ordinary, windows, heldout, report)
+        progress = countdown("healing", "updates")
+        report = _healed(settings, (model, ordinary), windows, heldout, report, progress)
         model.to(source.dtype())
     if settings.finalize:
         finalize_(model)
@@ -278,7 +280,7 @@ def _batches(
     length = check_length(settings, longest, "that the model takes", most=longest)
     size, count, plain = settings.batch_size, settings.sequences, isinstance(data, TextData)
     held_out = data.num_tokens("controller")
-    asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length)
+    asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length, length)
     seed = settings.calibration_seed or 0
     drawn = calibration_windows(data, length=length, count=count + asked if plain else count, seed=seed)
     batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
@@ -310,16 +312,16 @@ def _training_windows(
 
 def _healed(
     settings: CheckpointFreezing,
-    model: nn.Module,
-    ordinary: nn.Module,
+    models: tuple[nn.Module, nn.Module],
     windows: Tensor,
     text: Any,
     report: FreezeReport,
+    progress: Progress,
 ) -> FreezeReport:
     """Train the frozen and the ordinary model alike; raise LossError where the frozen one stays too far above."""
     text = halves(text)[1] if settings.config.jointly else text
     with autocast(pick_device(settings.device), settings.precision):
-        healing = heal_beside_twin(model, ordinary, windows, text, precision=settings.precision)
+        healing = heal_beside_twin(*models, windows, text, precision=settings.precision, progress=progress)
     if not (settings.accept_loss or healing.rise <= MAX_RISE):
         raise LossError(
             f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got "
