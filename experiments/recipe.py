@@ -28,7 +28,7 @@ class Row:
     """The arm that its change is from."""
     against: str | None = None
     """The arm that its difference is from, where the paper has one."""
-    beside: Mapping[str, str] = field(default_factory=dict)
+    companions: Mapping[str, str] = field(default_factory=dict)
     """Arms that complete its numbers: at matched "tokens", on the "raw" clock, and the ordinary "exchange" arm, which
     has more tokens."""
     first_seed: bool = False
@@ -85,7 +85,7 @@ class Recipe:
     def arms(self, scale: str) -> tuple[str, ...]:
         """Return the arms that are run at a scale, without those that they need."""
         named = [name.partition("@")[0] for row in self.rows for name in (row.arm, row.reference, row.against) if name]
-        named += [name for row in self.rows for name in row.beside.values()]
+        named += [name for row in self.rows for name in row.companions.values()]
         named += [*self.trains, *(name for each in self.measurements for name in each.arms(scale))]
         if scale == "smoke" and self.smoke is not None:
             named = list(self.smoke)

@@ -203,14 +203,14 @@ class Comparison:
 
     def exchange(self) -> Any:
         """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
-        arm = self.row.beside.get("exchange")
+        arm = self.row.companions.get("exchange")
         more = 100.0 * (self.ratio("updates", arm, self.references.get(arm or "")) - 1.0)
         return -self.own_change(arm) / more
 
     def at_tokens(self, rate: Any) -> Any:
         """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
         extra = 100.0 * (self.ratio("updates", self.row.arm, self.row.reference) - 1.0)
-        return self.own_change(self.row.beside.get("tokens")) - rate * extra
+        return self.own_change(self.row.companions.get("tokens")) - rate * extra
 
     def speedup(self) -> Any:
         """Return the reference's update over the arm's; a number beyond free heads' bound is a busy machine's."""
@@ -235,11 +235,11 @@ METRICS = {
         *("difference (s)", 1, True),
         lambda c: 60 * (c.get(c.row.arm, "minutes") - c.get(c.row.against, "minutes")),
     ),
-    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.own_change(c.row.beside.get("raw"))),
+    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.own_change(c.row.companions.get("raw"))),
     "extra": Metric(
         "extra tokens (%)", 2, True, lambda c: 100.0 * (c.ratio("updates", c.row.arm, c.row.reference) - 1.0)
     ),
-    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.own_change(c.row.beside.get("tokens"))),
+    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.own_change(c.row.companions.get("tokens"))),
     "paper_exchange": Metric(
         f"change at matched time (%), estimated at {PAPER_EXCHANGE}% for 1% of tokens",
         3,
@@ -251,7 +251,7 @@ METRICS = {
     ),
     "exchange": Metric(
         *("decrease for 1% more tokens (%)", 3, False),
-        lambda c: c.exchange() if c.row.beside.get("exchange") == c.row.arm else math.nan,
+        lambda c: c.exchange() if c.row.companions.get("exchange") == c.row.arm else math.nan,
     ),
     "accuracy": Metric("accuracy (%)", 2),
     "seeds": Metric("accuracy by seed (%)", 2, False, lambda c: c.get(c.row.arm, "accuracy"), by_seed=True),
@@ -482,10 +482,10 @@ class RecipeTable:
 
     def headline(self) -> list[Row]:
         """Return the rows of the headline: those with a number in it that stand beside no other row."""
-        beside = {arm for row in self.ran() for arm in row.beside.values()}
+        companions = {arm for row in self.ran() for arm in row.companions.values()}
         named = self.recipe.headline or self.recipe.metrics
         with_numbers = [row for row in self.ran() if any((row.label, metric) in self.values for metric in named)]
-        return [row for row in with_numbers if row.arm not in beside]
+        return [row for row in with_numbers if row.arm not in companions]
 
     def shown(self, *, headline: bool = False) -> pd.DataFrame:
         """Return the table as text, the paper's number behind each of ours; empty columns are left out."""

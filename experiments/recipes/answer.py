@@ -26,7 +26,7 @@ def _rows(k: str) -> tuple[Row, ...]:
     context, trunk, more = k.upper(), control_trunk(k), f"{k}-ordinary-more"
     rows = [
         Row(arm=trunk, label=f"{context} ordinary"),
-        Row(arm=more, label=f"{context} ordinary, 3% more tokens", reference=trunk, beside={"exchange": more}),
+        Row(arm=more, label=f"{context} ordinary, 3% more tokens", reference=trunk, companions={"exchange": more}),
     ]
     for rate in ("50", "25"):
         for end, words in (("-time", ""), ("", ", matched tokens")):
@@ -38,7 +38,7 @@ def _rows(k: str) -> tuple[Row, ...]:
                         label=f"{context} {rate}% {label}{words}",
                         reference=trunk,
                         against=None if arm == frozen else frozen + end,
-                        beside={"tokens": arm, "exchange": more} if end else {},
+                        companions={"tokens": arm, "exchange": more} if end else {},
                     )
                 )
     frozen = f"{k}-exponential-50-clock"

@@ -17,12 +17,12 @@ MORE = "later-ordinary-more"
 def _row(name: str, timed: bool) -> Row:
     label, tokens, time, minutes = PAPER[name]
     end = "-time" if timed else ""
-    beside = {"tokens": f"later-{name}", "exchange": MORE} if timed and name != "ordinary" else {}
+    companions = {"tokens": f"later-{name}", "exchange": MORE} if timed and name != "ordinary" else {}
     return Row(
         arm=f"later-{name}{end}",
         label=f"{label}, matched time" if timed else label,
         reference=f"later-ordinary{end}",
-        beside=beside,
+        companions=companions,
         paper={"perplexity": time} if timed else {"perplexity": tokens, "minutes": minutes},
     )
 
@@ -45,7 +45,7 @@ RECIPE = Recipe(
     rows=(
         Row(arm="4k-control-ordinary", label="full run"),
         *(_row(name, timed) for timed in (False, True) for name in PAPER),
-        Row(arm=MORE, label="ordinary, 2% more tokens", reference="later-ordinary", beside={"exchange": MORE}),
+        Row(arm=MORE, label="ordinary, 2% more tokens", reference="later-ordinary", companions={"exchange": MORE}),
         Row(
             arm="later-pruned-25",
             label="pruning + variance, one seed",

@@ -30,15 +30,15 @@ def _row(k: str, operation: str, rate: str, clock: str) -> Row:
     words = {"time": "", "raw": ", measured time", "tokens": ", matched tokens"}
     references = {"time": f"{k}-ordinary-time", "raw": f"{k}-ordinary-raw", "tokens": control_trunk(k)}
     name = f"{k}-{operation}-{rate}"
-    beside = {"tokens": name + ends["tokens"], "exchange": f"{k}-ordinary-more"}
-    beside |= {"raw": f"{name}-raw"} if f"{name}-raw" in ARMS else {}
+    companions = {"tokens": name + ends["tokens"], "exchange": f"{k}-ordinary-more"}
+    companions |= {"raw": f"{name}-raw"} if f"{name}-raw" in ARMS else {}
     texts = PAPER.get(f"{name}-time", ()) if clock == "time" else ()
     return Row(
         arm=name + ends[clock],
         label=f"{k.upper()} {OPERATIONS[operation]} ({rate}%){words[clock]}",
         reference=references[clock],
         against=None if operation == "mean" or clock == "tokens" else f"{k}-mean-{rate}{ends[clock]}",
-        beside=beside if clock == "time" else {},
+        companions=companions if clock == "time" else {},
         paper={metric: text for metric, text in zip(NUMBERS, texts, strict=False) if text},
     )
 
@@ -58,7 +58,7 @@ def _rows(k: str, rates: tuple[str, ...]) -> tuple[Row, ...]:
             arm=more,
             label=f"{title} ordinary, 3% more tokens",
             reference=control_trunk(k),
-            beside={"exchange": more},
+            companions={"exchange": more},
         ),
         *(_row(k, *each, "tokens") for each in asked[2:]),
         # Two of a kind: what lies between them lies between any two arms.

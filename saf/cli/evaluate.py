@@ -1,5 +1,6 @@
 """`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -161,13 +162,15 @@ class Command:
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
         countdowns: dict[str, Countdown] = {}
+        with ExitStack() as bars:
 
-        def progress(name: str, done: int, total: int) -> None:
-            if name not in countdowns:
-                countdowns[name] = Countdown(f"answering {name}", "requests", quiet=not is_rank0())
-            countdowns[name](done, total)
+            def progress(name: str, done: int, total: int) -> None:
+                if name not in countdowns:
+                    bar = Countdown(f"answering {name}", "requests", quiet=not is_rank0())
+                    countdowns[name] = bars.enter_context(bar)
+                countdowns[name](done, total)
 
-        answers = ask(opened, self, longest=self.length, progress=progress)
+            answers = ask(opened, self, longest=self.length, progress=progress)
         return on_rank0(
             lambda: zero_shot_record(
                 answers,

@@ -22,10 +22,12 @@ RECIPE = Recipe(
     source=Source("tab:none", "invented"),
     rows=(
         Row(arm="ordinary", label="plain", paper={"perplexity": "23.9"}),
-        Row(arm="frozen", label="cold", reference="ordinary", beside={"tokens": "frozen-tokens", "exchange": "more"}),
+        Row(
+            arm="frozen", label="cold", reference="ordinary", companions={"tokens": "frozen-tokens", "exchange": "more"}
+        ),
         Row(arm="pruned", label="cut", reference="ordinary", against="frozen"),
         Row(arm="frozen-tokens", label="cold, tokens", reference="ordinary"),
-        Row(arm="more", label="longer", reference="ordinary", beside={"exchange": "more"}),
+        Row(arm="more", label="longer", reference="ordinary", companions={"exchange": "more"}),
         Row(arm="recall@0", label="at once"),
         Row(arm="recall@1", label="later"),
     ),
@@ -165,7 +167,7 @@ def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
     labels = [row.label for row in found.rows]
     assert len(set(labels)) == len(labels)
     shown = {row.arm for row in found.rows}
-    compared = {arm for row in found.rows for arm in (row.against, *row.beside.values()) if arm}
+    compared = {arm for row in found.rows for arm in (row.against, *row.companions.values()) if arm}
     assert compared <= shown  # their own references are those of their rows
     places = [place for f in found.figures for ls in f.panels.values() for t in ls.values() for place in t.values()]
     assert {arm for arm, _ in places} <= shown
