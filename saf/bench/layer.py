@@ -33,7 +33,7 @@ from saf.patterns import Pattern, pattern_for_each_head
 
 Patterns = Sequence[Pattern]
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
-"""Largest relative L2 error of frozen heads, inputs being in the dtype already."""
+"""Largest relative L2 error of frozen heads and of their values' gradients, inputs being in the dtype already."""
 SAMPLES = 64
 """Positions compared with float64, evenly spread: all would take longer than what is timed."""
 WORKING_SET = 128 << 20
@@ -304,7 +304,7 @@ class OpSubject:
             generator = torch.Generator(device).manual_seed(settings.seed + 1)
             self._gradients = [tuple(self._draw(each.shape[1], generator) for each in outputs) for _ in self._inputs]
             if self._arm.backend not in (None, FREE):
-                self._check(outputs[-1])
+                self._check(outputs[-1], way)
         for variant in self._variants:
 
             def every(variant: str = variant) -> None:
@@ -317,8 +317,8 @@ class OpSubject:
             once = event_block(call, repeats=2, device=device)
             self._passes[variant] = call, repeats_within(BLOCK_MS, once, settings.repeats)
 
-    def _check(self, output: Tensor) -> None:
-        """Compare sampled outputs with Eq. (3) in float64."""
+    def _check(self, output: Tensor, way: str) -> None:
+        """Compare sampled outputs, and gradients of the values where these are timed, with Eq. (3) in float64."""
         layer, length = self._layer, output.shape[-2]
         layout = layer.layout(self._arm.rate)
         slots = list(range(layout.num_frozen) if layer.part == "frozen" else layout.kv_head[layout.num_live :])
@@ -326,13 +326,11 @@ class OpSubject:
         every = torch.arange(length, device=output.device)
         patterns = [each.prefix(length).to(device=output.device) for each in pattern_for_each_head(self._pattern)]
         rows = [_entries(each, at[:, None], every[None]) for each in patterns]
-        values = self._inputs[0][-1].detach()[:, slots].double()
-        exact = torch.stack([weights @ values[:, head] for head, weights in enumerate(rows)], 1)
-        error = ((output[:, :, at].double() - exact).norm() / exact.norm()).item()
-        if not error <= TOLERANCE[output.dtype]:
-            raise AccuracyError(
-                f"the output's error against float64 is {error:.2e}, above {TOLERANCE[output.dtype]:.1e}"
-            )
+        _compare("output", output[:, :, at], rows, self._inputs[0][-1].detach()[:, slots])
+        if "both" in layer.settings.directions and not layout.grouped:
+            gradient = self._run(f"both {way}", 0)[-1][:, slots]
+            columns = [_entries(each, every[None], at[:, None]) for each in patterns]
+            _compare("gradient of the values", gradient[:, :, at], columns, self._gradients[0][-1])
 
     def timed_block(self, variant: str) -> float:
         call, repeats = self._passes[variant]
@@ -353,3 +351,11 @@ def _entries(pattern: Pattern, query: Tensor, key: Tensor) -> Tensor:
     lag = query - key
     alpha, rho, log_z = compact.alpha.double(), compact.rho.double(), compact.log_z.double()
     return torch.where(lag >= 0, (alpha[key] + rho[lag.clamp(min=0)] - log_z[query]).exp(), 0.0)
+
+
+def _compare(name: str, result: Tensor, weights: Sequence[Tensor], mixed: Tensor) -> None:
+    """Raise AccuracyError where `result [B, F, S, D]` is not `weights` (`[S, T]` a head) times `mixed [B, F, T, D]`."""
+    exact = torch.stack([each @ mixed[:, head].double() for head, each in enumerate(weights)], 1)
+    error, limit = ((result.double() - exact).norm() / exact.norm()).item(), TOLERANCE[result.dtype]
+    if not error <= limit:
+        raise AccuracyError(f"the error against float64 of the {name} is {error:.2e}, above {limit:.1e}")

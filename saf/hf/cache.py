@@ -216,7 +216,9 @@ def _growing_class() -> type[Any]:
             return self.length
 
         def crop(self, tokens_to_remove: int) -> None:
-            left = max(0, self.length - abs(tokens_to_remove))
+            # A positive number is the length that stays: transformers 5.17 takes it, later ones refuse it.
+            stays = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+            left = max(0, min(self.length, stays))
             self.check_crop(left, self.longest)
             super().crop(tokens_to_remove)
             self.length, self.longest = left, self.longest if left else 0

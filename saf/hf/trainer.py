@@ -404,9 +404,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _check_length(self, length: int, held_out: list[Tensor], updates: int) -> None:
         """Raise InputError for held-out sequences, or a first row of the data, longer than patterns will cover."""
-        longest = {
-            "heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1
-        }  # the last token is a target alone
+        # The last token of a held-out sequence is a target alone.
+        longest = {"heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1}
         collator, strategy = self.trainer.data_collator, self.trainer.args.eval_strategy
         module = getattr(collator, "__module__", type(collator).__module__)
         # Other collators than those of transformers may cut rows.

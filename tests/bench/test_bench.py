@@ -14,6 +14,7 @@ from saf.bench.speed import FreshSubject
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import Execution
+from saf.ops import frozen_attention
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {
@@ -96,11 +97,30 @@ def test_op():
     assert record["left_out"] == []
 
 
-def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch):
-    monkeypatch.setattr("saf.bench.layer.frozen_attention", lambda value, frozen: value * 1.01)
+class Halved(torch.autograd.Function):
+    """The right output with half its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda value, frozen: value * 1.01, "of the output"),
+        (lambda value, frozen: Halved.apply(frozen_attention(value, frozen)), "of the gradient"),
+    ],
+)
+def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch, wrong, words):
+    monkeypatch.setattr("saf.bench.layer.frozen_attention", wrong)
     sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
     record = bench.op("tiny", **sizes, **TOY)
-    assert "error against float64" in record["left_out"][0]["why"]
+    assert words in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"]} == {"control"}
 
 
