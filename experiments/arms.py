@@ -75,10 +75,12 @@ GATES = {"freeze": {"operation": "prune", "rate": 0.25, "score": "gate_taylor"}}
 LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
 """After a full run: from the rate that it ends with down to a tenth."""
-LATER_SMALL = {"small": {"peak_lr": 1e-4}}
+LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
+LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}
 ONE_BILLION = {
     **{"model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512, "peak_lr": 3e-4, "min_lr_ratio": 0.1},
     **{"warmup": 375, "eval_every": 1_000, "save_every": 500, "calibration_sequences": 16},
+    "report_tokens": 4_194_304,
 }
 """524,288 tokens an update, as four GPUs with eight micro-batches of two windows each."""
 
@@ -447,15 +449,15 @@ def _later() -> Iterator[Arm]:
                 **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
                 match="later-ordinary" if timed else None,
                 heads="later-mean-25" if name == "pruned-25" else None,
-                scaled=both(LATER_SMALL, HELD_OUT if settings else {}, speeds if timed else {}),
+                scaled=both(LATER_SCALED, HELD_OUT if settings else {}, speeds if timed else {}),
             )
     more = {**LATER, **speed(1.06, "set for the exchange rate")}
-    yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SMALL, match="later-ordinary", **place)
+    yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary", **place)
     yield Arm(
         name="pruned-from-start",
         more=0.5,
         heads="later-mean-25",
-        scaled=both(CONTROLS, HELD_OUT),
+        scaled=both(CONTROLS, HELD_OUT, LATER_REPORT),
         settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
     )
 

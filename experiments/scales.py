@@ -62,7 +62,7 @@ SCALES = {
             settings={
                 **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "updates": 5_000, "sampler": "random"},
                 **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250},
-                **{"calibration_sequences": 32, "calibration_source": "train"},
+                **{"calibration_sequences": 32, "calibration_source": "train", "report_tokens": 2_449_408},
             },
             contexts={
                 1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},

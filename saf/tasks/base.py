@@ -27,6 +27,7 @@ class TaskSettings(Protocol):
     seed: int
     sampler: Any
     eval_windows: int
+    report_tokens: int | None
     calibration_sequences: int
     calibration_source: Any
     heldout_sequences: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
-from saf.errors import DataError, SafWarning
+from saf.errors import DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT
@@ -49,8 +49,12 @@ class TextTask(Task):
             warnings.warn(message, SafWarning, stacklevel=2)
         if scores_outputs:
             self.heldout()
-        for partition in ("controller", "report"):
-            sequential_windows(self.data.tokens(partition), self.length, 1)
+        for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
+            if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
+                raise DataError(
+                    f"report_tokens must be at most {windows * self.length:,}, the report partition's whole windows, "
+                    f"got {self.settings.report_tokens:,}; prepare more held-out text"
+                )
 
     @cached_property
     def _windows(self) -> ShuffledWindows | RandomWindows:
@@ -75,6 +79,15 @@ class TextTask(Task):
         count, size = self.settings.heldout_sequences, self.settings.batch_size
         return heldout_batches(self.data, length=self.length, count=count, batch_size=size)
 
+    @property
+    def _report_windows(self) -> int | None:
+        """Number of windows to report on; None is all."""
+        if (tokens := self.settings.report_tokens) is None:
+            return None
+        if tokens < self.length:
+            raise InputError(f"report_tokens must be at least one window of {self.length:,} tokens, got {tokens:,}")
+        return tokens // self.length
+
     def _evaluate(self, model: GPT, execution: Execution, partition: str, **options: Any) -> dict[str, Any]:
         shape = {"partition": partition, "length": self.length, "batch_size": self.settings.batch_size}
         return evaluate_perplexity(model, self.data, **shape, precision=execution.precision, **options)
@@ -89,7 +102,7 @@ class TextTask(Task):
     ) -> dict[str, Any]:
         """Return loss and perplexity on the report partition, and write evaluation.json with the losses there."""
         files = {"out": folder, "tokens": self.settings.token_losses, "checkpoints": checkpoints}
-        record = self._evaluate(model, execution, "report", **files)
+        record = self._evaluate(model, execution, "report", limit=self._report_windows, **files)
         return {
             "report_loss": record["loss"],
             "report_perplexity": record["perplexity"],

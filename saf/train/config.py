@@ -109,6 +109,8 @@ class TrainConfig:
     """Number of updates between losses on the controller partition; 0 measures none."""
     eval_windows: int = 32
     """Number of windows of the controller partition to evaluate; a smaller partition is evaluated whole."""
+    report_tokens: int | None = None
+    """Report on the first windows of the report partition that hold this many tokens; the default is all of them."""
     save_every: int = 500
     """Number of updates between checkpoints; 0 keeps only those at the freezing point and the end."""
     report_at: tuple[int, ...] = ()
@@ -250,7 +252,7 @@ class TrainConfig:
 _AT_LEAST = {
     1: (
         *("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every"),
-        *("calibration_sequences", "heldout_sequences"),
+        *("calibration_sequences", "heldout_sequences", "report_tokens"),
     ),
     0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from saf.data import TokenData, prepare, sequential_windows
-from saf.errors import CheckpointError, InputError, SafWarning
+from saf.errors import CheckpointError, DataError, InputError, SafWarning
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT, preset
@@ -117,3 +117,16 @@ def test_processes_see_together_the_windows_of_one(settings, processes, sampler)
     shares = [hashes(rank, processes, range(6)) for rank in range(processes)]
     assert [window for together in zip(*shares, strict=True) for window in together] == one
     assert len(set(one)) > 1
+
+
+def test_a_report_reads_the_tokens_that_are_asked_for(task, settings, tmp_path):
+    model = GPT(preset("tiny", vocab_size=270, max_length=LENGTH))
+    some = TextTask(replace(settings, report_tokens=4 * LENGTH), length=LENGTH)
+    report = some.report(model, Execution.of("cpu"), folder=tmp_path, checkpoints={})
+    shape = {"partition": "report", "length": LENGTH, "batch_size": 2, "limit": 4}
+    assert report["report_loss"] == evaluate_perplexity(model, task.data, **shape)["loss"]
+    for tokens, match in ((LENGTH - 1, "one window"), (10**9, "at most")):
+        with pytest.raises((InputError, DataError), match=match):
+            TextTask(replace(settings, report_tokens=tokens), length=LENGTH).check(
+                calibrates=False, scores_outputs=False
+            )
