@@ -100,11 +100,6 @@ _edited_with = WeakTensorKeyDictionary()
 """Weights whose rows an edit moved in this process, with a reference to the optimiser that was passed, if any."""
 
 
-def was_moved(parameter: Tensor) -> bool:
-    """Return whether an edit has moved rows of a parameter in this process."""
-    return parameter in _edited_with
-
-
 def remember_move(parameter: Tensor, optimizer: Optimizer | None) -> None:
     """Record that an edit moves the rows of a parameter, together with this optimiser's moments."""
     if optimizer is not None or parameter not in _edited_with:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from saf.optimizer_state import (
     remember_move,
     unwrap_optimizer,
     update_steps_,
-    was_moved,
 )
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
 
@@ -231,18 +230,22 @@ def _check_memory(adapter: Adapter) -> None:
             end, owner, before = last, name, projection
 
 
+_sole_owners: WeakSet[nn.Module] = WeakSet()
+"""Models whose attention weights were found in no other module; the search takes some 0.1 s, so it is made once."""
+
+
 def _check_owners(adapter: Adapter) -> None:
     """Raise UnsupportedError where a module outside the model has an attention weight as its parameter, too.
 
-    Looked for before a model's first edit alone: it takes some 0.1 s.
+    A module from before gc.freeze() is not found.
     """
-    weights = [weight for site in adapter.sites() for weight, _ in site.projections().values()]
-    if any(map(was_moved, weights)):
+    if adapter.model in _sole_owners:
         return
-    ids, own = set(map(id, weights)), {id(module._parameters) for module in adapter.model.modules()}
+    ids = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
+    own = {id(module._parameters) for module in adapter.model.modules()}
 
     def stranger() -> str | None:
-        for each in _all_objects():
+        for each in gc.get_objects():
             kind = type(each)
             if issubclass(kind, nn.Module) and not issubclass(kind, nn.ParameterList | nn.ParameterDict):
                 parameters = vars(each).get("_parameters", {})
@@ -250,25 +253,14 @@ def _check_owners(adapter: Adapter) -> None:
                     return kind.__name__
         return None
 
-    if stranger() is None:
-        return
-    gc.collect()  # a model that was dropped may be there still
-    if (name := stranger()) is not None:
-        raise UnsupportedError(
-            f"an attention weight must be of this model alone, got one that a {name} outside it has too: give each a "
-            "copy (copy.deepcopy)"
-        )
-
-
-def _all_objects() -> list[Any]:
-    """Return all objects that the collector knows, those of before gc.freeze() too."""
-    if not gc.get_freeze_count():
-        return gc.get_objects()
-    gc.unfreeze()
-    try:
-        return gc.get_objects()
-    finally:
-        gc.freeze()
+    if stranger() is not None:
+        gc.collect()  # a model that was dropped may be there still
+        if (name := stranger()) is not None:
+            raise UnsupportedError(
+                f"an attention weight must be of this model alone, got one that a {name} outside it has too: give each "
+                "a copy (copy.deepcopy)"
+            )
+    _sole_owners.add(adapter.model)
 
 
 def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) -> None:
@@ -378,7 +370,9 @@ def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
             rows[parameter] = None if order == original.rows_in(name) else repr(order)
     record_orders(rows, optimizer)
     if in_group() and sites:
-        for each in _all_objects():
+        # The collector does not list what was there before gc.freeze(), and would never free an outdated wrapper.
+        gc.unfreeze()
+        for each in gc.get_objects():
             wrapper = issubclass(type(each), DistributedDataParallel) and each not in _outdated
             if wrapper and sites[0].attention in each.modules():
                 _outdated[each] = each.register_forward_pre_hook(_refuse_training)
