@@ -19,7 +19,7 @@ from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
-from saf.records.quantities import gibibytes, seconds
+from saf.records.quantities import byte_size, seconds
 from saf.train.loop import EXIT_STOPPED
 
 
@@ -154,7 +154,7 @@ def _list(runs: dict[Key, Run], flops: float | None) -> None:
             continue
         total += run.flops
         time = f" {seconds(run.flops / flops):>9}" if flops else ""
-        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {gibibytes(run.bytes):>10}{time}")
+        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}{time}")
     hours = f", {total / flops / 3600:,.1f} hours of one GPU without compilation and evaluation" if flops else ""
     print(f"{len(runs)} runs, {sum(run.record() is None for run in runs.values())} of them missing{hours}")
 

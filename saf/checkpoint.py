@@ -312,7 +312,7 @@ def find_checkpoint(path: Path | str) -> Path | None:
     return newest_whole
 
 
-def names(path: Path | str, checkpoint: Path | str) -> bool:
+def is_same_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
     """Return whether a path, however it is written, names a checkpoint: its folder, or that of its run."""
     own = Path(checkpoint).resolve()
     runs = [own.parents[1]] if own.parent.name == "checkpoints" else []

@@ -172,15 +172,15 @@ def _exchange(error: Exception | None) -> None:
     failed = {each: bytes(words[each].tolist()) for each in range(size) if sizes[each]}
     if error is None:
         first = min(failed)
-        raise _shared(_same_error(*json.loads(failed[first]), rank=first), heard=rank > 0)
-    _shared(error, heard=any(failed[each] == failed[rank] for each in failed if each < rank))
+        raise _shared(_same_error(*json.loads(failed[first]), rank=first), printed_elsewhere=rank > 0)
+    _shared(error, printed_elsewhere=any(failed[each] == failed[rank] for each in failed if each < rank))
 
 
-def _shared(error: Exception, *, heard: bool) -> Exception:
-    """Mark an error that every rank raises; `heard` says that another rank prints it."""
+def _shared(error: Exception, *, printed_elsewhere: bool) -> Exception:
+    """Mark an error that every rank raises; `printed_elsewhere` says that another rank prints it."""
     error.shared_by_ranks = True  # type: ignore[attr-defined]
     if isinstance(error, SafError):
-        error.heard = heard
+        error.printed_elsewhere = printed_elsewhere
     return error
 
 

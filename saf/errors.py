@@ -9,8 +9,8 @@ from typing import Any
 class SafError(Exception):
     """The base of all errors that `saf` raises on purpose."""
 
-    heard: bool = False
-    """Whether another process of the group raises it too and shows it."""
+    printed_elsewhere: bool = False
+    """Whether another process of the group raises this error too and prints it."""
 
 
 class SafWarning(UserWarning):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration, readable
+from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.checkpoint import Checkpoint, save_checkpoint
 from saf.data import TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
@@ -23,6 +23,7 @@ from saf.models import GPT
 from saf.models.description import STATE, recorded_layouts
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
+from saf.records.quantities import byte_size
 from saf.surgery import finalize_
 from saf.targets import collect_for
 from saf.tasks.text import heldout_batches
@@ -240,5 +241,5 @@ def _plans(
         return
     shape = {"sequences": plan.sequences, "length": plan.length}
     together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
-    size = readable(collection_bytes(names, heads=together, **shape))
+    size = byte_size(collection_bytes(names, heads=together, **shape))
     yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {size} on the CPU"

@@ -12,7 +12,6 @@ from saf.calibration.driver import (
     free_bytes,
     heads_at_a_time,
     plan_calibration,
-    readable,
 )
 from saf.calibration.gradients import QKGradient, gate_gradients
 from saf.calibration.outputs import head_outputs
@@ -35,5 +34,4 @@ __all__ = [
     "plan_calibration",
     "read_batches",
     "read_sequences",
-    "readable",
 ]

@@ -22,6 +22,7 @@ from saf.errors import DivergenceError, InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for
+from saf.records.quantities import byte_size
 from saf.statistics import COLLECTIONS, AttentionStatistics, sequences_in_words
 
 SHARE = 0.5
@@ -180,10 +181,10 @@ class CalibrationPlan:
         measured = f"{self.sequences} x {self.length:,} tokens"
         if self.lengths:
             measured = sequences_in_words(self.sequences, self.length, self.lengths)
-        collected = f"; {readable(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
+        collected = f"; {byte_size(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
         return (
             f"calibration of {len(self.heads)} heads on {measured}: queries and keys of "
-            f"{max(map(len, self.groups), default=0)} layers at a time {readable(self.capture_bytes)}, model runs "
+            f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
             f"{len(self.groups)} x{collected}"
         )
 
@@ -200,7 +201,8 @@ def plan_calibration(
     """Plan `calibrate` with the same arguments, without running the model.
 
     Queries and keys of as many layers as fit are held at a time: into `capture_bytes`, by default into half of the free
-    memory (on a CPU at most 4 GiB). Raises InputError where one layer does not fit, or the collected tensors do not.
+    memory (on a CPU at most 4 GiB), but always of one layer that fits into it. Raises InputError where one layer does
+    not fit, or the collected tensors do not.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     return _plan(adapter, sequences, check_heads(adapter, heads), collect, positions, capture_bytes)
@@ -226,11 +228,13 @@ def _plan(
     for layer in sorted({layer for layer, _ in heads}):
         slots = Slots.of(sites[layer], heads.in_layer(layer))
         layer_bytes[layer] = count * length * (len(slots.queries) + len(slots.keys)) * sites[layer].head_dim * itemsize
-    limit = _limit(device) if capture_bytes is None else capture_bytes
-    if limit is not None and (largest := max(layer_bytes.values(), default=0)) > limit:
+    largest = max(layer_bytes.values(), default=0)
+    limit = _limit(device, largest) if capture_bytes is None else capture_bytes
+    if limit is not None and largest > limit:
+        bound = "free memory" if capture_bytes is None else "capture_bytes"
         raise InputError(
-            f"not enough memory: queries and keys of one layer take {readable(largest)}, capture_bytes allows "
-            f"{readable(limit)}; raise it, pass fewer sequences, or measure fewer heads (heads=)"
+            f"queries and keys of one layer must be at most {byte_size(limit)} ({bound}), got {byte_size(largest)}; "
+            "pass fewer sequences, or measure fewer heads (heads=)"
         )
     collected, spare = 0, None
     if collect:
@@ -240,7 +244,7 @@ def _plan(
         spare = free_bytes(torch.device("cpu"))
     if spare is not None and collected > spare:
         raise InputError(
-            f"not enough memory: {readable(collected)} to collect, {readable(spare)} free on the CPU; measure fewer "
+            f"not enough memory: {byte_size(collected)} to collect, {byte_size(spare)} free on the CPU; measure fewer "
             "heads at a time (heads=)"
         )
     return CalibrationPlan(
@@ -275,18 +279,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def readable(size: int) -> str:
-    """Return a number of bytes for people.
-
-    >>> readable(512), readable(4_830_000_000)
-    ('512 bytes', '4.83 GB')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} bytes"
-
-
 def _itemsize(adapter: Adapter) -> int:
     """Return the bytes of a collected number: float64 models are measured in float64, others in float32."""
     return 8 if adapter.dtype == torch.float64 else 4
@@ -299,13 +291,16 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def _limit(device: torch.device) -> int | None:
-    """Return the most bytes of queries and keys at once by default; None where free memory is unknown."""
+def _limit(device: torch.device, largest: int) -> int | None:
+    """Return the most bytes of queries and keys at once by default; None where free memory is unknown.
+
+    The `largest` layer may take all of the free memory.
+    """
     free = free_bytes(device)
-    limit = None if free is None else int(SHARE * free)
-    if device.type == "cpu":
-        return CPU_BYTES if limit is None else min(limit, CPU_BYTES)
-    return limit
+    if free is None:
+        return max(CPU_BYTES, largest) if device.type == "cpu" else None
+    limit = int(SHARE * free)
+    return max(min(limit, CPU_BYTES) if device.type == "cpu" else limit, min(largest, free))
 
 
 def _groups(layer_bytes: dict[int, int], limit: int | None) -> list[list[int]]:

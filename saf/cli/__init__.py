@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
             command.run()
         return 0
     except SafError as error:
-        if not error.heard:
+        if not error.printed_elsewhere:
             _let_rank0_speak()
             print(f"saf {name}: {_in_flags(error, name, command)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)

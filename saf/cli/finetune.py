@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.checkpoint import names
+from saf.checkpoint import is_same_checkpoint
 from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
@@ -100,7 +100,7 @@ def _base(start: Start) -> dict[str, Any]:
     if start.resume:  # the run may still be choosing its epochs
         recorded = recorded_config(start.out) if start.resumed else choosing(start.out)
         if recorded is not None:
-            if start.parent is not None and not (recorded.parent and names(start.parent, recorded.parent)):
+            if start.parent is not None and not (recorded.parent and is_same_checkpoint(start.parent, recorded.parent)):
                 raise InputError(f"the run in {start.out} began at {recorded.parent}; got parent {start.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
     if start.parent is None:

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.calibration import readable
 from saf.cli.output import show
 from saf.errors import CheckpointError
 from saf.freeze_report import exponential_words
 from saf.inspection import inspect
+from saf.records.quantities import byte_size
 from saf.records.table import Part, Table
 
 Contents = Mapping[str, Any]
@@ -45,7 +45,7 @@ def _checkpoint(contents: Contents) -> list[Part]:
         "parent": contents["parent"] or "none",
         "data": contents["data_fingerprint"],
     }
-    files = [[name, readable(entry["bytes"]), entry["sha256"][:16]] for name, entry in contents["files"].items()]
+    files = [[name, byte_size(entry["bytes"]), entry["sha256"][:16]] for name, entry in contents["files"].items()]
     sums = Table.of("files, all sums verified", ["file", "size", "SHA-256"], files)
     return [Table.facts(f"checkpoint {contents['path']}", rows), *_layers(contents), sums]
 
@@ -100,7 +100,7 @@ def _data(contents: Contents) -> list[Part]:
 def _saved(contents: Contents) -> list[Part]:
     rows: dict[str, Any] = {}
     if contents["kind"] == "transformers":
-        sizes = ", ".join(f"{name} {readable(size)}" for name, size in contents["weights"].items())
+        sizes = ", ".join(f"{name} {byte_size(size)}" for name, size in contents["weights"].items())
         rows = {"model": contents["architecture"], "weights": sizes, "hash": contents["hash"]}
     elif (base := contents.get("base_model")) is not None:
         rows["base model here"] = (
@@ -157,7 +157,7 @@ def _layers(contents: Contents) -> list[Part]:
         return [Table.of("frozen heads", ["layer", "heads"], rows)]
     for row, patterns in zip(rows, contents["patterns"], strict=True):
         row += [_counts(patterns["kinds"]), str(patterns["length"]), patterns["sha256"][:16]]
-    sizes = ", ".join(f"{name.replace('_', ' ')} {readable(size)}" for name, size in contents["storage"].items())
+    sizes = ", ".join(f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items())
     return [
         Table.of("frozen heads", ["layer", "heads", "patterns", "length", "SHA-256"], rows),
         f"patterns in float32: {sizes}",

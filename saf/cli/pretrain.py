@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from saf.checkpoint import names
+from saf.checkpoint import is_same_checkpoint
 from saf.cli.parsing import parse
 from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
@@ -47,7 +47,7 @@ def parse_words(words: Sequence[str]) -> Pretrain:
         flags.config = flags.settings()
         return flags
     changes = changes_of(flags, default)
-    if before.parent and start.parent and names(start.parent, before.parent):
+    if before.parent and start.parent and is_same_checkpoint(start.parent, before.parent):
         changes.pop("parent", None)  # the same one, written another way
     if start.resumed:
         flags.config = replace(before, **changes)

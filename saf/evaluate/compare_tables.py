@@ -11,7 +11,7 @@ from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
 from saf.evaluate.recall import RECALL
 from saf.evaluate.zero_shot import choice_counts
 from saf.records.events import heads_in_words
-from saf.records.quantities import change_percent, gibibytes, number, seconds, signed
+from saf.records.quantities import byte_size, change_percent, number, seconds, signed
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.records.table import Table
@@ -111,7 +111,7 @@ def _runs_table(record: Record, ordinary: RecordedRun, frozen: RecordedRun) -> T
         ["heads frozen", *map(_heads, runs), None],
         ["perplexity", f"{record['ppl_ordinary']:.3f}", f"{record['ppl_frozen']:.3f}", _interval(record)],
         ["median update", *(seconds(record[f"update_seconds_{arm}"]) for arm in ("ordinary", "frozen")), speed],
-        ["peak memory", *map(gibibytes, memory), signed(change_percent(*memory))],
+        ["peak memory", *map(byte_size, memory), signed(change_percent(*memory))],
         ["freezing took", None, seconds(_freezing_seconds(frozen)), None],
     ]
     for clock, name in zip(_CLOCKS, ("whole run", "whole run, warm"), strict=True):
@@ -369,7 +369,7 @@ def _update(run: RecordedRun, record: Record | None, comparisons: Sequence[ArmCo
 def _memory(result: Record, record: Record | None) -> str:
     peak = result.get("peak_memory_bytes")
     change = change_percent(record["peak_memory_ordinary"], peak) if record else None
-    return gibibytes(peak) + (f" ({signed(change)})" if change is not None else "")
+    return byte_size(peak) + (f" ({signed(change)})" if change is not None else "")
 
 
 def _whole_run(run: RecordedRun, comparison: ArmComparison | None, clock: str) -> str:

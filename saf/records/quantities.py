@@ -50,11 +50,20 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
 
 
-def gibibytes(value: float | None) -> str:
-    """Return a memory size in GiB or MiB, from bytes."""
+def byte_size(value: float | None) -> str:
+    """Return a size in GiB, MiB, KiB or bytes, from bytes.
+
+    >>> byte_size(4_830_000_000), byte_size(45_000_000), byte_size(65_536), byte_size(512)
+    ('4.50 GiB', '43 MiB', '64 KiB', '512 bytes')
+    """
     if value is None:
         return MISSING
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    if value >= 2**30:
+        return f"{value / 2**30:.2f} GiB"
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.{0 if value >= 10 * unit else 2}f} {name}"
+    return f"{value:.0f} bytes"
 
 
 def change_percent(before: float | None, after: float | None) -> float | None:

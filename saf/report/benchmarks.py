@@ -11,7 +11,7 @@ from typing import Any
 
 from saf.bench.protocol import PRUNED
 from saf.bench.timing import GRAPH
-from saf.records.quantities import MISSING, gibibytes, number, signed
+from saf.records.quantities import MISSING, byte_size, number, signed
 from saf.records.table import Part, Table
 
 Record = Mapping[str, Any]
@@ -96,8 +96,8 @@ def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str
         "control": MISSING if control is None else f"{control['ratio']:.4f}",
         "free bound": MISSING if bound is None else f"{bound:.3f}×",
         "of the bound": MISSING if share is None else f"{100 * share:.0f}%",
-        "baseline cache": gibibytes(row.get("baseline_cache_bytes")),
-        "cache": gibibytes(row.get("cache_bytes")),
+        "baseline cache": byte_size(row.get("baseline_cache_bytes")),
+        "cache": byte_size(row.get("cache_bytes")),
     }
 
 

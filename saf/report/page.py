@@ -28,7 +28,7 @@ from saf.models.description import STATE
 from saf.records.events import read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.paths import Kind, expect
-from saf.records.quantities import MISSING, change_percent, gibibytes, number, seconds, signed
+from saf.records.quantities import MISSING, byte_size, change_percent, number, seconds, signed
 from saf.records.run import RecordedRun
 from saf.records.table import Table
 from saf.records.text import plain
@@ -147,7 +147,7 @@ def _tiles(
     if all(change is not None for change, _ in changes):
         peaks = [arms[0][0]["peak_memory_ordinary"], *(record["peak_memory_frozen"] for record, _ in arms)]
         values = [(signed(change, 1), css) for change, css in changes]
-        tiles.append(_Tile("Peak memory", values, f"{' → '.join(map(gibibytes, peaks))} during an update"))
+        tiles.append(_Tile("Peak memory", values, f"{' → '.join(map(byte_size, peaks))} during an update"))
     edited = [(run, css) for run, css in zip(runs, colours.values(), strict=True) if run.edited_heads]
     shares = [(f"{100 * len(run.edited_heads) / run.num_heads:.0f}%", css) for run, css in edited]
     counts = ", ".join(f"{run.heads_in_words} of {run.num_heads}" for run, _ in edited)
@@ -185,7 +185,7 @@ def _own_tiles(run: RecordedRun) -> Iterator[_Tile]:
         "Accuracy": (result.get("accuracy"), lambda share: f"{100 * share:.2f}%", "held-out questions"),
         "Perplexity": (result.get("report_perplexity"), number, "held-out text"),
         "Median update": (median_seconds, seconds, f"{number(result.get('updates'))} updates"),
-        "Peak memory": (result.get("peak_memory_bytes"), gibibytes, "during an update"),
+        "Peak memory": (result.get("peak_memory_bytes"), byte_size, "during an update"),
     }
     for name, (value, show, note) in facts.items():
         if value is not None:

@@ -36,7 +36,7 @@ from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
 from saf.records.files import read_lines, remove_unfinished_, write_json, write_lines
 from saf.records.folders import lock_folder, remove_leftovers_
-from saf.records.quantities import gibibytes
+from saf.records.quantities import byte_size
 from saf.schedules import Event, Outcome, setting_of_moment
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
@@ -144,7 +144,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
             config.parallel, parameters=shape.num_parameters, execution=execution, trained_patterns=trained
         )
         _check_early(config, execution, task, parallel)
-        _check_memory(config, execution, shape, parallel)
+        _check_memory(config, execution, shape, parallel, resume=resume)
         origin = _origin(config, folder, shape, task, resume=resume)
         model, optimizer = _build(config, shape, execution, origin, sharded=parallel.kind == Shards.kind)
         layouts = [site.layout for site in adapter_for(model).sites()]
@@ -246,19 +246,30 @@ def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel
         pass
 
 
-def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
+def _check_memory(
+    config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel, *, resume: bool
+) -> None:
     """Raise InputError for an update that certainly takes more memory than is free on this rank's device."""
     # Sequences of other tasks have many lengths, mostly far below the context: only the weights are certain.
     tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
     shards, recomputes = parallel.processes if parallel.kind == Shards.kind else 1, execution.activation_checkpointing
-    memory = update_memory(shape, tokens, precision=execution.precision, recomputes=recomputes, shards=shards)
+    memory = update_memory(
+        shape,
+        tokens,
+        precision=execution.precision,
+        recomputes=recomputes,
+        shards=shards,
+        without_heads=resume or config.parent is not None or config.freeze_update == 0,  # all may be pruned by then
+    )
     free, device = free_bytes(execution.device), execution.device
     if device.type == "cuda":  # all of this process counts as free: an earlier run in it may not be collected yet
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        if torch.cuda.get_device_properties(device).is_integrated:  # its memory is the CPU's, caches of files included
+            free = max(free, free_bytes(torch.device("cpu")) or 0)
     if free is not None and CERTAIN_SHARE * memory.total > free:
         raise InputError(
-            f"training needs about {gibibytes(memory.total)} of memory ({gibibytes(memory.state)} for weights and "
-            f"moments, {gibibytes(memory.activations)} for {tokens:,} tokens), got {gibibytes(free)} free; take a "
+            f"training needs about {byte_size(memory.total)} of memory ({byte_size(memory.state)} for weights and "
+            f"moments, {byte_size(memory.activations)} for {tokens:,} tokens), got {byte_size(free)} free; take a "
             "smaller model, batch_size or length"
         )
 

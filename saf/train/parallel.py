@@ -25,7 +25,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, rows_of
 from saf.models.gpt import DecoderLayer
-from saf.records.quantities import gibibytes
+from saf.records.quantities import byte_size
 
 Value = TypeVar("Value")
 ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
@@ -329,7 +329,7 @@ def _pick(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
     if device.type != "cuda":
         return "ddp", "the model is whole in every process"
     needed, memory = (STATE_BYTES * parameters, torch.cuda.get_device_properties(device).total_memory)
-    reason = f"weights, gradients and moments take {gibibytes(needed)} of {gibibytes(memory)}"
+    reason = f"weights, gradients and moments take {byte_size(needed)} of {byte_size(memory)}"
     return ("ddp", reason) if needed <= memory / 2 else ("fsdp", f"{reason}, more than half")
 
 

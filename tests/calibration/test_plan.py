@@ -40,7 +40,7 @@ def test_a_limit_splits_the_layers_and_refuses_less_than_one():
     for layers, groups in ((1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (3, [[0, 1, 2]])):
         assert plan_calibration(small, [tokens()], capture_bytes=layers * LAYER).groups == groups
     small.blocks[0].register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
-    with pytest.raises(InputError, match=r"one layer take 51.20 KB, capture_bytes allows"):
+    with pytest.raises(InputError, match=r"\(capture_bytes\), got 50 KiB"):
         calibrate(small, [tokens()], capture_bytes=LAYER - 1)
 
 
@@ -50,9 +50,12 @@ def test_free_memory_decides_how_many_layers_and_heads_go_together(monkeypatch):
     def free(size: int | None) -> None:
         monkeypatch.setattr(planning, "free_bytes", lambda device: size)
 
-    for size, layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (None, 3)):
+    for size, layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (LAYER, 1), (None, 3)):
         free(size)
         assert len(plan_calibration(small, [tokens()]).groups[0]) == layers
+    free(LAYER - 1)
+    with pytest.raises(InputError, match="free memory"):
+        plan_calibration(small, [tokens()])
     for size, heads in ((6 * mean + 1, 3), (mean, 1), (None, planning.COLLECT_BYTES // mean)):
         free(size)
         assert heads_at_a_time(small, ("mean",), sequences=5, length=40) == heads

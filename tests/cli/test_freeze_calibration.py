@@ -19,13 +19,13 @@ def test_what_scores_and_patterns_keep_is_stated(saf, arms, tmp_path):
     assert code == 0
     first, second = err.splitlines()[:2]
     # The mean's rows of 8 heads at 16 positions of 32 keys; two 32 x 32 arrays of each head.
-    assert first.endswith("; 16.38 KB collected on the CPU")
+    assert first.endswith("; 16 KiB collected on the CPU")
     assert second == (
-        "for the patterns, logit_mean, logit_variance of the heads chosen, up to 8 at a time: 65.54 KB on the CPU"
+        "for the patterns, logit_mean, logit_variance of the heads chosen, up to 8 at a time: 64 KiB on the CPU"
     )
 
 
 def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
     code, _, err = saf(*words(arms, tmp_path / "out", "--capture-gb", 1e-9))
     assert code == 2
-    assert "capture_bytes allows 1 bytes; raise it" in err
+    assert "at most 1 bytes (capture_bytes)" in err

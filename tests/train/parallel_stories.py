@@ -105,7 +105,7 @@ def raised(function) -> list[str]:
     try:
         function()
     except Exception as error:
-        return [type(error).__name__, str(error), *["heard"] * getattr(error, "heard", False)]
+        return [type(error).__name__, str(error), *["printed elsewhere"] * getattr(error, "printed_elsewhere", False)]
     return []
 
 

@@ -190,3 +190,4 @@ def test_memory_is_less_in_shards_and_where_layers_are_computed_again():
     assert shards.state == whole.state / 4
     assert shards.activations < whole.activations
     assert update_memory(shape, 16_384, precision="fp32").activations > whole.activations
+    assert update_memory(shape, 16_384, without_heads=True).total < 0.75 * whole.total
