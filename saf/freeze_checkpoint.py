@@ -32,7 +32,7 @@ from saf.train.logs import with_freeze
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""
-CPU_TOKENS = 8192
+CPU_TOKENS = 4096
 """Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
 Progress = Callable[[int, int], Any]
 """Is called with how many items are done, and how many there are."""
@@ -69,7 +69,7 @@ class CheckpointFreezing:
     """Number of sequences in a forward pass."""
     heldout_sequences: int | None = None
     """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
-    such a score and for joint cost, for the latter on a CPU at most 8,192 tokens; otherwise up to 8 sequences."""
+    such a score and for joint cost, for the latter on a CPU at most 4,096 tokens; otherwise up to 8 sequences."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None
