@@ -214,7 +214,7 @@ def _check_separate(data: TokenData, source: ModelFolder, config: FreezeConfig) 
     if trained is None:
         return
     check_separate(data, data.calibration_source, trained)
-    if "outputs" in config.needs:
+    if "outputs" in config.needs or config.jointly:
         check_separate(data, "controller", trained)
 
 
