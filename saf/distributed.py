@@ -20,9 +20,9 @@ from saf.errors import InputError, SafError, SafWarning
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
-PATIENCE = timedelta(days=7)
+TIMEOUT = timedelta(days=7)
 """How long ranks wait for rank 0's work; a group's own limit, 10 minutes for NCCL, is for messages."""
-LAST_WORDS = timedelta(seconds=20)
+ERROR_TIMEOUT = timedelta(seconds=20)
 """How long a rank that failed waits for the others to receive its error. `torchrun` then gives them 30 seconds."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,13 +50,13 @@ _GLOO: "WeakKeyDictionary[distributed.ProcessGroup, distributed.ProcessGroup]" =
 def gloo_group() -> "distributed.ProcessGroup":
     """Return the group by which ranks exchange everything but tensors of a model.
 
-    All ranks create it once, at the start: a group that is only being created would wait for a rank that has ended,
-    where its open connections tell at once.
+    All ranks create it once, at the start. Open connections fail as soon as a rank ends; a group that is only being
+    created would wait for that rank.
     """
     world = distributed.group.WORLD
     assert world is not None, "there is no group"
     if world not in _GLOO:
-        _GLOO[world] = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=PATIENCE))
+        _GLOO[world] = cast(distributed.ProcessGroup, distributed.new_group(backend="gloo", timeout=TIMEOUT))
     return _GLOO[world]
 
 
@@ -97,7 +97,7 @@ def process_group(device: str) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def let_rank0_speak(*, seconds: float = 20.0) -> None:
+def wait_for_rank0_to_print(*, seconds: float = 20.0) -> None:
     """Outside of a group, wait for rank 0 to print an error that all ranks raise by themselves, such as a setting.
 
     `torchrun` ends this rank as soon as rank 0 has ended. If that takes longer, this returns, and this rank prints it.
@@ -163,7 +163,7 @@ def _exchange(error: Exception | None) -> None:
     sizes = list(torch.zeros(size, dtype=torch.long).split(1))
     waiting = distributed.all_gather(sizes, torch.tensor([len(own)]), group=gloo_group(), async_op=True)
     assert waiting is not None
-    waiting.wait(PATIENCE if error is None else LAST_WORDS)
+    waiting.wait(TIMEOUT if error is None else ERROR_TIMEOUT)
     longest = int(max(sizes))
     if not longest:
         return

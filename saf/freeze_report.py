@@ -14,7 +14,7 @@ from saf.heal import Healing
 from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head, stacked_compact
-from saf.records.events import STATE_AFTER, EventRecord, append_event, beside_earlier
+from saf.records.events import STATE_AFTER, EventRecord, append_event, more_and_total
 from saf.records.quantities import number, signed
 from saf.records.table import Table, markdown_of
 from saf.statistics import AttentionStatistics
@@ -84,7 +84,7 @@ class FreezeReport:
     def summary(self) -> str:
         """Return how many heads were frozen or pruned, and by what; after earlier events also how many are in all."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
-        more, in_all = beside_earlier({self.kind: len(self.heads)}, self.in_all)
+        more, in_all = more_and_total({self.kind: len(self.heads)}, self.in_all)
         later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
         words = " ".join(filter(None, [str(len(self.heads)), more, f"of {self.scores.numel()} heads {self.kind} {by}"]))
         return f"{', '.join(filter(None, [words, in_all]))}{later}"

@@ -193,7 +193,7 @@ def _check_order(optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: 
             concerned = parameter in _orders or (recorded is not None and parameter in _edited_with)
             if not concerned or not state.get(key) or _unused(state[key], parameter):
                 continue
-            # A newer optimiser whose groups say nothing, such as one filled by hand, passes by its shapes.
+            # A newer optimiser without a digest, such as one filled by hand, passes by its shapes.
             newer = recorded is None and optimizer not in _known and parameter not in _edited_with
             if not (newer and _fits(state[key], parameter)):
                 raise InputError(

@@ -1,7 +1,7 @@
 """Schedules decide when heads are frozen: `OneTime`, `Gradual`, `ValidationBudget` and `TrainLoss`.
 
 A schedule is a frozen dataclass of settings. Its `start` returns the `Proposer` of one run, a state machine that
-observes losses, proposes events and hears their outcomes. To add a schedule, write such a pair of classes and list the
+observes losses, proposes events and takes their outcomes. To add a schedule, write such a pair of classes and list the
 first in `SCHEDULES`; the command line takes `schedule:NAME` and the flags of its fields from there.
 """
 

@@ -65,14 +65,14 @@ def main(words: Sequence[str] | None = None) -> int:
                     command = _command(name, rest)
                 except SystemExit as stop:  # after the help, or words that tyro has refused
                     if refused and stop.code:
-                        _let_rank0_speak()
+                        _wait_for_rank0_to_print()
                         print(refused.getvalue(), file=sys.__stderr__)
                     return int(stop.code or 0)
             command.run()
         return 0
     except SafError as error:
         if not error.printed_elsewhere:
-            _let_rank0_speak()
+            _wait_for_rank0_to_print()
             print(f"saf {name}: {_in_flags(error, name, command)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
@@ -139,12 +139,12 @@ def _in_flags(error: SafError, name: str, command: Any) -> str:
     return str(error) if kind is None else with_flags(str(error), kind)
 
 
-def _let_rank0_speak() -> None:
+def _wait_for_rank0_to_print() -> None:
     """Let rank 0 print an error that all ranks under torchrun have."""
     if "RANK" in os.environ:
-        from saf.distributed import let_rank0_speak
+        from saf.distributed import wait_for_rank0_to_print
 
-        let_rank0_speak()
+        wait_for_rank0_to_print()
 
 
 def _end_in_group(code: int) -> None:

@@ -14,7 +14,7 @@ from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate.recall import gate_problem, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
-from saf.records.events import beside_earlier, head_counts, heads_in_words
+from saf.records.events import head_counts, heads_in_words, more_and_total
 from saf.records.quantities import seconds, signed
 from saf.records.table import Table
 from saf.schedules import OneTime, Schedule
@@ -186,7 +186,7 @@ def _event_rows(result: dict[str, Any]) -> dict[str, str | None]:
         rows: dict[str, str | None] = {"heads frozen or pruned": f"none by {by}"}
     else:
         kinds = [kind for kind, count in own.items() if count]
-        more, total = beside_earlier(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
+        more, total = more_and_total(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
         count = str(len(event["heads"])) if len(kinds) < 2 else heads_in_words(own)
         when = f"by {event['events']} events, the first {when}" if several else when
         words = " ".join(filter(None, [count, more, when]))

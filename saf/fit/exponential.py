@@ -113,7 +113,11 @@ def fit_exponential_heads(
     for pairs in POLES:
         chosen = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
         tried = _in_groups(
-            compact[chosen], *(x[chosen] for x in targets), band=band, pairs=pairs, max_short_kl=max_short_kl
+            compact[chosen],
+            *(x[chosen] for x in targets),
+            band=band,
+            pairs=pairs,
+            short=None if max_short_kl is None else (max_short_kl, max_cancellation),
         )
         for head, fit in zip(pending, tried, strict=True):
             before = fits[head]
@@ -132,21 +136,21 @@ def fit_exponential_heads(
 
 def _in_groups(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    max_short_kl: float | None = None,
+    short: tuple[float, float] | None = None,
 ) -> list[ExponentialFit]:  # fmt: skip
-    """Fit heads in groups that fit into memory; with `max_short_kl` the short form of alpha is tried, too."""
+    """Fit heads in groups that fit into memory; `short` has the limits of KL and cancellation of the short form."""
     length = compact.length
     size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
     fits = []
     for first in range(0, len(compact), size):
         some = slice(first, first + size)
-        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, max_short_kl=max_short_kl)
+        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, short=short)
     return fits
 
 
 def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    max_short_kl: float | None,
+    short: tuple[float, float] | None,
 ) -> list[ExponentialFit]:  # fmt: skip
     """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
     length = compact.length
@@ -160,12 +164,13 @@ def _fit(
     model = _Model(compact, eta_abs, eta_rel, band, poles)
     free = model.optimise(model.start(), _STEPS)
     fits = model.measure(free, compact)
-    if max_short_kl is None or length <= 4 * SINKS:
+    if short is None or length <= 4 * SINKS:
         return fits
     fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
     shortened = fewer.measure(fewer.optimise(fewer.start_from(model, free), _STEPS), compact)
+    max_short_kl, max_cancellation = short
     return [
-        small if small.extra_kl <= fit.extra_kl + max_short_kl and small.cancellation <= MAX_CANCELLATION else fit
+        small if small.extra_kl <= fit.extra_kl + max_short_kl and small.cancellation <= max_cancellation else fit
         for fit, small in zip(fits, shortened, strict=True)
     ]
 

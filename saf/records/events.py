@@ -185,10 +185,10 @@ def heads_in_words(counts: Mapping[str, int]) -> str:
     return " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts.get(kind)) or "0 frozen"
 
 
-def beside_earlier(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
+def more_and_total(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
     """Return "more" where heads of the changed kind existed before, and all heads by kind; "" for none before.
 
-    >>> beside_earlier({"frozen": 3}, {"frozen": 8}), beside_earlier({"frozen": 3}, {"frozen": 3, "pruned": 4})
+    >>> more_and_total({"frozen": 3}, {"frozen": 8}), more_and_total({"frozen": 3}, {"frozen": 3, "pruned": 4})
     (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
     """
     total = sum(in_all.values())

@@ -1,4 +1,4 @@
-"""`kind_of` tells what a path holds: a checkpoint, a run, data, a saved model, heads, an evaluation or a result."""
+"""`kind_of` returns the `Kind` of a path: a checkpoint, run, data, saved model, heads, evaluation or result."""
 
 import json
 import os

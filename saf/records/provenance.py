@@ -64,9 +64,9 @@ def versions() -> dict[str, str | None]:
 
 
 def command() -> str:
-    """Return the command line, of absolute paths, which are one machine's own, the last names alone.
+    """Return the command line, with only the last names of absolute paths, which are one machine's own.
 
-    A `saf` command that `torchrun` started begins with that, as far as the environment tells.
+    A `saf` command that `torchrun` started begins with that, as far as the environment shows it.
     """
     if (arguments := invocation.get()) is not None:
         return shlex.join([*_torchrun(), "saf", *_without_folders(arguments)])

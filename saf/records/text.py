@@ -9,7 +9,7 @@ _UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
 turns by them, and half a surrogate pair, which a name that is not UTF-8 is read as, cannot be written at all."""
 _SPACES = frozenset("\t\n\r\v\f\u0085\u2028\u2029")
 _MARKS = re.compile(r"([\\`*\[\]<>|~$])|(?<![^\W_])(_)|(_)(?![^\W_])|(&)(?=#?\w+;)")
-"""Characters that Markdown reads as markup, underscores within words and lone ampersands apart."""
+"""Characters that Markdown reads as markup, but for underscores within words and lone ampersands."""
 _BEGINNING = re.compile(r"(\d*)([#+\-=>:.)])(?=\s|$|[#=\-])")
 """What begins a heading, a list, a rule or a quotation at the start of a line."""
 

@@ -131,9 +131,9 @@ class TrainConfig:
     quiet: bool = False
     """Show no progress."""
     freeze: FreezeConfig | None = None
-    """These settings say how heads are frozen; None is the ordinary arm."""
+    """Freeze heads by these settings; None is the ordinary arm."""
     schedule: Schedule | None = field(default_factory=OneTime)
-    """The schedule says when heads are frozen. An ordinary arm saves a checkpoint where the first event would come."""
+    """Freeze heads by this schedule. An ordinary arm saves a checkpoint where the first event would come."""
     calibration_sequences: int = 32
     """Number of sequences to calibrate on."""
     calibration_source: Literal["auto", "calibration", "train"] = "auto"
@@ -184,7 +184,7 @@ class TrainConfig:
             "save_at": (all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"),
             "warmup": (0 <= self.warmup_share < 1, "updates or a share, fewer than all"),
             "time_budget_seconds": (budgets[0] is None or (budgets[0] > 0 and budgets[1] is None),
-                                    "above 0, or None beside update_budget"),
+                                    "above 0, or None with update_budget"),
             "finetuning": (self.finetuning is None or questions, f"left out with task={self.task!r}"),
             "fresh": (self.parent is not None or not self.fresh, "False without a parent"),
             "schedule": (freeze is None or self.schedule is not None, "a schedule when freezing"),

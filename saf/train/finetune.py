@@ -89,7 +89,7 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     parent = TrainConfig.from_dict(checkpoint.state["settings"])
     if parent.task != MQARTask.name:
         return {**own, "mqar": MQARSettings().within(context_length(before))}
-    # The parent's run knows whether the model has learnt recall, or the ordinary run that this one names.
+    # Whether the model has learnt recall is in the parent's run, or in the ordinary run of its settings.
     run = checkpoint.path.parent.parent
     ordinary = parent.mqar.ordinary or (str(run) if (run / RECALL).is_file() else "")
     return {**own, **RECOVERY, "mqar": replace(parent.mqar, ordinary=ordinary), "seed": parent.seed + NEW_STREAM}
@@ -129,7 +129,7 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
 
     Raises:
         InputError: Epochs of a task that has none, or others than those of the run to resume; epochs that only an
-            ordinary model may choose; a budget beside epochs.
+            ordinary model may choose; both epochs and a budget.
     """
     out, examples = Path(config.out), config.task != MQARTask.name
     if not examples and epochs is not None:
@@ -145,9 +145,7 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
             raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
         elif examples:
             if config.time_budget_seconds is not None or config.update_budget is not None:
-                raise InputError(
-                    "time_budget_seconds and update_budget must be None where epochs say how long a run is"
-                )
+                raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
             if epochs is None:
                 choice = choose_epochs(config, resume=resume)
                 if "stopped_at" in choice:

@@ -126,7 +126,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         InputError: A run is there already (without `resume`), or has other settings.
         CheckpointError: The checkpoint is damaged, or is of other data or another model.
         DataError: The data cannot be used, or are too few.
-        UnsupportedError: The backend or kernel asked for cannot run here.
+        UnsupportedError: The backend or kernel of the settings cannot run here.
     """
     elapsed, folder, processes = Elapsed(), Path(config.out), rank_and_size()[1]
     with all_ranks_or_raise():  # all have looked before the first one writes
@@ -312,9 +312,9 @@ def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, 
 
 
 def _check_model(checkpoint: Checkpoint, shape: GPTConfig) -> None:
-    held, wanted = checkpoint.state["model"], shape.to_dict()
-    if differing := [name for name in wanted if held.get(name) != wanted[name]]:
-        words = ", ".join(f"{name} {held.get(name)} (the settings have {wanted[name]})" for name in differing)
+    held, expected = checkpoint.state["model"], shape.to_dict()
+    if differing := [name for name in expected if held.get(name) != expected[name]]:
+        words = ", ".join(f"{name} {held.get(name)} (the settings have {expected[name]})" for name in differing)
         advice = ". Give the data that it was trained on" if "vocab_size" in differing else ""
         raise CheckpointError(f"{checkpoint.path} holds a model with {words}{advice}")
 

@@ -84,7 +84,7 @@ class UpdateResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Updater:
-    """Make updates of one model; nothing here knows of folders, logs, schedules or where batches come from.
+    """Make updates of one model; folders, logs, schedules and the source of batches are other modules'.
 
     Several ranks make an update together, each of its share of the micro-batches, and all get the same result. Call
     `compile_` whenever heads change.
