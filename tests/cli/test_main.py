@@ -47,7 +47,7 @@ def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     assert err.startswith(f"saf evaluate: {tmp_path} holds nothing that saf writes")
     (tmp_path / "saf.json").write_text("{}")
     code, _, err = saf("evaluate", tmp_path)
-    assert (code, "frozen heads of a model of another library" in err) == (2, True)
+    assert (code, "frozen heads of another library's model" in err) == (2, True)
 
 
 def test_a_file_in_place_of_a_folder_is_one_message(saf, text_data, tmp_path):
