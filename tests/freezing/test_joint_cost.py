@@ -20,8 +20,11 @@ def config(budget, **settings):
 
 @pytest.mark.parametrize("budget", [0.02, 0.1, 0.5])
 def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):  # noqa: F811
-    model, choosing, reporting = fluent(), text[:2], text[2:]
-    report = saf.freeze_(model, [tokens()], config(budget), heldout=[text], accept_loss=True)
+    model, choosing, reporting, steps = fluent(), text[:2], text[2:], []
+    options = {"accept_loss": True, "joint_progress": lambda *step: steps.append(step)}
+    report = saf.freeze_(model, [tokens()], config(budget), heldout=[text], **options)
+    assert steps == sorted(steps)
+    assert (steps[0][0], *steps[-1]) == (0, TOTAL + TOTAL // 2, TOTAL + TOTAL // 2)
     joint = report.joint_cost
     assert set(joint.accepted) == set(report.heads)
     assert 0 < len(report.heads) <= TOTAL // 2
