@@ -10,6 +10,7 @@ import torch
 from saf.errors import InputError, check_name
 from saf.fit import check_constant_after, split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
+from saf.ops.backends import BACKENDS
 from saf.records.events import STATE_AFTER
 from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
 from saf.selection import budget, existing
@@ -92,7 +93,7 @@ class FreezeConfig:
     seed: Seed = 0
     """Random seed for random scores and sampled patterns; in Python it may be a torch.Generator."""
     backend: str = "auto"
-    """Execute frozen heads by this backend: toeplitz, fused or reference; auto takes the one that `saf doctor`
+    """Execute frozen heads by this backend: toeplitz, linear, fused or reference; auto takes the one that `saf doctor`
     names."""
     trainable: bool = False
     """Train key and distance logits with the model, from their fit on, instead of keeping them fixed."""
@@ -107,6 +108,7 @@ class FreezeConfig:
         check_name("operation", self.operation, get_args(Operation))
         check_name("storage", self.storage, get_args(Storage))
         check_name("pattern", self.pattern, TARGETS)
+        check_name("backend", self.backend, ("auto", *BACKENDS))
         for name in ("score", "match"):
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)

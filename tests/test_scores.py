@@ -21,10 +21,10 @@ COLLECTOR = {"gradient": "QKGradient", "outputs": "head_outputs", "gates": "gate
 
 
 def statistics(variance: torch.Tensor = VARIANCE) -> AttentionStatistics:
-    """Statistics of which only the variance `[L, H]` means anything."""
+    """Statistics whose `[L, H]` tensors differ, forward KL in the opposite order of the variance."""
     eta, shape = torch.ones(*variance.shape, 5), {"length": 5, "num_sequences": 2, "sequences_hash": ""}
-    same = dict.fromkeys(("variance", "forward_kl", "row_entropy"), variance)
-    return AttentionStatistics(**same, eta_abs=eta, eta_rel=eta, **shape)
+    each = {"variance": variance, "forward_kl": 1 - variance, "row_entropy": 2 + variance}
+    return AttentionStatistics(**each, eta_abs=eta, eta_rel=eta, **shape)
 
 
 def test_inputs_are_required_and_their_collectors_named():
@@ -33,6 +33,11 @@ def test_inputs_are_required_and_their_collectors_named():
     for name, needed in NEEDED.items():
         with pytest.raises(InputError, match=f"needs {needed}: .*{COLLECTOR[needed]}"):
             saf.score(statistics(), name)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("variance", VARIANCE), ("forward_kl", 1 - VARIANCE)])
+def test_scores_of_the_statistics_are_read_as_they_are(name, expected):
+    torch.testing.assert_close(saf.score(statistics(), name), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rank_sum_adds_places_ties_by_layer_and_head():

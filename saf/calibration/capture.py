@@ -85,7 +85,7 @@ def capture(adapter: Adapter, slots: Mapping[int, Slots], ids: Sequence[Tensor])
     copies: dict[tuple[int, int], Tensor] = {}
     filled = dict.fromkeys(slots, 0)
 
-    def sink(layer: int, query: Tensor, key: Tensor) -> None:
+    def receive(layer: int, query: Tensor, key: Tensor) -> None:
         start, end = filled[layer], filled[layer] + len(query)
         filled[layer] = end
         if end > count:
@@ -100,7 +100,7 @@ def capture(adapter: Adapter, slots: Mapping[int, Slots], ids: Sequence[Tensor])
 
     with ExitStack() as stack:
         for layer in slots:
-            stack.enter_context(sites[layer].capture(partial(sink, layer)))
+            stack.enter_context(sites[layer].capture(partial(receive, layer)))
         for tokens in ids:
             adapter.run(tokens.to(adapter.device))
     for layer, number in filled.items():

@@ -12,8 +12,8 @@ from saf.errors import CompareError, DivergenceError, InputError
 
 RESAMPLES = 10_000
 """Bootstrap draws behind an interval: 250 lie beyond each end of 95%. A round number, not from the paper."""
-_QUIET = 5
-"""Lags in a row whose correlations are noise behind the last one that is not (Politis and White)."""
+_NOISE_LAGS = 5
+"""Lags in a row without significant correlation that must follow the last significant lag (Politis and White)."""
 _FEWEST_BLOCKS = 3
 """Blocks of a resample; fewer of them hardly differ from the whole."""
 _DRAWS_AT_ONCE = 4_194_304  # held in memory together
@@ -95,10 +95,10 @@ def block_length(values: Tensor) -> int:
     """
     count = values.numel()
     deviations = values.detach().double().cpu() - values.double().cpu().mean()
-    farthest = min(math.isqrt(count) + _QUIET, count - 1)
+    farthest = min(math.isqrt(count) + _NOISE_LAGS, count - 1)
     covariances = torch.stack([deviations[lag:] @ deviations[: count - lag] / count for lag in range(farthest + 1)])
-    loud = (covariances.abs() > 2.0 * math.sqrt(math.log10(count) / count) * covariances[0]).tolist()
-    last = next(lag for lag in range(farthest + 1) if not any(loud[lag + 1 : lag + 1 + _QUIET]))
+    significant = (covariances.abs() > 2.0 * math.sqrt(math.log10(count) / count) * covariances[0]).tolist()
+    last = next(lag for lag in range(farthest + 1) if not any(significant[lag + 1 : lag + 1 + _NOISE_LAGS]))
     lags = torch.arange(1, min(2 * last, farthest) + 1, dtype=torch.float64)
     weighted = 2.0 * (2.0 - 2.0 * lags / (2 * last or 1)).clamp(max=1.0) * covariances[1 : len(lags) + 1]
     variance, own = float(covariances[0] + weighted.sum()), float(covariances[0])

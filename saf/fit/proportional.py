@@ -117,6 +117,7 @@ class _Heads:
         self.plain, self.residual, self.point = image, residual, image
         if memory == 0 or sweep <= 2:
             return
+        # Anderson mixing: point = g - dG^T (dF W dF^T + ridge I)^-1 dF W f of image g, residual f, W = diag(eta).
         weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
         gram = weighted @ self.residuals.mT
         ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + _RIDGE_OF_NONE

@@ -30,7 +30,7 @@ from saf.hf.attention import (
 from saf.hf.card import mark_, mark_of, record_undoing_, unmark_
 from saf.hf.families import CONV1D, FAMILIES, Family
 from saf.hf.generation import unwatch_generation, watch_generation, watch_length
-from saf.models.adapter import Adapter, LanguageModel, Removed, Sink, Site
+from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
 EAGER = "eager"
@@ -109,10 +109,10 @@ class TransformersSite(Site):
         detach_idle_state(self.attention)
 
     @contextmanager
-    def capture(self, sink: Sink) -> Iterator[None]:
-        sinks = attach_state(self.attention, self._family).sinks
-        handle = RemovableHandle(sinks)
-        sinks[handle.id] = sink
+    def capture(self, receiver: Receiver) -> Iterator[None]:
+        receivers = attach_state(self.attention, self._family).receivers
+        handle = RemovableHandle(receivers)
+        receivers[handle.id] = receiver
         try:
             yield
         finally:

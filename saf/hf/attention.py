@@ -21,7 +21,7 @@ from saf.heads import HeadLayout
 from saf.hf.cache import StateLayer, check_offloading, filled, prepare
 from saf.hf.families import Family
 from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
-from saf.models.adapter import Removed, Sink, hooked
+from saf.models.adapter import Receiver, Removed, hooked
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
 from saf.ops.layout import LAYOUT, LayoutMixin
@@ -45,7 +45,7 @@ class HeadState(LayoutMixin):
         self.layout, self.family = layout, family
         self.frozen: FrozenHeads | None = None
         self.removed: Removed = {}
-        self.sinks: OrderedDict[int, Sink] = OrderedDict()
+        self.receivers: OrderedDict[int, Receiver] = OrderedDict()
         self.kernel = "auto"
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
@@ -64,7 +64,7 @@ class HeadState(LayoutMixin):
     @property
     def idle(self) -> bool:
         """Whether the layer would compute the same without this state."""
-        return self.layout.ordinary and not self.sinks and self.kernel == "auto"
+        return self.layout.ordinary and not self.receivers and self.kernel == "auto"
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout."""
@@ -212,10 +212,10 @@ def attend(
         raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}; leave it out")
     length = value.shape[-2] if documents is None else documents.longest
     beyond = sliding_window is not None and length > sliding_window
-    if beyond and state is not None and (state.frozen is not None or state.sinks):
+    if beyond and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
-    for sink in () if state is None else state.sinks.values():
-        sink(query, key)
+    for receiver in () if state is None else state.receivers.values():
+        receiver(query, key)
     if documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
         check_boundaries(cu_seq_lens_q, len(value))
         if position_ids is not None:

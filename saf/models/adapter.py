@@ -18,7 +18,8 @@ from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import GPT, Attention
 from saf.ops import FrozenHeads
 
-Sink = Callable[[Tensor, Tensor], None]
+Receiver = Callable[[Tensor, Tensor], None]
+"""A function that `Site.capture` calls with the queries and keys of a pass."""
 ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 """Rows taken out of a layer, on the CPU: by role, by head (`HeadLayout.rows`), by name: `weight`, moments."""
@@ -79,8 +80,8 @@ class Site(ABC):
         """Run live heads on an SDPA kernel by name, see `live_attention`."""
 
     @abstractmethod
-    def capture(self, sink: Sink) -> AbstractContextManager[None]:
-        """Call `sink(query, key)` with the rotated `[B, L, T, D]` and `[B, K, T, D]` of every pass while it is open."""
+    def capture(self, receiver: Receiver) -> AbstractContextManager[None]:
+        """Call `receiver` with rotated queries `[B, L, T, D]` and keys `[B, K, T, D]` of each pass while it is open."""
 
 
 class Rows(NamedTuple):
@@ -273,8 +274,8 @@ class GPTSite(Site):
         self.attention.live.kernel = kernel
 
     @contextmanager
-    def capture(self, sink: Sink) -> Iterator[None]:
-        handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: sink(inputs[0], inputs[1]))
+    def capture(self, receiver: Receiver) -> Iterator[None]:
+        handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: receiver(inputs[0], inputs[1]))
         try:
             yield
         finally:

@@ -44,7 +44,7 @@ One product and a copy then cost less than two products, whose launches outweigh
 WHOLE_SHARE = 4
 """The whole product is computed and cut where more than one row in so many is needed; fewer make rows of weights."""
 
-
+# Not from BACKENDS, whose values are of type `Backend`: this class alone has `recur`, for recurrent states.
 LINEAR = Linear()
 
 
@@ -245,7 +245,8 @@ def _heads_of(call: Call) -> tuple[Tensor, ...]:
         if heads is not None:
             return (heads,)
     count, length = call.query.shape[-2], value.shape[-2]
-    # A whole product of padded rows would have to move their values first, and is cut afterwards.
+    # Few rows: weights are made and multiplied in plain PyTorch, which autograd differentiates. A whole product is cut
+    # afterwards, and of padded rows it would have to move their values first.
     few = not call.whole and (call.left_pad is not None or count * WHOLE_SHARE <= length)
     if call.cache_position is not None or (few and backend.decodes and not frozen.trainable):
         mixed = backend.rows(value, slots, tables, call.rows)

@@ -25,7 +25,7 @@ class Backend(ABC):
     """
 
     pads: ClassVar[bool] = False
-    """Padding moves no values: `padded`."""
+    """It computes sequences padded on the left where they lie, without moving values to position 0: `padded`."""
     mixes_live: ClassVar[bool] = False
     """It computes live heads in the launch of frozen ones, and has no other way: `mixed`."""
     decodes: ClassVar[bool] = False
@@ -64,7 +64,8 @@ class Backend(ABC):
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         """Return some rows of `forward`, `[B, F, rows.count, D]`.
 
-        `value` may hold anything finite behind the last of these rows. No value head is copied.
+        Weights of these rows are made and multiplied in plain PyTorch, which autograd differentiates. `value` may hold
+        anything finite behind the last row. No value head is copied.
         """
         raise NotImplementedError
 

@@ -169,8 +169,8 @@ class TrainConfig:
         """Return for each setting whether its value is right, given the others, and how it must be."""
         freeze, budgets = self.freeze, (self.time_budget_seconds, self.update_budget)
         first = self.freeze_update  # raises for a schedule that does not fit into so many updates
-        text = TASKS[self.task]
-        questions = isinstance(text, type) and issubclass(text, FinetuneTask)
+        task = TASKS[self.task]
+        questions = isinstance(task, type) and issubclass(task, FinetuneTask)
         at_end = freeze is not None and first == self.updates
         fused = freeze is not None and freeze.backend == "fused"
         reports = {each for each in self.report_at if 0 <= each <= self.updates}

@@ -66,15 +66,15 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     last = metrics[-max(1, min(100, config.updates // 20)) :]
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
     reports = {update: report if update == run.update else _earlier_report(run, update) for update in config.report_at}
-    head = _header(run, final)
-    head["provenance"] |= {
+    header = _header(run, final)
+    header["provenance"] |= {
         "patterns_hash": _patterns_hash(events),
         "heads": frozen,
         "pruned": pruned,
         "seed": config.seed,
     }
     result = {
-        **head,
+        **header,
         "arm": arm(frozen=frozen, pruned=pruned, events=events),
         "updates": run.update,
         "tokens": run.tokens,
@@ -104,6 +104,7 @@ def _header(run: Run, final: Path) -> dict[str, Any]:
             "branch": checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None,
             "final": checkpoint_hash(final),
         },
+        # One for both: the fingerprint of a task covers all its data, for training and measuring.
         data={"train": run.task.fingerprint, "report": run.task.fingerprint},
     )
 
@@ -122,7 +123,7 @@ def _missing(run: Run, reports: dict[int, Any]) -> Iterator[str]:
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
     if run.changed and run.budget_share() is not None:
-        yield f"events: nothing trained on behind the event after update {run.update}, the last one"
+        yield f"events: no training followed the event after update {run.update}"
     # Schedules whose events come when the loss decides have none that must come.
     if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
         yield f"events: the run ended after update {run.update}, before all events of its schedule"

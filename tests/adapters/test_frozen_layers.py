@@ -77,6 +77,15 @@ def test_they_train_and_come_back_as_they_were(family):
     update()
 
 
+def test_dropout_after_the_output_projection_stays():
+    model, outputs = make("gpt2", resid_pdrop=1.0).double(), []
+    freeze(model, WHOLE)
+    model.transformer.h[0].attn.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
+    for training in (True, False):
+        model.train(training)(tokens(), use_cache=False)
+    assert [bool(output.any()) for output in outputs] == [False, True]
+
+
 def test_ranking_is_global():
     model, ids = make("qwen3"), tokens()
     for count in (5, 6):

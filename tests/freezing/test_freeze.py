@@ -279,6 +279,7 @@ def test_attention_that_no_input_changes_chooses_no_heads(score, dtype):
         ({"rate": 1.2}, "from 0 to 1"),
         ({"score": "magic"}, "score must be one of variance, .* got 'magic'"),
         ({"pattern": "median"}, "pattern must be one of"),
+        ({"backend": "fussed"}, "backend must be one of auto, toeplitz, linear, fused, reference, got 'fussed'"),
         ({"fitter": "newton"}, "fitter must be one of"),
         ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"max_fit_kl": 0}, "positive"),

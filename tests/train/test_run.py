@@ -404,7 +404,6 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"freeze": replace(FREEZE, backend="nope")}, "unknown backend 'nope'"),
         ({"freeze": replace(FREEZE, backend="fused")}, "backend 'fused' cannot run"),
         ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
