@@ -93,6 +93,7 @@ def fused_forward_kernel(
     acc = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
@@ -317,7 +318,8 @@ def key_block_kernel(
     p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
     b_dv = tl.zeros((BN, DP), dtype=tl.float32)
     b_dk = tl.zeros((BN, DP), dtype=tl.float32)
-    # Every live head of a value head reads one key head; none: minus one.
+    # Every live head of a value head reads one key head; none: minus one, of the type of n0, as the loop carries it on.
+    # Triton 3.7 makes a tensor of a plain -1 too.
     key_slot = n0 * 0 - 1
     if GROUPED:
         lo = tl.load(group_start_ptr + i_g)

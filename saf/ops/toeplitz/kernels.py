@@ -190,7 +190,7 @@ def toeplitz_kernel(
         lo = (m0 // BK) * BK
         hi = T
     else:
-        lo = m0 * 0
+        lo = m0 * 0  # a tensor, for `.to` below; Triton 3.7 makes one of a plain 0 too
         hi = tl.minimum(m0 + BM, T)
 
     table_ptr += i_f * table_stride_f
