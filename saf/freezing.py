@@ -167,6 +167,10 @@ def _texts(heldout: Iterable[Batch] | None, config: FreezeConfig) -> tuple[Any, 
     if heldout is None and config.jointly:
         raise InputError("joint cost is measured on held-out text: give heldout= sequences")
     text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
+    if isinstance(text, list) and not text:
+        raise InputError(
+            "heldout must have at least one sequence, got none; give text beyond the calibration sequences"
+        )
     return halves(text) if text is not None and config.jointly else (text, text)
 
 

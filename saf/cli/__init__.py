@@ -27,7 +27,8 @@ COMMANDS = {
 }
 FIRST_STEPS = (
     "a Hugging Face model:",
-    "  $ saf freeze MODEL --data text.txt --out frozen",
+    "  $ saf freeze MODEL --data text.txt --rate 0.02 --max-per-layer 1 \\",
+    "        --length 1024 --allow-shorter --out frozen",
     "a model of your own, frozen midway:",
     "  $ saf data prepare my_texts --out data",
     "  $ saf pretrain --data data --out runs/ordinary --updates 1000",

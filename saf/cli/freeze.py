@@ -13,7 +13,19 @@ from saf.freeze_config import FreezeConfig
 from saf.records.paths import means_transformers
 
 FIRST = (
-    *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json", "config.rate"),
+    *(
+        "checkpoint",
+        "out",
+        "data",
+        "sequences",
+        "length",
+        "allow_shorter",
+        "accept_loss",
+        "heal",
+        "device",
+        "json",
+        "config.rate",
+    ),
     *("config.joint_cost", "config.budget", "config.max_per_layer", "config.score", "config.storage"),
     *("config.max_fit_kl", "config.operation", "config.heads"),
 )
