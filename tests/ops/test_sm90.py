@@ -69,7 +69,7 @@ def test_half_precision_uses_matrix_units(rows):
     wrong = {}
     for name, row in rows.items():
         kinds = ("toeplitz", "linear", "descriptor", "fused", "decode")
-        half = name.split()[0] in kinds and " fp32 " not in name
+        half = name.split()[0] in kinds and "fp32" not in name.split()
         expected = None if not half else "wgmma" if row["tile_rows"] >= WGMMA_ROWS else "mma.sync"
         if row["matrix_units"] != expected:
             wrong[name] = row
