@@ -162,11 +162,15 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
     few = tmp_path / "few.jsonl"
     few.write_text("".join((files / "train.jsonl").read_text().splitlines(keepends=True)[:9]))
     train, test = str(files / "train.jsonl"), ["--test", str(files / "test.jsonl")]
-    for parent, words, told in (
+    for parent, words, expected in (
         ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model, and"),
         ("ordinary", ["--task", train, *test, "--freeze.rate", "0.25"], "epochs must be chosen by the ordinary model"),
         ("ordinary", ["--task", train, *test, "--warmup", "0.1"], "constant rate"),
-        ("ordinary", ["--task", train, *test, "--epochs", "1", "--time-budget-seconds", "9"], "must be None where"),
+        (
+            "ordinary",
+            ["--task", train, *test, "--epochs", "1", "--time-budget-seconds", "9"],
+            "must be None with epochs",
+        ),
         ("ordinary", ["--task", str(few), *test], "must have different updates, got 1, 1, 2, 2, 3"),
         ("ordinary", [], "needs a task"),
         ("ordinary", ["--task", "sst2"], "needs files"),
@@ -174,7 +178,7 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
     ):
         out = tmp_path / "refused"
         assert main(["finetune", *words, "--parent", str(parents[parent]), "--out", str(out), "--quiet"]) == 2
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert expected in " ".join(capsys.readouterr().err.split())
         assert not out.exists(), "nothing was trained before it was refused"
 
 
