@@ -186,8 +186,8 @@ class Keep:
     """Folder of committed results: RESULTS/SCALE/ARM/seed-SEED.json."""
 
     def run(self) -> int:
-        """Copy; records that are there already stay as they are."""
-        kept = 0
+        """Copy; records that are there already stay. Paths next to the folder of runs lose the machine's own part."""
+        copied, here = 0, f"{self.out.resolve().parent}/"
         for path in sorted((self.out / self.scale).glob("**/*.json")):
             run = path.name == "result.json" and path.parent.parent.parent == self.out / self.scale
             measured = path.parent.parent.name == "measurements" and path.stem.partition("-")[0] in ("seed", "once")
@@ -196,9 +196,9 @@ class Keep:
             place = path.parent.with_suffix(".json") if run else path
             target = self.results / place.relative_to(self.out)
             if not target.exists():
-                write_atomically(target, path.read_bytes())
-                kept += 1
-        print(f"{kept} records copied to {self.results / self.scale}")
+                write_atomically(target, path.read_text().replace(here, "").encode())
+                copied += 1
+        print(f"{copied} records copied to {self.results / self.scale}")
         return 0
 
 
