@@ -118,7 +118,7 @@ class Checkpoint:
 
         Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
         """
-        model = GPT.undrawn(GPTConfig.from_dict(self.state["model"]), device)
+        model = GPT.skip_init(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
         patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
         restore_(model, heads, patterns, backend=backend)

@@ -100,7 +100,7 @@ def load(
                 f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
             )
         config = GPTConfig.from_dict(_read_shape(source / CONFIG))
-        model = GPT.undrawn(config, torch.get_default_device())
+        model = GPT.skip_init(config, torch.get_default_device())
     tensors = read_tensors(source / TENSORS, error=CheckpointError)
     if not adapter_for(model).saves_weights:
         apply_(model, state, tensors, backend=backend)

@@ -21,7 +21,7 @@ def state():
 before = state()
 assert saf.GPT is __import__("saf.models", fromlist=["GPT"]).GPT
 import saf.train
-saf.GPT.undrawn(saf.preset("tiny", vocab_size=8))
+saf.GPT.skip_init(saf.preset("tiny", vocab_size=8))
 from saf import *
 assert ops.__name__ == "saf.ops" and fit.__name__ == "saf.fit"
 assert state() == before

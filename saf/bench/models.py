@@ -163,7 +163,7 @@ def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
         adapter = adapter_for(model)
         if not adapter.saves_weights:
             raise
-        model = GPT.undrawn(adapter.model.config, device)
+        model = GPT.skip_init(adapter.model.config, device)
         model.reset_parameters(torch.Generator(device).manual_seed(0))
     return model
 
@@ -287,7 +287,7 @@ class ModelPlan:
             return _ordinary_of(self.model, self.device).to(dtype)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         if self.own_decoder:
-            model = GPT.undrawn(_config(self.model, self.length, self.num_layers), self.device)
+            model = GPT.skip_init(_config(self.model, self.length, self.num_layers), self.device)
             model.reset_parameters(generator)
             return model.to(dtype)
         from saf.hf.random_model import random_model

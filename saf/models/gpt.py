@@ -311,7 +311,7 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class _Undrawn(TorchFunctionMode):
+class _SkipInit(TorchFunctionMode):
     """Leave weights as they come from memory where modules would draw them.
 
     A model on the device "meta", which draws nothing either, takes code that loads PyTorch's compiler, for seconds.
@@ -339,9 +339,9 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def undrawn(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
+    def skip_init(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
         """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
-        with torch.device(device), _Undrawn():
+        with torch.device(device), _SkipInit():
             return cls(config)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -348,7 +348,7 @@ def _build(
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
         model = checkpoint.model(execution.device, backend=named, filled=not sharded)
     else:
-        model = GPT.undrawn(shape)
+        model = GPT.skip_init(shape)
         model.reset_parameters(torch.Generator().manual_seed(config.seed))
         model.to(execution.device)
     for site in adapter_for(model).sites():

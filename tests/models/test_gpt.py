@@ -85,7 +85,7 @@ def test_a_later_token_changes_no_earlier_logit(position):
 def test_a_model_to_be_filled_is_where_it_is_asked_for_with_its_rotations_and_draws_nothing(device):
     before = torch.get_rng_state()
     config = preset("tiny", vocab_size=8, max_length=16)
-    model = GPT.undrawn(config, device)
+    model = GPT.skip_init(config, device)
     assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {device}
     assert torch.equal(torch.get_rng_state(), before)
     if device == "cpu":
