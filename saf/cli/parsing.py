@@ -114,7 +114,6 @@ def with_flags(text: str, command: Any) -> str:
     Names of one word stay: they may be words of the sentence.
     """
     flags = {name: flag for kind in get_args(command) or (command,) for name, flag in _flags(kind).items()}
-    flags |= {flag.removeprefix("--").replace("-", "_"): flag for flag in flags.values()}  # mqar.test_lengths, too
     marked = sorted((name for name in flags if set("_.") & set(name)), key=len, reverse=True)
     pattern = "|".join(map(re.escape, marked))
     return re.sub(rf"(?<![\w/.-])({pattern})(?![\w/=-])", lambda match: flags[match[1]], text) if pattern else text
@@ -129,7 +128,9 @@ def _flags(kind: Any, prefix: str = "--") -> dict[str, str]:
             flags[name] = f"{prefix}{name.replace('_', '-')}"
         else:
             own = prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}."
-            flags = _flags(group, own) | flags
+            inner_flags = _flags(group, own)
+            dotted = {flag.removeprefix("--").replace("-", "_"): flag for flag in inner_flags.values()}
+            flags = dotted | inner_flags | flags  # by either name; the command's own fields go before a group's
     return flags
 
 
