@@ -9,7 +9,7 @@ import tyro
 
 from saf.distributed import process_group
 from saf.records.files import to_json
-from saf.records.text import plain
+from saf.records.table import plain
 from saf.report.benchmarks import tables
 
 

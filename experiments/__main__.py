@@ -19,7 +19,7 @@ from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
-from saf.records.quantities import byte_size, seconds
+from saf.records.table import byte_size, seconds
 from saf.train.loop import EXIT_STOPPED
 
 

@@ -22,8 +22,7 @@ from saf.bench.timing import GRAPH
 from saf.models.gpt import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records.files import read_json
-from saf.records.quantities import MISSING, number, seconds
-from saf.records.text import natural_order
+from saf.records.table import MISSING, natural_order, number, seconds
 from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, way
 
 Record = Mapping[str, Any]

@@ -23,8 +23,8 @@ from saf.evaluate.compare_tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
-from saf.records.text import markdown as escaped
-from saf.records.text import natural_order
+from saf.records.table import markdown as escaped
+from saf.records.table import natural_order
 
 SHOWN = {
     "quality": {

@@ -24,13 +24,24 @@ from saf.distributed import all_gather, in_group, on_rank0, rank0_context, rank_
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import load_weights_, restore_, state_of
 from saf.models import GPT, GPTConfig
-from saf.records.files import read_json, read_tensors
-from saf.records.folders import MANIFEST, new_folder, no_room, read_manifest, remove_folder_, verify, write_manifest
-from saf.records.paths import Kind, expect, kind_of
+from saf.records.files import (
+    check_file,
+    entries_hash,
+    file_hash,
+    new_folder,
+    no_room,
+    read_json,
+    read_tensors,
+    remove_folder_,
+    write_json,
+)
+from saf.records.run import MANIFEST, Kind, expect, kind_of
 
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, under its own names."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
+SCHEMA = "saf.checkpoint/1"
+"""Of manifest.json."""
 
 
 # --- writing
@@ -240,6 +251,48 @@ def _first_failure(work: Callable[[], object]) -> None:
             work()
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
+
+
+# --- the manifest
+
+
+def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
+    """List every file of `folder` with its SHA-256 in manifest.json and return the checkpoint's hash.
+
+    The hash is the SHA-256 of the manifest's other entries; `parent` is the hash of the checkpoint that the run
+    started from.
+    """
+    files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
+    entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
+    entries["hash"] = entries_hash(entries)
+    write_json(folder / MANIFEST, entries)
+    return str(entries["hash"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest; raise CheckpointError when it is missing or was changed."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
+    entries = read_json(path, error=CheckpointError)
+    if entries.get("schema") != SCHEMA:
+        raise CheckpointError(f"{path} has schema {entries.get('schema')!r}; expected {SCHEMA!r}")
+    if (recorded := entries.get("hash")) != (computed := entries_hash(entries)):
+        raise CheckpointError(f"{path} is damaged: expected hash {recorded}, got {computed}")
+    return entries
+
+
+def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
+    """Check every file against its sum, but those whose names begin with `without`, and return the manifest.
+
+    Raises:
+        CheckpointError: A file is missing or differs; the message names it with the expected and actual sums.
+    """
+    entries = read_manifest(folder)
+    for name, recorded in entries["files"].items():
+        if without is None or not name.startswith(without):
+            check_file(folder / name, size=recorded["bytes"], sha256=recorded["sha256"], error=CheckpointError)
+    return entries
 
 
 # --- the optimiser's state

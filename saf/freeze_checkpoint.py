@@ -23,7 +23,7 @@ from saf.models import GPT
 from saf.models.description import STATE, recorded_layouts
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
-from saf.records.quantities import byte_size
+from saf.records.table import byte_size
 from saf.surgery import finalize_
 from saf.targets import collect_for
 from saf.tasks.text import heldout_batches

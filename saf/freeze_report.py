@@ -15,8 +15,7 @@ from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head, stacked_compact
 from saf.records.events import STATE_AFTER, EventRecord, append_event, more_and_total
-from saf.records.quantities import number, signed
-from saf.records.table import Table, markdown_of
+from saf.records.table import Table, markdown_of, number, signed
 from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"

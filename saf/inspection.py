@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 
-from saf.checkpoint import step_folders
+from saf.checkpoint import step_folders, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
 from saf.heads import EDITED
 from saf.hf.card import folder_hash, weight_files
 from saf.records.files import read_json, read_metadata, read_tensors
-from saf.records.folders import verify
-from saf.records.paths import Kind, expect
-from saf.records.run import RecordedRun
+from saf.records.run import Kind, RecordedRun, expect
 from saf.sidecar import check_sums
 from saf.storage import storage_report
 

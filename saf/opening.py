@@ -19,7 +19,7 @@ from saf.evaluate.model_facts import PARENT
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import file_hash
-from saf.records.paths import Kind, expect, kind_of, means_transformers
+from saf.records.run import Kind, expect, kind_of, means_transformers
 from saf.sidecar import load
 
 

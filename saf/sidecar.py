@@ -22,9 +22,8 @@ from saf.models.description import (
     described_beside,
     write_description,
 )
-from saf.records.files import check_file, read_json, read_tensors, write_json, write_tensors
-from saf.records.folders import new_files, no_room
-from saf.records.paths import Kind, expect
+from saf.records.files import check_file, new_files, no_room, read_json, read_tensors, write_json, write_tensors
+from saf.records.run import Kind, expect
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"

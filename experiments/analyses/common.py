@@ -25,8 +25,8 @@ from saf.models.adapter import Site, adapter_for, unwrap
 from saf.opening import ModelFolder, find_model, open_data
 from saf.patterns import Pattern
 from saf.records.files import write_json
-from saf.records.quantities import MISSING
 from saf.records.result import read_result, result_header
+from saf.records.table import MISSING
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
 

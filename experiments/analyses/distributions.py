@@ -23,7 +23,7 @@ from experiments.analyses.common import ModelSettings, Opened, Part, Record, hea
 from saf.calibration import calibrate
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.records.quantities import MISSING
+from saf.records.table import MISSING
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import AttentionStatistics

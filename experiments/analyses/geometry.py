@@ -24,7 +24,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records.files import read_json
-from saf.records.quantities import MISSING, correlation, percent
+from saf.records.table import MISSING, correlation, percent
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import FLOOR

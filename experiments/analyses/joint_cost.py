@@ -14,7 +14,7 @@ from saf.fitted_heads import fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.machine import Stopwatch
 from saf.models.adapter import adapter_for
-from saf.records.quantities import signed
+from saf.records.table import signed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
-from saf.records.quantities import MISSING, correlation, highest_first, percent, signed
+from saf.records.table import MISSING, correlation, highest_first, percent, signed
 from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics

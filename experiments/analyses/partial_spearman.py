@@ -13,7 +13,7 @@ from experiments.analyses import common
 from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records.quantities import correlation, highest_first
+from saf.records.table import correlation, highest_first
 
 NAMES = {
     "spearman": "Spearman",

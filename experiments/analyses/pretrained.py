@@ -42,7 +42,7 @@ from saf.joint_cost import accept_jointly
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device, visible_devices
 from saf.opening import OpenedModel, open_model
 from saf.records.files import read_json, write_json
-from saf.records.quantities import percent, signed
+from saf.records.table import percent, signed
 from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.surgery import install_, uninstall_

@@ -33,7 +33,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models.adapter import Site, adapter_for
 from saf.ops.live import capped, score_scale
-from saf.records.quantities import number
+from saf.records.table import number
 
 PROFILES = {
     "entropy": "normalised entropy",

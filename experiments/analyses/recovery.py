@@ -14,7 +14,7 @@ from experiments.analyses.common import Output, Part, Record, header, subplots, 
 from saf.errors import InputError
 from saf.records.events import read_events
 from saf.records.files import read_lines
-from saf.records.quantities import percent, signed
+from saf.records.table import percent, signed
 
 METRICS = "metrics.jsonl"
 MAX_POINTS = 500

@@ -15,7 +15,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records.events import chosen, events_file, read_events
 from saf.records.files import read_json
-from saf.records.quantities import correlation
+from saf.records.table import correlation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,8 @@ from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pic
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model
 from saf.records.files import to_json
-from saf.records.quantities import percent
 from saf.records.result import read_result
+from saf.records.table import percent
 from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName

@@ -32,7 +32,7 @@ from saf.ops.backend import Backend, Tables
 from saf.ops.heads import take_heads
 from saf.ops.positions import QueryRows
 from saf.patterns import CompactPattern, ExponentialPattern, Pattern
-from saf.records.paths import means_transformers
+from saf.records.run import means_transformers
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 
 Placement = Literal["early", "even", "groups"]

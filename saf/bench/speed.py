@@ -34,7 +34,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
 from saf.ops.live import KERNELS
-from saf.records.quantities import signed
+from saf.records.table import signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5

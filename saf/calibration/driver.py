@@ -22,7 +22,7 @@ from saf.errors import DivergenceError, InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for
-from saf.records.quantities import byte_size
+from saf.records.table import byte_size
 from saf.statistics import COLLECTIONS, AttentionStatistics, sequences_in_words
 
 SHARE = 0.5

@@ -15,8 +15,7 @@ from saf.evaluate.paired import RESAMPLES
 from saf.hf.card import folder_hash, record_cost_
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
-from saf.records.paths import Kind, expect, kind_of
-from saf.records.run import RecordedRun
+from saf.records.run import Kind, RecordedRun, expect, kind_of
 from saf.records.table import Part
 
 

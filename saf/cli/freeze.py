@@ -10,7 +10,7 @@ import tyro
 from saf.cli.output import Countdown, show
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
-from saf.records.paths import means_transformers
+from saf.records.run import means_transformers
 
 FIRST = (
     *(

@@ -12,8 +12,7 @@ from saf.cli.output import show
 from saf.errors import CheckpointError
 from saf.freeze_report import exponential_words
 from saf.inspection import inspect
-from saf.records.quantities import byte_size
-from saf.records.table import Part, Table
+from saf.records.table import Part, Table, byte_size
 
 Contents = Mapping[str, Any]
 

@@ -17,8 +17,8 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from saf.errors import InputError
 from saf.heads import Head
-from saf.records.events import heads_of_record
 from saf.records.files import read_json_value
+from saf.records.run import heads_of_record
 from saf.scores import Score
 from saf.targets import Seed
 

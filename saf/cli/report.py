@@ -8,7 +8,7 @@ import tyro
 
 from saf.cli.output import show
 from saf.errors import InputError
-from saf.records.paths import means_transformers
+from saf.records.run import means_transformers
 from saf.report.page import write_report
 
 

@@ -15,8 +15,7 @@ from saf.errors import InputError
 from saf.evaluate.recall import gate_problem, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.events import head_counts, heads_in_words, more_and_total
-from saf.records.quantities import seconds, signed
-from saf.records.table import Table
+from saf.records.table import Table, seconds, signed
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
 from saf.train import EXIT_STOPPED, TrainConfig, open_checkpoint

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from saf.errors import DataError, SafError
-from saf.records.paths import kind_of
+from saf.records.run import kind_of
 
 Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line numbers."""

@@ -11,10 +11,9 @@ from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
 from saf.evaluate.recall import RECALL
 from saf.evaluate.zero_shot import choice_counts
 from saf.records.events import heads_in_words
-from saf.records.quantities import byte_size, change_percent, number, seconds, signed
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
-from saf.records.table import Table
+from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 
 Record = Mapping[str, Any]
 ORDINARY, FROZEN = "ORDINARY", "FROZEN"

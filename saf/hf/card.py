@@ -17,7 +17,7 @@ from saf.models.adapter import Adapter
 from saf.models.description import OPENS, SCHEMA, STATE, TENSORS
 from saf.records.events import heads_in_words
 from saf.records.files import entries_hash, file_hash, read_json, write_atomically
-from saf.records.quantities import signed
+from saf.records.table import signed
 
 CARD, CONFIG = "README.md", "config.json"
 CAUSAL = ("ForCausalLM", "LMHeadModel")

@@ -41,10 +41,9 @@ from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.description import STATE, recorded_layouts
 from saf.opening import Encoder
-from saf.records.files import read_json, write_json
-from saf.records.folders import new_folder, no_room
-from saf.records.paths import Kind, kind_of
+from saf.records.files import new_folder, no_room, read_json, write_json
 from saf.records.result import result_header
+from saf.records.run import Kind, kind_of
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 

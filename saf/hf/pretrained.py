@@ -24,8 +24,7 @@ from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unma
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.description import STATE, TENSORS, described_beside, write_description
 from saf.ops.layout import LAYOUT, compare_layouts
-from saf.records.files import read_json, read_tensors
-from saf.records.folders import new_files
+from saf.records.files import new_files, read_json, read_tensors
 from saf.sidecar import check_sums
 
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")

@@ -17,7 +17,6 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.records.files import (
     append_line,
-    read_json,
     read_lines,
     read_tensors,
     to_json,
@@ -25,8 +24,6 @@ from saf.records.files import (
     write_lines,
     write_tensors,
 )
-from saf.records.paths import Kind, kind_of
-from saf.records.text import natural_order
 
 EVENTS = "events.jsonl"
 STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
@@ -111,35 +108,6 @@ def heads_in_force(events: Iterable[EventRecord], kind: str | None = None) -> li
     """Return the heads that events froze or pruned and no undo made live again, sorted; of one kind if given."""
     last = {(layer, head): event.kind for event in events for layer, head in event.heads}
     return [list(head) for head, now in sorted(last.items()) if now != "undo" and kind in (None, now)]
-
-
-def heads_of_record(path: Path | str) -> list[list[int]]:
-    """Return the heads that are frozen or pruned in a run or checkpoint, its parent's among them, sorted.
-
-    `path` may also be an events.jsonl. Raises InputError where there is no such head.
-    """
-    path = Path(path)
-    if path.suffix != ".jsonl" and kind_of(path) not in (Kind.RUN, Kind.CHECKPOINT):
-        raise InputError(f"{path} must be a run or a checkpoint; name a run that froze or pruned heads")
-    events = read_events(path)
-    changed = {tuple(head) for event in events for head in event.heads}  # perhaps since the newest checkpoint
-    heads = {tuple(head) for head in _heads_of_model(path.parent if path.name == EVENTS else path)} - changed
-    heads |= {tuple(head) for head in heads_in_force(events)}
-    if not heads:
-        undone = "made all heads live again that it froze or pruned" if changed else "froze and pruned no heads"
-        raise InputError(f"{path} {undone}; name another run, or heads as LAYER:HEAD")
-    return [list(head) for head in sorted(heads)]
-
-
-def _heads_of_model(folder: Path) -> list[list[int]]:
-    """Return the edited heads that a run's result, its newest checkpoint, or a checkpoint lists."""
-    if (result := folder / "result.json").is_file():
-        provenance = read_json(result)["provenance"]
-        return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
-    steps = sorted(folder.glob("checkpoints/step-*/saf.json"), key=lambda state: natural_order(state.parent.name))
-    newest = steps[-1] if steps else folder / "saf.json"
-    layers = enumerate(read_json(newest)["layers"] if newest.is_file() else [])
-    return [[layer, head] for layer, edited in layers for kind in STATE_AFTER.values() for head in edited.get(kind, [])]
 
 
 def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:

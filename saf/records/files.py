@@ -1,15 +1,19 @@
-"""JSON, JSON lines and tensors on the disk: a file is written whole or not at all, and errors name it."""
+"""Files and folders on the disk: each is written whole or not at all, and errors name it."""
 
+import errno
 import hashlib
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -49,12 +53,6 @@ def write_atomically(path: Path, content: bytes) -> Path:
     return path
 
 
-def remove_unfinished_(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that killed writers of these names left; only for the folder's one writer."""
-    for path in [path for name in names for path in folder.glob(f".{name}.*.tmp")]:
-        path.unlink(missing_ok=True)
-
-
 def flush(path: Path) -> None:
     """Wait until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -71,42 +69,26 @@ def write_json(path: Path, record: Mapping[str, Any]) -> Path:
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """Replace a JSON-lines file by one of these records."""
-    return write_atomically(path, "".join(map(_line, records)).encode())
+    return write_atomically(path, b"".join(map(_line, records)))
 
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to a JSON-lines file and wait until it is on the disk; create the file when absent."""
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
-        write_lines(path, read_lines(path))  # a crash or a full disk cut the last line short
-    with open(path, "a", encoding="utf-8") as file:
+def append_line(path: Path, record: Mapping[str, Any], *, wait: bool = True) -> None:
+    """Append one line to a JSON-lines file, which is created when absent; `wait` until it is on the disk."""
+    with open(path, "a+b") as file:
+        if end := file.tell():
+            file.seek(end - 1)
+            if file.read() != b"\n":  # a crash or a full disk cut the last line short
+                write_lines(path, read_lines(path))
+                return append_line(path, record, wait=wait)
         file.write(_line(record))
-    flush(path)
-    flush(path.parent)
+    if wait:
+        flush(path)
+        flush(path.parent)
+    return None
 
 
-class LineLog:
-    """A JSON-lines file that stays open; every line is with the system at once, and on the disk after `sync`."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Write one line."""
-        self._file.write(_line(record))
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Wait until every line is on the disk."""
-        flush(self.path)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(to_json(record), allow_nan=False) + "\n"
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(to_json(record), allow_nan=False) + "\n").encode()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
@@ -175,7 +157,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
     if not isinstance(record, dict):
@@ -244,3 +226,113 @@ def check_file(
         digest = file_hash(path)
     if digest != sha256:
         raise _error(error, path, f"is damaged: expected SHA-256 {sha256}, got {digest}", advice)
+
+
+# --- folders
+
+_TEMPORARY, _DELETED = ".writing-", ".deleted-"
+"""Prefixes of hidden folders beside a folder of the same name."""
+
+
+@contextmanager
+def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
+
+    With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden
+    folders, which the next `new_folder` of the same name or `remove_leftovers_` clears. Where the disk is full, the
+    error is an OSError that names the folder, whichever library met it.
+    """
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for each in [*sorted(temporary.iterdir()), temporary]:
+            flush(each)
+        replaced = _set_aside_(path) if replace and path.exists() else None
+        temporary.rename(path)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        code = _no_room_code(error)
+        if code and not getattr(error, "filename", None):
+            raise OSError(code, _NO_ROOM[code], str(path)) from error
+        raise
+    flush(path.parent)
+    if replaced:
+        shutil.rmtree(replaced)
+
+
+@contextmanager
+def new_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; on success its files move into `folder`, which may be new, beside what is there."""
+    if not folder.exists():
+        with new_folder(folder) as temporary:
+            yield temporary
+        return
+    temporary = folder / f"{_TEMPORARY}files"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        written = sorted(temporary.iterdir())
+        for path in written:
+            flush(path)
+        for path in written:
+            path.replace(folder / path.name)
+        flush(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder_(path: Path) -> None:
+    """Remove a folder so that no reader ever sees half of it under its own name."""
+    shutil.rmtree(_set_aside_(path))
+
+
+def _set_aside_(path: Path) -> Path:
+    doomed = path.with_name(f"{_DELETED}{path.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    return path.rename(doomed)
+
+
+def remove_leftovers_(folder: Path) -> None:
+    """Clear what killed writes and removals left in `folder`; only for the process that owns it."""
+    for path in [path for prefix in (_TEMPORARY, _DELETED) for path in folder.glob(f"{prefix}*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in list(folder.glob(".*.tmp")):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(file: Path, busy: SafError) -> Iterator[None]:
+    """Hold a lock file, which is removed in the end; raise `busy` while another process holds it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = FileLock(file).acquire(timeout=0)
+    except Timeout:
+        raise busy from None
+    with lock:
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the quota on the disk is used up",
+    errno.EFBIG: "a file would exceed the limit on file sizes (`ulimit -f`)",
+}
+
+
+def no_room(error: BaseException) -> str | None:
+    """Return why a file could not grow, for an error of a full disk or quota; None for any other."""
+    return _NO_ROOM.get(_no_room_code(error) or 0)
+
+
+def _no_room_code(error: BaseException) -> int | None:
+    match = re.search(r"os error (\d+)", str(error))  # of safetensors, whose errors have no errno
+    code = getattr(error, "errno", None) or (match and int(match[1]))
+    return code if code in _NO_ROOM else None

@@ -1,6 +1,10 @@
-"""`RecordedRun` reads the folder of a run: settings, metrics, events, evaluation and final numbers."""
+"""What a path holds (`kind_of`), and the folder of a run: settings, metrics, events, evaluation and final numbers."""
 
+import json
+import os
+import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import CheckpointError, InputError, SafError
 from saf.records.events import (
     EVENTS,
     STATE_AFTER,
@@ -20,8 +24,109 @@ from saf.records.events import (
     read_events,
 )
 from saf.records.files import read_json, read_lines
-from saf.records.paths import Kind, expect
 from saf.records.result import read_result
+from saf.records.table import natural_order
+
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that lists its others with their sums."""
+
+# --- the kinds of paths
+
+
+class Kind(StrEnum):
+    """The kinds of what paths hold."""
+
+    CHECKPOINT = "checkpoint"
+    RUN = "run"
+    DATA = "data"
+    MODEL = "model"
+    HEADS = "heads"
+    TRANSFORMERS = "transformers"
+    EVALUATION = "evaluation"
+    RESULT = "result"
+
+
+_WORDS = {
+    Kind.CHECKPOINT: "a checkpoint (step-N)",
+    Kind.RUN: "a run",
+    Kind.DATA: "a folder made by `saf data prepare`",
+    Kind.MODEL: "a folder written by saf.save",
+    Kind.HEADS: "the frozen heads of a model that keeps its own weights",
+    Kind.TRANSFORMERS: "a model of transformers (save_pretrained)",
+    Kind.EVALUATION: "an evaluation (`saf evaluate --out`)",
+    Kind.RESULT: "a result (.json)",
+}
+
+
+def kind_of(path: Path | str) -> Kind | None:
+    """Return what a path holds, by the files that only that has; None for anything else.
+
+    A damaged one keeps its kind: a checkpoint that lost its manifest is still a checkpoint, refused when it is opened.
+    Raises CheckpointError for a saf.json that cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        return Kind.RESULT if path.suffix == ".json" else None
+    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
+    if _is_transformers(path):
+        # Heads that config.json does not name are none of the model's: of a model saved there before, or of `saf.save`.
+        named = "saf" in json.loads((path / "config.json").read_bytes())
+        return Kind.TRANSFORMERS if named or not has("saf.json") else Kind.HEADS
+    saved = Kind.MODEL if has("model.safetensors") else Kind.HEADS
+    # `saf.save` writes sums into saf.json; a checkpoint's has none.
+    if has("saf.json") and "sha256" in read_json(path / "saf.json", error=CheckpointError):
+        return saved
+    if has(MANIFEST, "state.json"):
+        return Kind.CHECKPOINT
+    if (path / "checkpoints").is_dir() or has("metrics.jsonl"):
+        return Kind.RUN
+    if has("index.json"):
+        return Kind.DATA
+    if has("saf.json"):
+        return saved
+    # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
+    if has("config.json") and saved is Kind.HEADS:
+        return Kind.RUN
+    return Kind.EVALUATION if has("evaluation.json", "zero_shot.json") else None
+
+
+def _is_transformers(folder: Path) -> bool:
+    """Return whether a folder's config.json is one of transformers."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # RecursionError: too many brackets
+        return False
+    return isinstance(config, dict) and "model_type" in config
+
+
+def means_transformers(path: Path | str) -> bool:
+    """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
+    named = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
+    return named or kind_of(path) is Kind.TRANSFORMERS
+
+
+def absolute_path(path: str) -> str:
+    """Return an existing path so that it names the same file from every working directory; another one as it is."""
+    return os.path.abspath(path) if path and os.path.exists(path) else path
+
+
+def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
+    """Return what a path holds; raise `error`, with what was expected and what is there, for none of `kinds`."""
+    kind = kind_of(path)
+    if kind in kinds and kind is not None:
+        return kind
+    *others, last = [_WORDS[kind] for kind in kinds]
+    expected = f"{', '.join(others)} or {last}" if others else last
+    if kind is not None:
+        found = "is a .json file" if kind is Kind.RESULT else f"is {_WORDS[kind]}"
+    elif Path(path).exists():
+        found = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
+    else:
+        found = "does not exist"
+    raise error(f"{path} {found}; expected {expected}")
+
+
+# --- the folder of a run
 
 
 @dataclass(frozen=True)
@@ -179,3 +284,32 @@ class RecordedRun:
             else:
                 joined.pop(name, None)
         return joined
+
+
+def heads_of_record(path: Path | str) -> list[list[int]]:
+    """Return the heads that are frozen or pruned in a run or checkpoint, its parent's among them, sorted.
+
+    `path` may also be an events.jsonl. Raises InputError where there is no such head.
+    """
+    path = Path(path)
+    if path.suffix != ".jsonl" and kind_of(path) not in (Kind.RUN, Kind.CHECKPOINT):
+        raise InputError(f"{path} must be a run or a checkpoint; name a run that froze or pruned heads")
+    events = read_events(path)
+    changed = {tuple(head) for event in events for head in event.heads}  # perhaps since the newest checkpoint
+    heads = {tuple(head) for head in _heads_of_model(path.parent if path.name == EVENTS else path)} - changed
+    heads |= {tuple(head) for head in heads_in_force(events)}
+    if not heads:
+        undone = "made all heads live again that it froze or pruned" if changed else "froze and pruned no heads"
+        raise InputError(f"{path} {undone}; name another run, or heads as LAYER:HEAD")
+    return [list(head) for head in sorted(heads)]
+
+
+def _heads_of_model(folder: Path) -> list[list[int]]:
+    """Return the edited heads that a run's result, its newest checkpoint, or a checkpoint lists."""
+    if (result := folder / "result.json").is_file():
+        provenance = read_json(result)["provenance"]
+        return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
+    steps = sorted(folder.glob("checkpoints/step-*/saf.json"), key=lambda state: natural_order(state.parent.name))
+    newest = steps[-1] if steps else folder / "saf.json"
+    layers = enumerate(read_json(newest)["layers"] if newest.is_file() else [])
+    return [[layer, head] for layer, edited in layers for kind in STATE_AFTER.values() for head in edited.get(kind, [])]

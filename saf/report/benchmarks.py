@@ -11,8 +11,7 @@ from typing import Any
 
 from saf.bench.protocol import PRUNED
 from saf.bench.timing import GRAPH
-from saf.records.quantities import MISSING, byte_size, number, signed
-from saf.records.table import Part, Table
+from saf.records.table import MISSING, Part, Table, byte_size, number, signed
 
 Record = Mapping[str, Any]
 SPEEDS = ("update", "finetune", "prefill", "attention", "decode", "op")

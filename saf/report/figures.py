@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from saf.patterns import CompactPattern
 from saf.records.files import write_atomically
 from saf.records.run import RecordedRun
-from saf.records.text import plain
+from saf.records.table import plain
 
 PALETTE = {
     "paper": ("#fbfaf6", "#10161c"),

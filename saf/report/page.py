@@ -27,11 +27,8 @@ from saf.inspection import inspect
 from saf.models.description import STATE
 from saf.records.events import read_events
 from saf.records.files import read_json, write_atomically
-from saf.records.paths import Kind, expect
-from saf.records.quantities import MISSING, byte_size, change_percent, number, seconds, signed
-from saf.records.run import RecordedRun
-from saf.records.table import Table
-from saf.records.text import plain
+from saf.records.run import Kind, RecordedRun, expect
+from saf.records.table import MISSING, Table, byte_size, change_percent, number, plain, seconds, signed
 from saf.report import figures
 
 

@@ -25,7 +25,7 @@ from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summary, write_answers
 from saf.machine import Execution
 from saf.models import GPT
-from saf.records.paths import absolute_path
+from saf.records.run import absolute_path
 from saf.tasks.base import Task, TaskSettings
 
 TooLong = Literal["leave_out", "shorten", "refuse"]

@@ -13,7 +13,7 @@ from saf.machine import Compile, Device, Execution, Precision
 from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
-from saf.records.paths import absolute_path
+from saf.records.run import absolute_path
 from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict, setting_of_moment
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.tasks.multiple_choice import PATHS

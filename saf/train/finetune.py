@@ -16,8 +16,7 @@ from saf.distributed import is_rank0, on_rank0, process_group
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.evaluate.recall import RECALL
 from saf.heads import EDITED
-from saf.records.files import read_json, write_json
-from saf.records.folders import remove_folder_
+from saf.records.files import read_json, remove_folder_, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from saf.records.files import LineLog
-from saf.records.text import plain
+from saf.records.files import append_line, flush
+from saf.records.table import plain
 
 PARTS = {
     "load": "opening data, building or restoring the model, reading logs",
@@ -171,8 +171,7 @@ class Observer:
     ):
         """Go on with the logs in `folder`; `peak_share` is the share of the devices' peak of one update a second."""
         self.progress = progress
-        self._metrics = LineLog(folder / "metrics.jsonl")
-        self._evaluations = LineLog(folder / "evaluations.jsonl")
+        self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
         self._tokens, self._peak_share, self._board = tokens_per_update, peak_share, None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -181,7 +180,7 @@ class Observer:
 
     def updated(self, record: dict[str, Any], *, update_seconds: float | None) -> None:
         """Record one update, a line of metrics.jsonl; `update_seconds` are those expected of later ones, if known."""
-        self._metrics.append(record)
+        append_line(self._metrics, record, wait=False)
         update, seconds = record["update"], record["update_seconds"]
         speed, utilisation = self._tokens / seconds, self._peak_share and self._peak_share / seconds
         if self._board:
@@ -195,20 +194,19 @@ class Observer:
 
     def evaluated(self, update: int, loss: float, when: str) -> None:
         """Record one loss on the controller partition."""
-        self._evaluations.append({"update": update, "partition": "controller", "loss": loss, "when": when})
+        line = {"update": update, "partition": "controller", "loss": loss, "when": when}
+        append_line(self._evaluations, line, wait=False)
         if self._board and when == "periodic":
             self._board.add_scalar("controller/loss", loss, update)
         self.progress.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
     def sync(self) -> None:
         """Wait until the logs are on the disk."""
-        self._metrics.sync()
-        self._evaluations.sync()
+        for path in filter(Path.exists, (self._metrics, self._evaluations)):
+            flush(path)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        self._metrics.close()
-        self._evaluations.close()
+        """Close the board and end the bar."""
         if self._board:
             self._board.close()
         self.progress.close()

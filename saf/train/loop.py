@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,9 +34,8 @@ from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
 from saf.ops.live import pinned
 from saf.records.events import EventRecord, inherit_events, keep_events_, read_events
-from saf.records.files import read_lines, remove_unfinished_, write_json, write_lines
-from saf.records.folders import lock_folder, remove_leftovers_
-from saf.records.quantities import byte_size
+from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
+from saf.records.table import byte_size
 from saf.schedules import Event, Outcome, setting_of_moment
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
@@ -133,7 +132,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         accumulation = micro_batches_of_one(config.accumulation, processes, batch_size=config.batch_size)
         _check_folder(folder, config, resume=resume)
         if resume and is_rank0():
-            locks.enter_context(lock_folder(folder))
+            locks.enter_context(_locked(folder))
         execution = _execution(config)
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
@@ -158,7 +157,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         if is_rank0():
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             if not resume:
-                locks.enter_context(lock_folder(folder))
+                locks.enter_context(_locked(folder))
                 _check_folder(folder, config, resume=False, now="by now, which another process began")
             shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
             _write_start_(folder, config, run_config(config, **shared, processes=processes), origin)
@@ -198,6 +197,10 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     for line in _choices(run, reason):
         run.say(line)
     return run
+
+
+def _locked(folder: Path) -> AbstractContextManager[None]:
+    return locked(folder / ".lock", InputError(f"another process trains in {folder}; wait for it, then resume"))
 
 
 def _check_folder(folder: Path, config: TrainConfig, *, resume: bool, now: str = "already") -> None:
@@ -358,10 +361,6 @@ def _build(
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 
-_OWN_FILES = ("config.json", "result.json", "*.jsonl", "event-*.safetensors")
-"""Names of the files that nothing but the run itself writes into its folder."""
-
-
 def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], origin: Origin) -> None:
     """Write config.json, cut the logs back to the origin, and take over the event of a parent that `saf freeze` made.
 
@@ -377,8 +376,8 @@ def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], ori
         number = event.update or 0
         return "inherited" in event.values or number < update or (number == update and after_event)
 
-    remove_leftovers_(folder / "checkpoints")
-    remove_unfinished_(folder, _OWN_FILES)
+    for each in (folder, folder / "checkpoints"):
+        remove_leftovers_(each)
     write_json(folder / "config.json", record)
     for name, keep in {"metrics.jsonl": lambda line: line["update"] <= update, "evaluations.jsonl": keep_loss}.items():
         if (folder / name).exists():

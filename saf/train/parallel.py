@@ -25,7 +25,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, rows_of
 from saf.models.gpt import DecoderLayer
-from saf.records.quantities import byte_size
+from saf.records.table import byte_size
 
 Value = TypeVar("Value")
 ParallelKind = Literal["auto", "none", "ddp", "fsdp"]

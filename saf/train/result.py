@@ -15,8 +15,8 @@ from saf.heads import EDITED
 from saf.models.adapter import adapter_for
 from saf.records.events import EVENTS, EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
-from saf.records.folders import MANIFEST
 from saf.records.result import result_header
+from saf.records.run import MANIFEST
 from saf.surgery import pattern_parameters
 from saf.train.run import Run
 

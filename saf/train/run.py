@@ -17,8 +17,7 @@ from saf.heads import HeadSet
 from saf.machine import Execution, untimed_updates
 from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
-from saf.records.files import append_line
-from saf.records.folders import no_room
+from saf.records.files import append_line, no_room
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
 from saf.train.config import TrainConfig

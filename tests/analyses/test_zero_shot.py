@@ -19,8 +19,8 @@ from saf.evaluate.zero_shot import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.opening import Encoder
 from saf.records.files import to_json, write_json
-from saf.records.quantities import signed
 from saf.records.result import read_result
+from saf.records.table import signed
 from tests.transformers_models import make
 from tests.zero_shot_files import write_tasks
 

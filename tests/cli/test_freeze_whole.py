@@ -2,10 +2,10 @@
 
 import pytest
 
+from saf.checkpoint import verify
 from saf.freeze_report import FreezeReport
 from saf.records import events
 from saf.records.events import read_events
-from saf.records.folders import verify
 from tests.train.helpers import Killed, die_at
 
 

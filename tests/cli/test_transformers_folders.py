@@ -18,7 +18,7 @@ from saf.data import TokenData
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.evaluate.perplexity import read_evaluation
 from saf.records.files import read_json
-from saf.records.quantities import signed
+from saf.records.table import signed
 from saf.surgery import uninstall_
 from tests.transformers_models import LENGTH, make
 

@@ -10,7 +10,7 @@ import saf.hf as saf_hf
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
-from saf.records.quantities import signed
+from saf.records.table import signed
 from saf.surgery import prune_
 from tests.transformers_models import make
 from tests.zero_shot_files import COUNT, write_tasks

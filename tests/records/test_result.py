@@ -1,13 +1,15 @@
-"""The header of every result."""
+"""The header of every result, and the commit and the command that it is of."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import saf
 from saf.errors import InputError
-from saf.records.provenance import command, invocation
+from saf.records.provenance import command, commit, invocation
 from saf.records.result import read_result, result_header
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -35,7 +37,7 @@ def test_a_header_says_what_was_asked_for_and_where_the_result_comes_from():
     assert json.loads(json.dumps(header)) == header
 
 
-@pytest.mark.parametrize("schema", ["saf.result/3", "saf.analysis/one-head/2", "saf.bench/2", "saf.run/1", None])
+@pytest.mark.parametrize("schema", ["saf.result/3", "saf.run/1", None])
 def test_anything_else_is_no_result(tmp_path, schema):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"schema": schema}))
@@ -48,26 +50,49 @@ def test_every_result_of_the_repository_is_read():
     assert {"update", "prefill", "run", "evaluation", "comparison"} <= {record["kind"] for record in found}
 
 
-@pytest.mark.parametrize(("world", "nodes"), [("2", ""), ("4", "--nnodes 2 ")])
-def test_the_command_of_a_group_begins_with_what_started_it(monkeypatch, world, nodes):
+@pytest.mark.parametrize(
+    ("world", "words", "expected"),
+    [
+        ("2", "--data data", "torchrun --nproc-per-node 2 -m saf pretrain --data data"),
+        ("4", "--data data", "torchrun --nnodes 2 --nproc-per-node 2 -m saf pretrain --data data"),
+        (None, "--parent=/scratch/new/a --out new/b", "saf pretrain --parent=a --out new/b"),
+    ],
+)
+def test_the_command_begins_with_what_started_it_and_names_no_folder_of_one_machine(
+    monkeypatch, world, words, expected
+):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": world}.items():
-        monkeypatch.setenv(name, value)
-    token = invocation.set(("pretrain", "--data", "data"))
+        if world:
+            monkeypatch.setenv(name, value)
+    token = invocation.set(("pretrain", *words.split()))
     try:
-        assert command() == f"torchrun {nodes}--nproc-per-node 2 -m saf pretrain --data data"
+        assert command() == expected
     finally:
         invocation.reset(token)
-
-
-@pytest.mark.parametrize(("out", "told"), [("/scratch/new/op.json", "op.json"), ("new/op.json", "new/op.json")])
-def test_the_command_does_not_tell_where_one_machine_keeps_its_results(out, told):
-    token = invocation.set(("pretrain", "--data", "/scratch/data", f"--parent={out}", "--out", out, "--updates", "4"))
-    try:
-        assert command() == f"saf pretrain --data data --parent={told} --out {told} --updates 4"
-    finally:
-        invocation.reset(token)
-
-
-def test_the_command_of_a_script_does_not_tell_it_either(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tools/parity.py", "--out", "/scratch/new/event.json"])
     assert command() == "python tools/parity.py --out event.json"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of a package, a recipe and a document, which the package seems to run from."""
+    for name in ("saf/__init__.py", "experiments/recipes/timing.py", "docs/log.md"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text("# first\n")
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(saf, "__file__", str(tmp_path / "saf" / "__init__.py"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edited", "marked"),
+    [("docs/log.md", False), ("saf/__init__.py", True), ("experiments/recipes/new.py", True)],
+)
+def test_a_commit_is_marked_where_the_package_or_its_recipes_were_edited(checkout, edited, marked):
+    (checkout / edited).write_text("# second\n")
+    found = commit.__wrapped__() or ""
+    assert len(found.removesuffix("+")) == 40
+    assert found.endswith("+") == marked

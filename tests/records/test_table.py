@@ -1,9 +1,13 @@
-"""Tables and their writers: on narrow terminals numbers stay whole; Markdown aligns."""
+"""Tables keep numbers whole on narrow terminals and align in Markdown; text from outside reads as it is."""
+
+import os
+from html import escape
 
 import pytest
+from markdown_it import MarkdownIt
 
 from saf.cli.output import show
-from saf.records.table import Table
+from saf.records.table import Table, highest_first, markdown, plain
 
 NUMBERS = ["1.03e-06", "0.136\N{EN DASH}0.205", "-12.5%", "123,456"]
 
@@ -75,3 +79,43 @@ def test_columns_that_hold_nothing_are_left_out_unless_kept():
     table = Table.of("", ["a", "b", "c"], [["x", None, None]])
     assert table.used().columns == ("a",)
     assert table.used(keep=["c"]).columns == ("a", "c")
+
+
+# --- text and numbers
+
+ODD = [
+    "a_b c __d__ *e* ~~f~~ `g` ``h",
+    "# heading",
+    "- item",
+    "12. item",
+    "=== rule",
+    "--- rule",
+    "a | b",
+    "<b>bold</b> &lt; & x",
+    "[name](link) ![picture](link) [reference]",
+    "\\*",
+    "+0.94% (+0.80% to +1.08%)",
+    "`",
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_markdown_reads_as_the_text(text):
+    shown = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(markdown(text))
+    assert shown == f"<p>{escape(text, quote=False).replace(chr(34), '&quot;')}</p>\n"
+
+
+def test_what_a_terminal_would_obey_or_nothing_can_write_is_replaced():
+    name = "a\x1b[31m\x00\u202eb\u200b\nc\td\u2028e" + os.fsdecode(b"\xff")
+    assert plain(name) == "a\ufffd[31m\ufffd\ufffdb\ufffd c d e\ufffd"
+    assert plain("Grüße, 头部 \N{MINUS SIGN}1 ×") == "Grüße, 头部 \N{MINUS SIGN}1 ×"
+    plain(name).encode()
+
+
+def test_markdown_leaves_plain_words_and_numbers_alone():
+    for text in ("update_seconds", "+0.94%", "\N{MINUS SIGN}3.04%", "1.87 s to 2.13 s", "cuDNN & co", "4096x8x4"):
+        assert markdown(text) == text
+
+
+def test_a_zero_stands_between_its_neighbours_and_what_has_no_number_last():
+    assert sorted([0.0, None, -0.5, 0.7], key=highest_first) == [0.7, 0.0, -0.5, None]

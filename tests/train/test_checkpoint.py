@@ -28,7 +28,7 @@ from saf.checkpoint import (
 from saf.errors import CheckpointError
 from saf.models import GPT, preset
 from saf.patterns import CompactPattern
-from saf.records.folders import remove_leftovers_
+from saf.records.files import remove_leftovers_
 from saf.surgery import install_, uninstall_
 from saf.train.step import build_optimizer, step_if_finite_
 from tests.train.helpers import begin

@@ -16,7 +16,7 @@ import saf
 from saf.errors import CheckpointError
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_metadata
-from saf.records.folders import MANIFEST
+from saf.records.run import MANIFEST
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from tests.train.helpers import together
 from tests.train.parallel_stories import (

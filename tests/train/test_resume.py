@@ -16,7 +16,6 @@ import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines
-from saf.records.folders import lock_folder
 from saf.records.run import RecordedRun
 from saf.schedules import OneTime
 from saf.train import continue_from, latest, pretrain
@@ -150,18 +149,18 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings, outcome, monkeypa
     with pytest.raises(InputError, match="holds a run already"):
         pretrain(config)
     config = settings(updates=2, seed=5)
-    with lock_folder(Path(config.out)), pytest.raises(InputError, match="another process trains in"):
+    with loop._locked(Path(config.out)), pytest.raises(InputError, match="another process trains in"):
         pretrain(config, resume=True)
     finish = loop.finish
 
     def another(run):
-        with pytest.raises(InputError, match="another process trains in"):
-            lock_folder(run.folder)
+        with pytest.raises(InputError, match="another process trains in"), loop._locked(run.folder):
+            pytest.fail("the second got in")
         return finish(run)
 
     monkeypatch.setattr(loop, "finish", another)
     pretrain(config, resume=True)
-    with lock_folder(Path(config.out)):
+    with loop._locked(Path(config.out)):
         pass
 
 

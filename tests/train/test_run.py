@@ -362,12 +362,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
 
 
 def test_a_full_disk_for_logs_or_result_keeps_the_checkpoints(settings, monkeypatch):
-    def full(target, record):
-        if isinstance(target, Path) or record["update"] == 8:
+    def full(target, record, **_):
+        if target.name == "result.json" or (target.name == "metrics.jsonl" and record["update"] == 8):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(saf.train.logs.LineLog, "append", full)
+        patch.setattr(saf.train.logs, "append_line", full)
         with pytest.raises(CheckpointError, match=r"no space left.*logs.*last good checkpoint is .*step-6"):
             pretrain(settings("logs"))
     with monkeypatch.context() as patch:
