@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from saf.errors import InputError
@@ -13,7 +14,7 @@ from saf.heads import Head, HeadSet
 from saf.heal import Healing
 from saf.joint_cost import JointCost
 from saf.loss_guard import perplexity_rise
-from saf.patterns import Pattern, pattern_for_each_head, stacked_compact
+from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.events import STATE_AFTER, EventRecord, append_event, more_and_total
 from saf.records.table import Table, markdown_of, number, signed
 from saf.statistics import AttentionStatistics
@@ -144,17 +145,18 @@ class FreezeReport:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits and sums `[F, T]`.
+        """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
 
         Dense patterns are left out; they are in the model's own checkpoint or sidecar.
         """
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if self.patterns is not None:
-            forms = stacked_compact(pattern_for_each_head(self.patterns))
-            tensors |= (
-                {} if forms is None else {name: getattr(forms, name).float() for name in ("alpha", "rho", "log_z")}
-            )
+            # Without normalisers, which take T**2 operations a head and follow from these two.
+            logits = [one.logits() for one in pattern_for_each_head(self.patterns)]
+            if all(pair is not None for pair in logits):
+                for name, part in zip(("alpha", "rho"), zip(*logits, strict=True), strict=True):  # type: ignore
+                    tensors[name] = torch.stack(part).float()
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:

@@ -21,7 +21,7 @@ from saf.models.adapter import Removed, Site, adapter_for, rows_of
 from saf.models.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
 from saf.ops.backends import choose_backend
 from saf.ops.layout import with_layout
-from saf.patterns import KINDS, Pattern, pattern_from_state
+from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
 from saf.surgery import (
     LayerEdit,
     absent_rows,
@@ -240,7 +240,7 @@ def differing_roles(site: Site, sums: Sums) -> set[str]:
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
     """Return the pattern stored under a prefix; raise CheckpointError when it is missing."""
-    names = {name for kind in KINDS.values() for name in kind.parts}
+    names = {name for kind in PATTERN_KINDS.values() for name in kind.parts}
     own = {name: tensors[prefix + name] for name in names if prefix + name in tensors}
     try:
         return pattern_from_state(own, trainable=trainable)

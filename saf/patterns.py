@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from saf.damped_cosines import DampedCosines
 from saf.errors import CheckpointError, InputError, UnsupportedError, shown
 from saf.log_sums import log_row_sums
 
@@ -22,11 +22,11 @@ _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 
 class Pattern(ABC):
     """A causal matrix `[T, T]` whose rows sum to one, or several of them along leading dimensions.
 
-    A kind of pattern is a subclass and an entry of `KINDS`; backends say which kinds they execute.
+    A kind of pattern is a subclass and an entry of `PATTERN_KINDS`; backends declare which kinds they execute.
     """
 
     kind: ClassVar[str]
-    """The name of this kind of pattern in `KINDS`."""
+    """The name of this kind of pattern in `PATTERN_KINDS`."""
     parts: ClassVar[tuple[str, ...]]
     """Names of the tensors in `state`."""
     trainable: ClassVar[bool] = False
@@ -48,20 +48,30 @@ class Pattern(ABC):
         """Return the pattern on a device, in `dtype`; a trainable one moves in place, in its own dtype."""
 
     @abstractmethod
-    def dense(self) -> Tensor:
-        """Return the matrix entry by entry, `[..., T, T]`."""
-
-    @abstractmethod
-    def compact(self) -> "CompactPattern | None":
-        """Return its present values as a fixed compact pattern; None where it has no key and distance logits."""
+    def to_storage(self) -> Self:
+        """Return the pattern as a layer stores it: a fixed one on the CPU, a trainable one itself."""
 
     @abstractmethod
     def singles(self) -> Sequence["Pattern"]:
         """Return one pattern a head, from a batched pattern `[F, ...]` or from a single one."""
 
     @abstractmethod
-    def own(self) -> Self:
-        """Return the pattern for a layer to hold: a fixed one on the CPU, a trainable one itself."""
+    def logits(self) -> tuple[Tensor, Tensor] | None:
+        """Return its present key and distance logits, `[..., T]` each, without normalisers; None for a dense one."""
+
+    def compact(self) -> "CompactPattern | None":
+        """Return its present values as a fixed compact pattern; None for a dense one.
+
+        Normalisers take T**2 / 2 products a head, in T / 128 steps. Tables of exponential patterns do without them.
+        """
+        logits = self.logits()
+        return None if logits is None else CompactPattern.from_parameters(*logits)
+
+    def dense(self) -> Tensor:
+        """Return P entry by entry, `[..., T, T]`: rows sum to one, zero above the diagonal; float64 unless stored."""
+        compact = self.compact()
+        assert compact is not None
+        return compact.dense()
 
     def state(self) -> dict[str, Tensor]:
         """Return its tensors for a file, by the names in `parts`, detached."""
@@ -125,7 +135,7 @@ class _FixedPattern(Pattern):
             raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
         return [self[index] for index in range(len(self))] if self.shape else [self]
 
-    def own(self) -> Self:
+    def to_storage(self) -> Self:
         return self.to(device="cpu")
 
     def __repr__(self) -> str:
@@ -173,9 +183,9 @@ class CompactPattern(_FixedPattern):
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
-        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64.
+        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64, Eq. (3).
 
-        Raises InputError for shapes that differ or values that are not finite.
+        Raises InputError for shapes or dtypes that differ, and for values that are not finite.
         """
         if alpha.shape != rho.shape:
             raise InputError(f"alpha and rho must share one shape; got {list(alpha.shape)} and {list(rho.shape)}")
@@ -191,7 +201,7 @@ class CompactPattern(_FixedPattern):
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
         """Move, or convert alpha and rho to `dtype`; log_z stays float64 and follows the rounded values."""
         alpha, rho = (tensor.to(device=device, dtype=dtype) for tensor in (self.alpha, self.rho))
-        if dtype is None or dtype == self.alpha.dtype or torch.promote_types(dtype, self.alpha.dtype) == dtype:
+        if dtype is None or torch.promote_types(dtype, self.alpha.dtype) == dtype:
             return CompactPattern(alpha, rho, self.log_z.to(device=device))
         return CompactPattern.from_parameters(alpha, rho)
 
@@ -200,6 +210,9 @@ class CompactPattern(_FixedPattern):
         self._check_prefix(length)
         return self._map(lambda _, tensor: tensor[..., :length])
 
+    def logits(self) -> tuple[Tensor, Tensor]:
+        return self.alpha, self.rho
+
     def compact(self) -> "CompactPattern":
         return self
 
@@ -207,26 +220,20 @@ class CompactPattern(_FixedPattern):
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
         return cls.from_parameters(tensors["alpha"], tensors["rho"])
 
-    def log_prob(self) -> Tensor:
-        """Return log P, `[..., T, T]` float64, -inf above the diagonal."""
+    def dense(self) -> Tensor:
         alpha, rho, log_z = self.alpha.double(), self.rho.double(), self.log_z.double()
         # Row i of the reversed, padded rho starts at T-1-i: rho_i .. rho_0, then -inf for later keys.
-        padded = torch.nn.functional.pad(rho.flip(-1), (0, self.length - 1), value=-torch.inf)
-        return alpha[..., None, :] + padded.unfold(-1, self.length, 1).flip(-2) - log_z[..., :, None]
-
-    def dense(self) -> Tensor:
-        """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
-        return self.log_prob().exp()
+        by_distance = pad(rho.flip(-1), (0, self.length - 1), value=-torch.inf).unfold(-1, self.length, 1).flip(-2)
+        return (alpha[..., None, :] + by_distance - log_z[..., :, None]).exp()  # Eq. (3)
 
     def canonical(self) -> "CompactPattern":
-        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0.
+        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0, Eq. (S.6).
 
         Keys before 64 are left out of the slope and of max(alpha) when T >= 256, since they may be sinks.
         Idempotent, and the same for every gauge of one pattern, up to rounding.
         """
         first = _FIRST_ORDINARY_KEY if self.length >= 4 * _FIRST_ORDINARY_KEY else 0
-        tilt = -_median_slope(self.alpha.double()[..., first:])
-        return self._gauge(tilt, first)
+        return self._gauge(-_median_slope(self.alpha.double()[..., first:]), first)
 
     def balanced(self) -> "CompactPattern":
         """Return the same pattern in the gauge for execution: log_z has no slope, max(alpha) = max(rho) = 0.
@@ -241,7 +248,7 @@ class CompactPattern(_FixedPattern):
         return self._gauge(-slope, 0)
 
     def _gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
-        """Add `tilt * position`, tilt `[..., 1]`, then shift the maxima of alpha[first:] and rho to 0."""
+        """Add `tilt * position`, tilt `[..., 1]`, then shift the maxima of alpha[first:] and rho to 0, Eq. (S.6)."""
         position = torch.arange(self.length, dtype=torch.float64, device=self.alpha.device)
         alpha, rho = self.alpha.double() + tilt * position, self.rho.double() + tilt * position
         alpha_shift, rho_shift = alpha[..., first:].amax(-1, keepdim=True), rho.amax(-1, keepdim=True)
@@ -307,13 +314,13 @@ class DensePattern(_FixedPattern):
         self._check_prefix(length)
         return DensePattern(self.weights[..., :length, :length])
 
+    def logits(self) -> None:
+        return None
+
     def dense(self) -> Tensor:
         return self.weights
 
-    def compact(self) -> None:
-        return None
-
-    def own(self) -> "DensePattern":
+    def to_storage(self) -> "DensePattern":
         # A part of a batch is copied: its memory would hold the whole batch.
         moved = self.to(device="cpu")
         shared = moved.weights.untyped_storage().nbytes() > moved.weights.nbytes
@@ -327,7 +334,7 @@ class DensePattern(_FixedPattern):
 class ExponentialPattern(_FixedPattern):
     """Patterns `P(i, j) = exp(alpha(j)) g(i - j) / Z(i)` for j <= i; all leading dimensions are free.
 
-    `g(δ) = exp(band[δ])` below w, and from w on, with d = δ - w, a sum over P poles that must stay positive:
+    `g(δ) = exp(band[δ])` below w, and from w on, with d = δ - w, a positive sum over P poles, Eq. (S.31):
 
         g(δ) = sum_p exp(-damping[p] d) (cosine[p] cos(frequency[p] d) + sine[p] sin(frequency[p] d))
 
@@ -370,13 +377,10 @@ class ExponentialPattern(_FixedPattern):
         tensors = self._tensors()
         if not all(x.is_floating_point() and x.ndim and bool(x.isfinite().all()) for x in tensors.values()):
             raise InputError("parameters of an exponential pattern must be finite floating-point tensors [..., n]")
-        shapes, leading = {name: x.shape for name, x in tensors.items()}, self.alpha.shape[:-1]
+        shapes = {name: x.shape for name, x in tensors.items()}
         poles = {shapes[name] for name in ("damping", "frequency", "cosine", "sine")}
-        if (
-            len(poles) > 1
-            or shapes["trend"] != shapes["trend_damping"]
-            or {x[:-1] for x in shapes.values()} != {leading}
-        ):
+        leading = {shape[:-1] for shape in shapes.values()}
+        if len(poles) > 1 or len(leading) > 1 or shapes["trend"] != shapes["trend_damping"]:
             raise InputError(f"parameters of an exponential pattern must agree in shape; got {shapes}")
         keys, width = self.alpha.shape[-1], self.band.shape[-1]
         if not 1 <= width <= self.length or keys > self.length:
@@ -412,13 +416,13 @@ class ExponentialPattern(_FixedPattern):
         return longer
 
     def distance_weights(self) -> Tensor:
-        """Return g, `[..., T]` float64; raise InputError unless all of it is positive."""
+        """Return g, `[..., T]` float64, in P * T operations a head; raise InputError unless all of it is positive."""
         far = self.length - self.band.shape[-1]
         weights = self.band.double().exp()
         if far:
             poles = DampedCosines(self.damping.double(), self.frequency.double(), far)
             amplitudes = torch.cat([self.cosine, self.sine], -1).double()
-            weights = torch.cat([weights, poles.sum(amplitudes)], -1)
+            weights = torch.cat([weights, poles.sum(amplitudes)], -1)  # Eq. (S.31)
         if not bool((weights > 0).all()):
             raise InputError(f"distance weights must be positive over {self.length} positions; refit, or shorten them")
         return weights
@@ -430,13 +434,13 @@ class ExponentialPattern(_FixedPattern):
         decays = (-self.trend_damping.double()[..., None] * at).exp()
         return torch.cat([self.alpha.double(), (self.trend.double()[..., None] * decays).sum(-2)], -1)
 
-    def to_compact(self, length: int | None = None) -> CompactPattern:
-        """Return the same pattern as key and distance logits, float64, over `length` positions (its own by default)."""
-        at = self if length is None else self.extended(length)
-        return CompactPattern.from_parameters(at.key_logits(), at.distance_weights().log())
+    def logits(self) -> tuple[Tensor, Tensor]:
+        return self.key_logits(), self.distance_weights().log()
 
-    def compact(self) -> CompactPattern:
-        return self.to_compact()
+    def to_compact(self, length: int | None = None) -> CompactPattern:
+        """Return `compact()`, float64, over `length` positions (its own by default)."""
+        at = self if length is None else self.extended(length)
+        return CompactPattern.from_parameters(*at.logits())
 
     def dense(self, length: int | None = None) -> Tensor:
         """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
@@ -449,6 +453,43 @@ class ExponentialPattern(_FixedPattern):
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "ExponentialPattern":
         return cls(**{**tensors, "length": int(tensors["length"])})
+
+
+class DampedCosines:
+    """Sums of damped cosines over n distances with fixed poles `[N, P]`, and their transpose, in P * n operations.
+
+    Amplitudes are `[N, 2P]`, cosines and then sines. Distances are written as a multiple of B and a rest, so that a sum
+    is one small matrix product and no cosine is formed at every distance.
+    """
+
+    def __init__(self, damping: Tensor, frequency: Tensor, count: int):
+        self.damping, self.frequency, self.count = damping, frequency, count
+        self.block = max(1, round(count**0.5))
+        at = torch.arange(max(self.block, -(-count // self.block)), dtype=torch.float64, device=damping.device)
+        pole = torch.complex(-damping, frequency)[..., None]
+        self.near = (pole * at[: self.block]).exp()
+        self.far = (pole * (at[: -(-count // self.block)] * self.block)).exp()
+
+    def sum(self, amplitudes: Tensor) -> Tensor:
+        """Return `[N, n]`."""
+        cosine, sine = amplitudes.chunk(2, -1)
+        far = torch.complex(cosine, -sine)[..., None] * self.far
+        product = far.real.mT @ self.near.real - far.imag.mT @ self.near.imag
+        return product.flatten(-2)[..., : self.count]
+
+    def transposed(self, values: Tensor) -> Tensor:
+        """Return, for values `[N, n]`, their products with all cosines and sines, `[N, 2P]`."""
+        filled = pad(values, (0, self.near.shape[-1] * self.far.shape[-1] - self.count))
+        tiles = filled.unflatten(-1, (-1, self.block))  # [N, far, near]
+        real, imaginary = tiles @ self.near.real.mT, tiles @ self.near.imag.mT  # [N, far, P]
+        far_real, far_imaginary = self.far.real.mT, self.far.imag.mT
+        cosines = (real * far_real - imaginary * far_imaginary).sum(-2)
+        return torch.cat([cosines, (real * far_imaginary + imaginary * far_real).sum(-2)], -1)
+
+    def atoms(self) -> Tensor:
+        """Return every damped cosine and sine, `[N, n, 2P]`."""
+        turned = (self.far[..., :, None] * self.near[..., None, :]).flatten(-2)[..., : self.count].mT
+        return torch.cat([turned.real, turned.imag], -1)
 
 
 class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
@@ -476,7 +517,7 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     ) -> "TrainablePattern":
         """Start from a pattern `[T]`, in the balanced gauge.
 
-        Raises UnsupportedError for a pattern that has no key and distance logits.
+        Raises UnsupportedError for a pattern that has no key and distance logits of its own.
         """
         start = None if pattern.kind == "exponential" else pattern.compact()
         if start is None:
@@ -495,19 +536,16 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def shape(self) -> torch.Size:
         return torch.Size()
 
-    def compact(self) -> CompactPattern:
-        return CompactPattern.from_parameters(self.alpha.detach().clone(), self.rho.detach().clone())
+    def logits(self) -> tuple[Tensor, Tensor]:
+        return self.alpha.detach().clone(), self.rho.detach().clone()
 
     def prefix(self, length: int) -> CompactPattern:
-        return self.compact().prefix(length)
-
-    def dense(self) -> Tensor:
-        return self.compact().dense()
+        return CompactPattern.from_parameters(*self.logits()).prefix(length)
 
     def singles(self) -> list["TrainablePattern"]:
         return [self]
 
-    def own(self) -> "TrainablePattern":
+    def to_storage(self) -> "TrainablePattern":
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
@@ -538,36 +576,16 @@ def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
     return [logits for one in patterns if is_trainable(one) for logits in (one.alpha, one.rho)]
 
 
-def stacked_compact(patterns: Sequence[Any]) -> CompactPattern | None:
-    """Return the present values of single patterns as one compact pattern `[F, T]`; None where one is dense.
-
-    Row sums of exponential patterns take T² operations a head: all are computed at once, on a GPU where there is one.
-    """
-    kinds = {one.kind for one in patterns}
-    if DensePattern.kind in kinds:
-        return None
-    if ExponentialPattern.kind not in kinds:
-        return CompactPattern.stack([one.compact() for one in patterns])
-    logits = [
-        (one.key_logits(), one.distance_weights().log())
-        if one.kind == ExponentialPattern.kind
-        else (one.alpha.double(), one.rho.double())
-        for one in patterns
-    ]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    alpha, rho = (torch.stack(part).to(device) for part in zip(*logits, strict=True))
-    return CompactPattern.from_parameters(alpha, rho).to(device="cpu")
-
-
-KINDS: dict[str, type[Pattern]] = {
+PATTERN_KINDS: dict[str, type[Pattern]] = {
     kind.kind: kind for kind in (CompactPattern, DensePattern, ExponentialPattern, TrainablePattern)
 }
 
 
 def pattern_from_state(tensors: Mapping[str, Tensor], *, trainable: bool = False) -> Pattern:
     """Return the pattern of a `state`, whose names determine its kind; raise CheckpointError where none has them."""
-    for kind in KINDS.values():
-        if kind.trainable == trainable and set(kind.parts) == set(tensors):
+    kinds = [kind for kind in PATTERN_KINDS.values() if kind.trainable == trainable]
+    for kind in kinds:
+        if set(kind.parts) == set(tensors):
             return kind.from_state(tensors)
-    expected = [f"{kind.kind}: {', '.join(kind.parts)}" for kind in KINDS.values() if kind.trainable == trainable]
-    raise CheckpointError(f"expected the tensors of a pattern ({'; '.join(expected)}); got {sorted(tensors) or 'none'}")
+    expected = "; ".join(f"{kind.kind}: {', '.join(kind.parts)}" for kind in kinds)
+    raise CheckpointError(f"expected the tensors of a pattern ({expected}); got {sorted(tensors) or 'none'}")

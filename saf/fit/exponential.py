@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.damped_cosines import DampedCosines
 from saf.errors import InputError
 from saf.fit.objective import check_targets, fit_loss
 from saf.fit.proportional import fit_proportional
-from saf.patterns import CompactPattern, ExponentialPattern
+from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02
 """Nats per row by which an exponential pattern may be further from its target than the compact fit."""

@@ -76,7 +76,7 @@ class EventRecord:
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name; empty when it has none, or their file is gone.
 
-        A freeze has the patterns' alpha, rho and log_z `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
+        A freeze has the patterns' alpha and rho `[F, T]`, the marginals `[L, H, T]` and the statistics `[L, H]`.
         """
         return {} if self.tensors_path is None else read_tensors(self.tensors_path)
 

@@ -278,7 +278,7 @@ class RecordedRun:
             for name in {*statistics} & joined.keys() & part.keys():
                 for layer, head in event.heads:
                     joined[name][layer, head] = part[name][layer, head]
-        for name in ("alpha", "rho", "log_z"):
+        for name in ("alpha", "rho"):
             if all(name in part for part in parts):
                 joined[name] = torch.cat([part[name] for part in parts])
             else:

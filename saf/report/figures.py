@@ -150,9 +150,9 @@ def patterns(run: RecordedRun) -> list[np.ndarray]:
 
 def _compact(run: RecordedRun) -> CompactPattern | None:
     tensors = run.freeze_tensors
-    if not {"alpha", "rho", "log_z"} <= tensors.keys():
+    if not {"alpha", "rho"} <= tensors.keys():
         return None
-    return CompactPattern(*(tensors[name].double() for name in ("alpha", "rho", "log_z"))).canonical()
+    return CompactPattern.from_parameters(tensors["alpha"].double(), tensors["rho"].double()).canonical()
 
 
 def scores(run: RecordedRun, *, name: str) -> str:

@@ -179,7 +179,7 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     order = [divmod(int(i), shape.heads) for i in variance.flatten().argsort()]
     rejected, chosen = order[1], sorted([order[0], *order[2 : num_frozen + 1]])
     index = tuple(torch.tensor(chosen).T)
-    tensors = {name: made[name][index].float() for name in ("alpha", "rho", "log_z")}
+    tensors = {name: made[name][index].float() for name in ("alpha", "rho")}
     tensors |= {name: made[name].float() for name in ("eta_abs", "eta_rel")}
     entropy = 5 - forward_kl
     tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saf.damped_cosines import DampedCosines
 from saf.errors import UnsupportedError
 from saf.ops.heads import heads_like
-from saf.patterns import ExponentialPattern
+from saf.patterns import DampedCosines, ExponentialPattern
 
 CHUNK = 64
 """Rows of a chunk: with a band of 128, 64 rows beat 128 at every length with 6 heads, by 9 to 20%."""
