@@ -199,8 +199,10 @@ def _read(
     if heldout is not None or "gates" in config.needs:
         adapter.check_next_token()
     if config.operation == "freeze":
-        if heldout is not None and (most := read_sequences(heldout).length - 1) > length:
-            raise InputError(f"heldout must have inputs of at most the calibration's {length} tokens, got {most}")
+        if heldout is not None and (tokens := read_sequences(heldout).length) > length + 1:
+            raise InputError(
+                f"heldout must have at most {length + 1} tokens a sequence, by the calibration, got {tokens}"
+            )
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)

@@ -101,7 +101,7 @@ def fit_exponential_heads(
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
     Tried in turn: 16 poles, 32 poles, the compact fit itself. The short form of alpha is taken if it costs at most
-    `max_short_kl` nats more; with None it is not tried, and every key has a logit of its own.
+    `max_short_kl` nats more and stays within both limits; with None it is not tried, and every key has its own logit.
     """
     if band < 1:
         raise InputError(f"band must be at least 1, got {band}")
@@ -116,16 +116,15 @@ def fit_exponential_heads(
             *(x[chosen] for x in targets),
             band=band,
             pairs=pairs,
-            short=None if max_short_kl is None else (max_short_kl, max_cancellation),
+            short=None if max_short_kl is None else (max_short_kl, max_extra_kl, max_cancellation),
         )
+        missed = []
         for head, fit in zip(pending, tried, strict=True):
             before = fits[head]
-            fits[head] = fit if before is None or fit.extra_kl < before.extra_kl else before
-        pending = [
-            head
-            for head, fit in zip(pending, tried, strict=True)
-            if not (fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation)
-        ]
+            passed = fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation
+            fits[head] = fit if passed or before is None or fit.extra_kl < before.extra_kl else before
+            missed += [] if passed else [head]
+        pending = missed
         if not pending:
             break
     compact_fits = {head: ExponentialFit(compact[head], one.extra_kl, one.cancellation, 0.0, 0, compact.length)
@@ -135,9 +134,12 @@ def fit_exponential_heads(
 
 def _in_groups(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    short: tuple[float, float] | None = None,
+    short: tuple[float, float, float] | None = None,
 ) -> list[ExponentialFit]:  # fmt: skip
-    """Fit heads in groups that fit into memory; `short` has the limits of KL and cancellation of the short form."""
+    """Fit heads in groups that fit into memory.
+
+    `short` limits the short form: its KL beyond the full form and beyond the compact fit, and its cancellation.
+    """
     length = compact.length
     size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
     fits = []
@@ -149,7 +151,7 @@ def _in_groups(
 
 def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    short: tuple[float, float] | None,
+    short: tuple[float, float, float] | None,
 ) -> list[ExponentialFit]:  # fmt: skip
     """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
     length = compact.length
@@ -167,9 +169,11 @@ def _fit(
         return fits
     fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
     shortened = fewer.measure(fewer.optimise(fewer.start_from(model, free), _STEPS), compact)
-    max_short_kl, max_cancellation = short
+    max_short_kl, max_extra_kl, max_cancellation = short
     return [
-        small if small.extra_kl <= fit.extra_kl + max_short_kl and small.cancellation <= max_cancellation else fit
+        small
+        if small.extra_kl <= min(fit.extra_kl + max_short_kl, max_extra_kl) and small.cancellation <= max_cancellation
+        else fit
         for fit, small in zip(fits, shortened, strict=True)
     ]
 

@@ -86,7 +86,7 @@ def _check_generation(model: Any, generation_config: Any, *rest: Any, **options:
     # The last token is not read any more.
     if (longest := covered(model)) is not None and (most := generation_config.max_length or 0) - 1 > longest:
         raise InputError(
-            f"prompt and new tokens must be at most {longest + 1}, which the patterns cover, got {most}: lower "
+            f"prompt and new tokens must be at most {longest + 1}, one more than patterns cover, got {most}: lower "
             "max_new_tokens (of an assistant num_assistant_tokens)"
         )
     type(model)._validate_generated_length(model, generation_config, *rest, **options)
@@ -135,8 +135,8 @@ def check_assistant(
     longest = None if assistant_model is None or assistant_tokenizer is not None else covered(assistant_model)
     if longest is not None and generation_config.max_length - 2 > longest:
         raise InputError(
-            f"with this assistant_model prompt and new tokens must be at most {longest + 2}, which its patterns "
-            f"cover, got {generation_config.max_length}: lower max_new_tokens"
+            f"with this assistant_model prompt and new tokens must be at most {longest + 2}, two more than its "
+            f"patterns cover, got {generation_config.max_length}: lower max_new_tokens"
         )
 
 

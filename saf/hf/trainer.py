@@ -404,8 +404,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _check_length(self, length: int, held_out: list[Tensor], updates: int) -> None:
         """Raise InputError for held-out sequences, or a first row of the data, longer than patterns will cover."""
-        # The last token of a held-out sequence is a target alone.
-        longest = {"heldout": max((ids.shape[-1] for ids in held_out), default=0) - 1}
+        longest = {"heldout": max((ids.shape[-1] for ids in held_out), default=0)}
         collator, strategy = self.trainer.data_collator, self.trainer.args.eval_strategy
         module = getattr(collator, "__module__", type(collator).__module__)
         # Other collators than those of transformers may cut rows.
@@ -416,11 +415,12 @@ class FreezeCallback(TrainerCallback, ExportableState):
                 else ("train_dataset", "eval_dataset")
             )
             longest |= {name: _row_length(getattr(self.trainer, name)) for name in names}
-        for name, most in longest.items():
-            if most > length:
+        for name, tokens in longest.items():
+            most = length + (name == "heldout")  # whose last token is a target alone
+            if tokens > most:
                 raise InputError(
-                    f"rows of {name} must be at most {length} tokens, as the calibration's, got {most}: calibrate on "
-                    "longer sequences"
+                    f"rows of {name} must be at most {most} tokens, by the calibration's {length}, got {tokens}: "
+                    "calibrate on longer sequences"
                 )
 
     def _stored(self, state: TrainerState) -> dict[str, Any] | None:

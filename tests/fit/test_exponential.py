@@ -60,6 +60,20 @@ def test_short_and_batched_targets(length):
     assert error <= (1e-4 if length <= 16 else 0.05)
 
 
+def test_a_short_form_beyond_the_limit_gives_way_to_the_full_one():
+    """White noise in alpha costs the short form half its variance, and the full form nothing."""
+    generator = torch.Generator().manual_seed(0)
+    alpha = 0.1 * torch.randn(1, 300, dtype=torch.float64, generator=generator)
+    compact = CompactPattern.from_parameters(alpha, -torch.arange(300.0, dtype=torch.float64)[None] / 40)
+    targets = marginals(compact)
+    (short,) = fit_exponential_heads(compact, *targets, band=32, max_short_kl=1.0)
+    assert (short.free_keys, short.pattern.kind) == (16, "exponential")
+    assert 0.002 < short.extra_kl < 0.01
+    (full,) = fit_exponential_heads(compact, *targets, band=32, max_short_kl=1.0, max_extra_kl=0.002)
+    assert (full.free_keys, full.pattern.kind) == (300, "exponential")
+    assert full.extra_kl <= 0.002
+
+
 def test_a_head_beyond_the_limits_stays_compact():
     """White noise in rho is no sum of 32 poles."""
     generator = torch.Generator().manual_seed(0)
