@@ -8,14 +8,17 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from saf.calibration import Batch, read_sequences
+from saf.calibration import Batch, free_bytes, read_sequences
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.loss_guard import heldout_loss
+from saf.models.adapter import adapter_for
 
 MAX_REFUSED = 8
 """Heads beyond the budget before the search ends: the heads that follow cost more."""
@@ -61,8 +64,8 @@ def accept_jointly(
     measured alone and heads accepted, the most that this can be), and with all of them at the end.
     """
     text, candidates = list(text), list(candidates)
-    steps = len(candidates) + max_heads
-    before = heldout_loss(model, text)
+    steps, lower = len(candidates) + max_heads, LowerLayers(model)
+    before = lower.loss(text, edited=len(lower.layers))
     accepted: list[Head] = []
     rises: list[float] = []
     refused: list[Head] = []
@@ -71,7 +74,7 @@ def accept_jointly(
         """Return the rise of the loss with this head beside the accepted ones; infinite where the loss is NaN."""
         edit_(HeadSet([head]))
         try:
-            rise = heldout_loss(model, text) - before
+            rise = lower.loss(text, edited=head[0]) - before
         finally:
             undo_(HeadSet([head]))
         return math.inf if math.isnan(rise) else rise
@@ -96,6 +99,7 @@ def accept_jointly(
                 refused.append(head)
             else:
                 edit_(HeadSet([head]))
+                lower.forget(head[0])
                 accepted.append(head)
                 rises.append(rise)
                 show(min(len(alone) + len(accepted), steps - 1))
@@ -104,6 +108,55 @@ def accept_jointly(
             undo_(HeadSet(accepted))
     show(steps)
     return JointCost(tuple(accepted), tuple(rises), tuple(refused), alone)
+
+
+class LowerLayers:
+    """A pass over one text computes only from the edited layer on: outputs of the layers below are kept.
+
+    They take at most a quarter of the free memory; where a batch's have no room, more of its layers run.
+    """
+
+    def __init__(self, model: nn.Module):
+        adapter = adapter_for(model)
+        owners = {child: module for module in adapter.model.modules() for child in module.children()}
+        self.model, self.layers = model, [owners[site.attention] for site in adapter.sites()]
+        self._room = (free_bytes(adapter.device) or 0) // 4
+        self._outputs: dict[tuple[int, int], Any] = {}  # by batch and layer
+        self._batch = 0
+
+    def loss(self, text: list[Batch], *, edited: int) -> float:
+        """Return the held-out loss of a model in which no layer below `edited` has changed since `forget`."""
+        own, self._batch = [vars(layer).get("forward") for layer in self.layers], -1
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(self._run, number, edited, layer.forward)
+        try:
+            return heldout_loss(self.model, text)
+        finally:
+            for layer, forward in zip(self.layers, own, strict=True):
+                del layer.forward
+                if forward is not None:  # one that accelerate put there
+                    layer.forward = forward
+
+    def forget(self, layer: int) -> None:
+        """Drop the outputs that an edit of this layer changes."""
+        for key in [key for key in self._outputs if key[1] >= layer]:
+            self._room += _bytes(self._outputs.pop(key))
+
+    def _run(self, number: int, edited: int, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Return the output of a layer; in place of those below the last kept one stands that one's."""
+        self._batch += number == 0
+        last = max((layer for batch, layer in self._outputs if batch == self._batch and layer < edited), default=-1)
+        if number <= last:
+            return self._outputs[self._batch, last]
+        output = forward(*inputs, **options)
+        if number < edited and (size := _bytes(output)) <= self._room:
+            self._outputs[self._batch, number] = output
+            self._room -= size
+        return output
+
+
+def _bytes(output: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(output) if isinstance(each, Tensor))
 
 
 def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
