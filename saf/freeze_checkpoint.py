@@ -17,7 +17,7 @@ from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.loss_guard import GUARD_SEQUENCES
+from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.models import GPT
 from saf.models.description import STATE, recorded_layouts

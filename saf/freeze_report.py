@@ -12,8 +12,7 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.heal import Healing
-from saf.joint_cost import JointCost
-from saf.loss_guard import perplexity_rise
+from saf.heldout import JointCost, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.events import STATE_AFTER, EventRecord, append_event, more_and_total
 from saf.records.table import Table, markdown_of, number, signed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saf.calibration import Batch
 from saf.errors import InputError
-from saf.loss_guard import heldout_loss, perplexity_rise, rows_at_once
+from saf.heldout import heldout_loss, perplexity_rise, rows_at_once
 from saf.machine import Precision, autocast
 from saf.models.adapter import language_model
 

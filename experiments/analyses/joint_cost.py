@@ -10,8 +10,8 @@ from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, 
 from saf.calibration import calibrate
 from saf.calibration.capture import check_heads
 from saf.evaluate.paired import paired_delta_ppl
-from saf.fitted_heads import fit_heads
 from saf.freeze_config import FreezeConfig
+from saf.freezing import fit_heads
 from saf.machine import Stopwatch
 from saf.models.adapter import adapter_for
 from saf.records.table import signed

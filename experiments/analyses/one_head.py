@@ -27,8 +27,8 @@ from experiments.analyses.common import (
 )
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.evaluate.paired import window_losses
-from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
+from saf.freezing import FittedHead, fit_heads
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
 from saf.records.table import MISSING, correlation, highest_first, percent, signed

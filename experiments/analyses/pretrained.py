@@ -26,19 +26,17 @@ from torch import Tensor
 
 from experiments.analyses.common import Output, Part, Record, header, say, subplots, table
 from saf.calibration import calibrate
-from saf.candidates import CANDIDATES, accept_fits, head_order
 from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError, SafError
 from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.evaluate.zero_shot import AnswersByTask, TooLong, paired_tasks
-from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig, Operation
-from saf.freezing import freeze_
+from saf.freezing import CANDIDATES, FittedHead, accept_fits, fit_heads, freeze_, head_order
 from saf.heads import Head, HeadSet
 from saf.heal import heal_
-from saf.joint_cost import accept_jointly
+from saf.heldout import accept_jointly
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device, visible_devices
 from saf.opening import OpenedModel, open_model
 from saf.records.files import read_json, write_json

@@ -28,13 +28,12 @@ from experiments.analyses.common import (
     table,
 )
 from saf.calibration import calibrate
-from saf.candidates import accept_fits, head_order
 from saf.data import calibration_windows
 from saf.errors import InputError
 from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counts_text, paired_tasks
-from saf.fitted_heads import FittedHead, fit_heads
 from saf.freeze_config import FreezeConfig
+from saf.freezing import FittedHead, accept_fits, fit_heads, head_order
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device
 from saf.models.adapter import adapter_for

@@ -12,7 +12,7 @@ from typing import Any
 from saf.errors import InputError
 from saf.freeze_report import healing_words, worst_layer_words
 from saf.heads import HeadLayout
-from saf.loss_guard import perplexity_rise
+from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
 from saf.models.description import OPENS, SCHEMA, STATE, TENSORS
 from saf.records.events import heads_in_words

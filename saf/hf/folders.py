@@ -31,12 +31,11 @@ from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.heads import HeadLayout
 from saf.heal import heal_beside_twin
+from saf.heldout import MAX_RISE, halves
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders
-from saf.joint_cost import halves
-from saf.loss_guard import MAX_RISE
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.description import STATE, recorded_layouts

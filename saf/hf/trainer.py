@@ -33,10 +33,10 @@ from saf.errors import CheckpointError, InputError, LossError, SafWarning, Unsup
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import restore_
 from saf.heads import EDITED, HeadSet
+from saf.heldout import heldout_loss
 from saf.hf.attention import idle_tensors
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, section_of, write_section
 from saf.hf.sequences import sequences as read_sequences_of
-from saf.loss_guard import heldout_loss
 from saf.machine import Execution
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.description import STATE, TENSORS

@@ -7,8 +7,8 @@ from experiments.analyses.common import CostMeter
 from experiments.analyses.one_head import one_head_costs, score_quality
 from saf.calibration import calibrate
 from saf.fit import fit_compact, fit_kl
-from saf.fitted_heads import fit_heads
 from saf.freeze_config import FreezeConfig
+from saf.freezing import fit_heads
 from saf.heads import HeadSet
 from saf.machine import Stopwatch
 from saf.patterns import CompactPattern

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.errors import InputError, SelectionError
-from saf.joint_cost import accept_jointly
+from saf.heldout import accept_jointly
 from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
 from tests.freezing.test_loss_guard import assert_same, everything, fluent, loss, loss_with, text  # noqa: F401
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import saf
 from saf.errors import InputError, LossError, SafWarning
-from saf.loss_guard import heldout_loss
+from saf.heldout import heldout_loss
 from tests import transformers_models
 from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
 

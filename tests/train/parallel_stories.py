@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import saf
-import saf.fitted_heads as editing
+import saf.freezing as editing
 import saf.train.loop as loop
 from saf.checkpoint import _write_shards
 from saf.data import TokenData

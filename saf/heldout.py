@@ -1,27 +1,107 @@
-"""Acceptance by joint cost: heads are taken in the order in which they cost least given those taken before.
+"""Held-out text shows what heads cost: its loss, the layer that costs most, and which heads cost least together.
 
 Heads that are harmless alone may be fatal together: on SmolLM2-135M the 14 heads of lowest variance cost 0.004 nats
-each, and 1.7 nats together.
+each, and 1.7 nats together. So `accept_jointly` takes heads in the order in which they cost least given those before.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from saf.calibration import Batch, free_bytes, read_sequences
+from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
-from saf.loss_guard import heldout_loss
-from saf.models.adapter import adapter_for
+from saf.models.adapter import LanguageModel, adapter_for
 
+Edit = Callable[[HeadSet], None]
+"""Freezes or prunes heads of a model, or makes them live again."""
+MAX_RISE = 0.05
+"""Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
+GUARD_SEQUENCES = 8
+"""Sequences that the loss is measured on by default."""
 MAX_REFUSED = 8
-"""Heads beyond the budget before the search ends: the heads that follow cost more."""
+"""Heads beyond the budget before a search by joint cost ends: the heads that follow cost more."""
+_BLAME_SEQUENCES = 4
+"""Sequences that the layer to blame is found on: one pass over them for every layer that lost heads."""
+_MOST_LOGITS = 2**28
+"""Logits that a forward pass on a GPU may make: 1 GiB in float32."""
+
+
+# --- the loss
+
+
+def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode."""
+    adapter, sequences, total, count = adapter_for(model), read_sequences(batches), 0.0, 0
+    check_vocabulary(adapter, sequences.ids)
+    with torch.no_grad(), evaluation_mode(model):
+        for ids in rows_at_once(adapter, _rows(sequences)):
+            targets = ids[:, 1:]
+            total += float(adapter.next_token_loss(ids[:, :-1], targets)) * targets.numel()
+            count += targets.numel()
+    if not count:
+        raise InputError("heldout must have sequences of two tokens or more, got none")
+    return total / count
+
+
+def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
+    start = 0
+    while start < len(sequences):
+        length = sequences[start].shape[1]
+        most = max(1, _MOST_LOGITS // (length * (language.vocab_size or 1))) if language.device.type == "cuda" else 1
+        end = start + 1
+        while end < min(start + most, len(sequences)) and sequences[end].shape[1] == length:
+            end += 1
+        yield torch.cat([*sequences[start:end]]).to(language.device)
+        start = end
+
+
+def _rows(batches: Iterable[Batch]) -> list[Tensor]:
+    """Return the sequences with a next token, `[1, T]` each."""
+    return [ids[None] for batch in read_sequences(batches).without_padding() for ids in batch if len(ids) > 1]
+
+
+def perplexity_rise(before: float | None, after: float | None) -> float:
+    """Return by which share perplexity rises between two losses, nats; NaN without one, `inf` where it overflows.
+
+    >>> round(perplexity_rise(3.0, 3.1), 4)
+    0.1052
+    """
+    if before is None or after is None:
+        return math.nan
+    try:
+        return math.expm1(after - before)
+    except OverflowError:
+        return math.inf
+
+
+def worst_layer(
+    model: nn.Module, heads: HeadSet, batches: Iterable[Batch], edit_: Edit, undo_: Edit
+) -> tuple[int, float]:
+    """Return the layer whose heads, edited alone, cost most, and the rise of perplexity; NaN costs more than any."""
+    few, losses = _rows(batches)[:_BLAME_SEQUENCES], dict[int, float]()
+    before = heldout_loss(model, few)
+    for layer in sorted({layer for layer, _ in heads}):
+        own = HeadSet((layer, head) for head in heads.in_layer(layer))
+        edit_(own)
+        try:
+            losses[layer] = heldout_loss(model, few)
+        finally:
+            undo_(own)
+    layer, loss = max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+    return layer, perplexity_rise(before, loss)
+
+
+# --- acceptance by joint cost
 
 
 @dataclass(frozen=True)
@@ -46,6 +126,15 @@ class JointCost:
         return asdict(self) | {"alone": [[*head, cost] for head, cost in self.alone.items()], "rise": self.rise}
 
 
+def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the first and the second half of the sequences, `[1, T]` each: to choose heads by, and to report on."""
+    sequences = [ids[None] for batch in read_sequences(text).without_padding() for ids in batch]
+    if len(sequences) < 2:
+        raise InputError("heldout must have 2 sequences to choose heads on one half and report on the other, got 1")
+    half = len(sequences) // 2
+    return sequences[:half], sequences[half:]
+
+
 def accept_jointly(
     model: nn.Module,
     candidates: Iterable[Head],
@@ -53,8 +142,8 @@ def accept_jointly(
     max_heads: int,
     *,
     budget: float = math.inf,
-    edit_: Callable[[HeadSet], None],
-    undo_: Callable[[HeadSet], None],
+    edit_: Edit,
+    undo_: Edit,
     progress: Callable[[int, int], None] | None = None,
 ) -> JointCost:
     """Choose at most `max_heads` candidates, each the cheapest given those before it; the model ends as it was.
@@ -64,7 +153,7 @@ def accept_jointly(
     measured alone and heads accepted, the most that this can be), and with all of them at the end.
     """
     text, candidates = list(text), list(candidates)
-    steps, lower = len(candidates) + max_heads, LowerLayers(model)
+    steps, lower, show = len(candidates) + max_heads, LowerLayers(model), progress or (lambda done, total: None)
     before = lower.loss(text, edited=len(lower.layers))
     accepted: list[Head] = []
     rises: list[float] = []
@@ -79,13 +168,9 @@ def accept_jointly(
             undo_(HeadSet([head]))
         return math.inf if math.isnan(rise) else rise
 
-    def show(step: int) -> None:
-        if progress is not None:
-            progress(step, steps)
-
     alone: dict[Head, float] = {}
     for head in candidates:
-        show(len(alone))
+        show(len(alone), steps)
         alone[head] = rise_with(head)
     queue = [(cost, head, 0) for head, cost in alone.items()]  # by what a head adds, and the step this is of
     heapq.heapify(queue)
@@ -102,11 +187,11 @@ def accept_jointly(
                 lower.forget(head[0])
                 accepted.append(head)
                 rises.append(rise)
-                show(min(len(alone) + len(accepted), steps - 1))
+                show(min(len(alone) + len(accepted), steps - 1), steps)
     finally:
         if accepted:
             undo_(HeadSet(accepted))
-    show(steps)
+    show(steps, steps)
     return JointCost(tuple(accepted), tuple(rises), tuple(refused), alone)
 
 
@@ -157,12 +242,3 @@ class LowerLayers:
 
 def _bytes(output: Any) -> int:
     return sum(each.nbytes for each in tree_leaves(output) if isinstance(each, Tensor))
-
-
-def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the first and the second half of the sequences, `[1, T]` each: to choose heads by, and to report on."""
-    sequences = [ids[None] for batch in read_sequences(text).without_padding() for ids in batch]
-    if len(sequences) < 2:
-        raise InputError("heldout must have 2 sequences to choose heads on one half and report on the other, got 1")
-    half = len(sequences) // 2
-    return sequences[:half], sequences[half:]
