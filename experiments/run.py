@@ -31,6 +31,7 @@ from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import visible_devices
 from saf.models import GPTConfig, preset
+from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
 from saf.schedules import OneTime, schedule_from_dict
@@ -117,12 +118,17 @@ class Run:
         return OneTime(at=float(self.arm.at)).first_update(self.needs["parent"].updates)
 
     def missing(self, waiting: Collection[Key]) -> list["Run"]:
-        """Return the runs that it needs to end first: those in `waiting`, but a parent that saved its checkpoint."""
-        needs = [need for need in self.needs.values() if need.key in waiting]
-        if self.step is None or not (self.needs["parent"].folder / "checkpoints" / step_name(self.step)).is_dir():
-            return needs
-        others = [need.key for role, need in self.needs.items() if role != "parent"]
-        return [need for need in needs if need.key in others]
+        """Return the runs of those in `waiting` that must go on before this one can begin."""
+        return [need for role, need in self.needs.items() if need.key in waiting and not self._supplied(role)]
+
+    def _supplied(self, role: str) -> bool:
+        """Return whether an unended run has what this one takes from it: a checkpoint, its heads, its updates."""
+        need = self.needs[role]
+        if role == "parent":
+            return self.step is not None and (need.folder / "checkpoints" / step_name(self.step)).is_dir()
+        if role == "heads":
+            return "schedule" not in need.changes and bool(_edited_heads(need))
+        return role == "match" and "match_speed" in self.changes
 
     @property
     def own_updates(self) -> int:
@@ -234,14 +240,14 @@ def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
 
     That is as many updates as its measured speed buys, less what an event is charged with, or the seconds themselves.
     """
-    reference = run.needs["match"].record() or {}
+    reference = run.needs["match"]
     speed, charge = run.changes.get("match_speed"), run.changes.get("match_charge_seconds", 0.0)
     if speed is not None:
-        left, charged = reference["updates"] - parent.update, reference["updates"] * charge / PAPER_SECONDS
+        left, charged = reference.updates - parent.update, reference.updates * charge / PAPER_SECONDS
         return {"update_budget": int(speed * (left - charged))}
     before = parent.state["elapsed"]
     spent = sum(before["parts"].values()) + sum((before["parent"] or {}).values())
-    return {"time_budget_seconds": reference["time"]["everything"]["seconds"] - spent}
+    return {"time_budget_seconds": (reference.record() or {})["time"]["everything"]["seconds"] - spent}
 
 
 def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> TrainConfig:
@@ -266,10 +272,15 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
-    event = (run.record() or {}).get("intervention") or {}
-    if not event.get("heads"):
+    if not (heads := _edited_heads(run)):
         raise InputError(f"{run.title} froze or pruned no heads, and another run is to have them")
-    return tuple((layer, head) for layer, head in event["heads"])
+    return heads
+
+
+def _edited_heads(run: Run) -> tuple[tuple[int, int], ...]:
+    """Return the heads that a run's events have frozen or pruned so far."""
+    events = read_events(run.folder) if run.folder.is_dir() else []
+    return tuple((layer, head) for layer, head in heads_in_force(events))
 
 
 def _checkpoint(run: Run) -> Path:

@@ -99,12 +99,13 @@ SCALES = {
             settings={
                 "model": "124m",
                 "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
-                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 250},
+                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 1_000},
                 **{"save_every": 1_000, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
             },
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 8_544},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 8_544, "calibration_sequences": 16},
+                16_384: {"length": 16_384, "updates": 8_544, "calibration_sequences": 16}
+                | {"batch_size": 2, "accumulation": 2},  # two processes can share an update
             },
             seeds=(1337, 1338, 1339),
             vocabulary=16_384,

@@ -105,6 +105,18 @@ def test_a_run_can_start_once_its_parent_saved_the_checkpoint_that_it_branches_o
     (parent.folder / "checkpoints/step-4").mkdir(parents=True)
     assert not frozen.missing(runs)
     assert pruned.missing(runs) == [frozen]  # whose heads it removes
+    frozen.folder.mkdir(parents=True)
+    (frozen.folder / "events.jsonl").write_text(
+        '{"number": 1, "kind": "freeze", "heads": [[0, 1]], "undone_by": null}\n'
+    )
+    assert not pruned.missing(runs)
+
+
+def test_a_run_with_a_given_speed_need_not_wait_for_the_end_of_its_reference(tmp_path):
+    runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
+    timed = runs["4k-mean-25-time", 1337]
+    (timed.needs["parent"].folder / "checkpoints/step-4").mkdir(parents=True)
+    assert not timed.missing(runs)
 
 
 def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
