@@ -4,32 +4,30 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils.hooks import RemovableHandle
 
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, HeadLayout
 from saf.hf.attention import (
     NAME,
+    STOCK,
     attach_state,
-    check_function,
     choose_forward,
     detach_idle_state,
-    is_stock,
     layout_of,
     no_dropout,
     register,
-    replaced_forward,
     state_of,
 )
 from saf.hf.card import mark_, mark_of, record_undoing_, unmark_
 from saf.hf.families import CONV1D, FAMILIES, Family
-from saf.hf.generation import unwatch_generation, watch_generation, watch_length
+from saf.hf.masks import mask_for_generation
 from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
@@ -83,9 +81,6 @@ class TransformersSite(Site):
             raise UnsupportedError(f"{self.stays_ordinary}; leave its heads live")
         if layout.frozen and not getattr(self.attention, "is_causal", True):
             raise UnsupportedError(f"{name} must be causal to have frozen heads")
-        own = replaced_forward(self.attention) or type(self.attention).forward
-        if not layout.ordinary and own is not self._family.forward and not is_stock(own):
-            raise UnsupportedError(f"the forward pass of {name} must be that of transformers: put it back")
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         self._adapter.forget(self.attention, set(layout.live) - set(self.layout.live))
@@ -96,8 +91,6 @@ class TransformersSite(Site):
                 linear.nx, linear.nf = linear.weight.shape
             else:
                 linear.out_features, linear.in_features = linear.weight.shape
-                # Quantisers of linear layers pass over this class of PyTorch; they fail at weights without entries.
-                linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
         if self._family.set_sizes is not None:
             self._family.set_sizes(self.attention, layout)
         choose_forward(self.attention, self._family)
@@ -175,7 +168,6 @@ class TransformersAdapter(TransformersModel, Adapter):
         self._attention = [module for module in model.modules() if type(module).__name__ == known.attention]
         for attention in self._attention:
             kinds = [type(getattr(attention, name)) for name in known.projections.values()]
-            kinds = [nn.Linear if kind is NonDynamicallyQuantizableLinear else kind for kind in kinds]
             if strange := [kind for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" != known.kind]:
                 raise UnsupportedError(
                     f"projections must be plain {known.kind.rpartition('.')[2]}, got {strange[0].__module__}."
@@ -231,12 +223,15 @@ class TransformersAdapter(TransformersModel, Adapter):
     def check_dropout(self) -> None:
         """Raise UnsupportedError where any layer has attention dropout, which `attend` does not compute."""
         if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
-            raise UnsupportedError(no_dropout(rates[0], self.known))
+            raise UnsupportedError(no_dropout(rates[0], self.known.dropout_setting))
 
     def check_function(self) -> None:
         """Raise UnsupportedError where layers attend by a function that may compute something else than softmax."""
-        for attention in self._attention:
-            check_function(attention)
+        name = str(self._attention[0].config._attn_implementation)
+        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
+            raise UnsupportedError(
+                f"attention must be by one of {', '.join(STOCK)}, got {name!r}: call model.set_attn_implementation"
+            )
 
     @property
     def drops_caps(self) -> bool:
@@ -255,13 +250,6 @@ class TransformersAdapter(TransformersModel, Adapter):
         Other models may share the configuration, which names the function: this one gets a copy, and keeps it.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
-        everywhere = tuple(layout_of(attention) for attention in self._attention)
-        for state in states:
-            state.everywhere = everywhere
-        parts: list[Any] = [module for module in self.model.modules() if hasattr(type(module), "save_pretrained")]
-        for part in parts:
-            if part.base_model is part:
-                watch_length(part)
         before = next((state.before for state in states if state.before is not None), None)
         if not all(state.layout.ordinary for state in states):
             if before is None:
@@ -269,8 +257,10 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
             self.attend_through_seam()
-            watch_generation(self.model)
-            mark_(self.model.config)
+            if hasattr(type(self.model), "_validate_generated_length"):
+                self.model._validate_generated_length = partial(_check_generation, self.model)
+                self.model.create_masks_for_generate = mask_for_generation
+            mark_(self.model.config, min(_covered(self.model), default=None))
             from saf.hf.pretrained import watch_folders
 
             watch_folders()
@@ -278,7 +268,8 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = None
             self._attend_by(before)
-            unwatch_generation(self.model)
+            for name in ("_validate_generated_length", "create_masks_for_generate"):
+                vars(self.model).pop(name, None)
             unmark_(self.model.config)
 
     def remember(self, event: dict[str, Any]) -> None:
@@ -301,3 +292,21 @@ class TransformersAdapter(TransformersModel, Adapter):
             register()
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
+
+
+def _covered(model: nn.Module) -> list[int]:
+    """Return how many positions the patterns of each layer cover."""
+    return [heads.max_length for heads in model.modules() if isinstance(heads, FrozenHeads)]
+
+
+def _check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
+    """Raise InputError before the first token of an output that could become longer than the patterns."""
+    # The last token is not read any more; prompt lookup proposes beyond it.
+    covered = _covered(model)
+    longest = min(covered, default=0) + 1 - (generation_config.prompt_lookup_num_tokens or 0)
+    if covered and (generation_config.max_length or 0) > longest:
+        raise InputError(
+            f"prompt and new tokens must be at most {longest}, which the patterns cover, got "
+            f"{generation_config.max_length}: lower max_new_tokens"
+        )
+    type(model)._validate_generated_length(model, generation_config, *rest, **options)

@@ -4,33 +4,28 @@ An attention layer with edited heads carries a submodule `saf`, its `HeadState`.
 named "saf" in transformers' registry, `attend`; layers without live heads run `forward_without_queries`.
 """
 
-import inspect
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from functools import cache, partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.errors import SafWarning, UnsupportedError, shown
+from saf.errors import UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.hf.cache import StateLayer, check_offloading, filled, prepare
 from saf.hf.families import Family
 from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
-from saf.models.adapter import Receiver, Removed, hooked
+from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
 from saf.ops.layout import LAYOUT, LayoutMixin
-from saf.ops.live import FLASH_DECODE
 from saf.ops.positions import CachePosition, first_real
 
 NAME = "saf"
 STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attention functions of transformers that compute softmax attention."""
+"""Attention functions of transformers that compute softmax attention; others may not."""
 _UNDER_HOOKS = "_old_forward"
 """Where accelerate keeps the forward pass that its hooks run."""
 _WEIGHTS = (".weight", ".base_layer.weight")
@@ -50,8 +45,6 @@ class HeadState(LayoutMixin):
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
         """The model's attention function before heads were frozen."""
-        self.everywhere: tuple[HeadLayout, ...] | None = None
-        """The heads of all layers of the model, once some are edited."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Let the process that unpickles a model attend and save with its heads."""
@@ -110,26 +103,18 @@ def layout_of(attention: Any) -> HeadLayout:
 
 
 def _before_pass(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Check the attention function and hooks, and fit the cache; `attend` gets its layer where that keeps a state."""
+    """Check the attention function, and fit the cache; `attend` gets its layer where that keeps a state."""
     state, name = module.saf, module.config._attn_implementation
     if not state.layout.ordinary and name != NAME:
         raise UnsupportedError(
             f"a model with frozen heads must attend by {NAME!r}, got {name!r}; call set_attn_implementation({NAME!r})"
         )
-    if not (torch.compiler.is_compiling() or state.layout.ordinary) and (owner := hooked(module)):
-        warnings.warn(
-            f"hooks on {owner} of layer {module.layer_idx} see live heads first, and no queries of frozen ones: hook "
-            "the layer instead",
-            SafWarning,
-            stacklevel=2,
-        )
-    if (past := options.get("past_key_values")) is not None:
-        if getattr(past, "offloading", False):
-            check_offloading(next(module.parameters()).device)
-        own = prepare(past, module.layer_idx, state.layout, state.everywhere, state.frozen, state.frozen_layout)
-        if own is not None:
-            return arguments, options | {"state_layer": own}
-    return None
+    if (past := options.get("past_key_values")) is None:
+        return None
+    if getattr(past, "offloading", False):
+        check_offloading(next(module.parameters()).device)
+    own = prepare(past, module.layer_idx, state.layout, state.frozen, state.frozen_layout)
+    return None if own is None else (arguments, options | {"state_layer": own})
 
 
 def _check_weights(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -147,28 +132,6 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, padding_mask)
-
-
-def is_stock(function: Any) -> bool:
-    """Return whether a function is code of transformers or of this package, decorated or not."""
-    # __module__ is what functools.wraps copies; the globals are those of the file that holds the code.
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith(("transformers.", "saf."))
-
-
-def check_function(attention: Any) -> None:
-    """Raise UnsupportedError unless a layer attends by a function in `STOCK`, with the mask that belongs to it."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    name = str(attention.config._attn_implementation)
-    known = name in (*STOCK, NAME) or name.startswith("kernels-community/")
-    names = inspect.unwrap(type(attention).forward).__globals__  # where the layer looks its function up
-    function = names.get("ALL_ATTENTION_FUNCTIONS", {}).get(name, names.get("eager_attention_forward"))
-    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name, function)
-    if not (known and is_stock(function) and is_stock(mask)):
-        raise UnsupportedError(
-            f"attention must be softmax attention by transformers' own eager, sdpa, flash or flex, got {name!r} or a "
-            "function in its place: choose one by model.set_attn_implementation"
-        )
 
 
 def attend(
@@ -198,7 +161,8 @@ def attend(
     """
     state = state_of(module)  # None in other models built from the same config, which names this function
     if dropout:
-        raise UnsupportedError(no_dropout(dropout, None if state is None else state.family))
+        setting = Family.dropout_setting if state is None else state.family.dropout_setting
+        raise UnsupportedError(no_dropout(dropout, setting))
     if output_attentions:
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
     if isinstance(attention_mask, Beginning):
@@ -247,8 +211,8 @@ def _mix(
     visible = None if positions is None else positions.visible
     if state is None:
         return live_attention(query, key, value, scale=scale, left_pad=left_pad, visible=visible, **ordinary)
-    split = state.kernel == FLASH_DECODE and state.layout.ordinary and ordinary["window"] is None
-    if ordinary["soft_cap"] is None and (state.frozen is not None or split):
+    whole = state.layout.ordinary and ordinary["window"] is None
+    if ordinary["soft_cap"] is None and (state.frozen is not None or whole):
         return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
     parts, layout = [], state.layout
     if layout.num_live:
@@ -265,9 +229,8 @@ def _mix(
     return parts[0] if len(parts) == 1 else join_heads(*parts)
 
 
-def no_dropout(rate: float, family: Family | None) -> str:
+def no_dropout(rate: float, setting: str) -> str:
     """Say that attention dropout cannot be."""
-    setting = Family.dropout_setting if family is None else family.dropout_setting
     return f"with frozen heads attention dropout must be 0, got {rate:g}: open the model with {setting}=0"
 
 
@@ -314,42 +277,16 @@ def choose_forward(attention: Any, family: Family) -> None:
     The class's own reads the number of heads off a projection's size, which does not work for none. Hooks of accelerate
     stay around the one that is chosen.
     """
-    layout, name = layout_of(attention), _forward_name(attention)
+    layout, name = layout_of(attention), "forward"
+    if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys():
+        name = _UNDER_HOOKS
+    own = vars(attention).get(name)
     if not layout.num_live:
         setattr(attention, name, partial(forward_without_queries, attention))
     elif family.forward is not None and not layout.ordinary:
         setattr(attention, name, partial(family.forward, attention))
-    elif (own := replaced_forward(attention)) is not None and own in (forward_without_queries, family.forward):
+    elif isinstance(own, partial) and own.func in (forward_without_queries, family.forward):
         if name == _UNDER_HOOKS:
             setattr(attention, name, MethodType(type(attention).forward, attention))
         else:
             del attention.forward
-
-
-def _forward_name(attention: Any) -> str:
-    """Return the attribute that holds a layer's own forward pass, under the hooks of accelerate if it has any."""
-    return _UNDER_HOOKS if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys() else "forward"
-
-
-def replaced_forward(attention: Any) -> Any:
-    """Return the function that an attention layer runs in place of its class's; None for that one."""
-    own = vars(attention).get(_forward_name(attention))
-    if isinstance(own, MethodType) and own.__func__ is type(attention).forward:
-        return None  # left behind by some ways of recording outputs
-    return own.func if isinstance(own, partial) else own
-
-
-def idle_tensors(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors that training does not change since heads were edited, of which DDP must know.
-
-    They are the buffers of frozen heads, and in a layer without live heads the weights of queries and keys.
-    """
-    for name, module in model.named_modules():
-        if (state := state_of(module)) is None:
-            continue
-        yield from (f"{name}.{NAME}.{buffer}" for buffer, _ in state.named_buffers())
-        if not state.layout.num_live:
-            read = {id(one) for role in ("value", "output") for one in state.family.module(module, role).parameters()}
-            logits = {id(one) for one in state.parameters()}
-            own = module.named_parameters()
-            yield from (f"{name}.{part}" for part, one in own if id(one) not in read | logits)

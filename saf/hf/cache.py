@@ -21,46 +21,33 @@ from saf.ops.heads import cached_order, take_heads
 from saf.ops.linear.recurrent import RecurrentState
 
 NO_WINDOWS = "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
-NOT_QUANTISED = "a quantised cache needs a live head in every layer; use another cache, or limit max_per_layer"
-# torch 2.11 ends the process there by a segmentation fault, with and without frozen heads.
-NOT_COMPILED = "an offloaded cache of fixed size on a GPU needs disable_compile=True"
 OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"
-_FILLED_BY = "_saf_heads"
 STREAMS_WAIT = (5, 20)
 """transformers whose offloading stream waits for the device; before, copies raced and tokens were wrong (log)."""
 
 
 def prepare(
-    past_key_values: Any, index: int, layout: HeadLayout, everywhere: tuple[HeadLayout, ...] | None,
-    frozen: FrozenHeads | None, patterns: Tensor | None,
-) -> "StateLayer | None":  # fmt: skip
+    past_key_values: Any, index: int, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None
+) -> "StateLayer | None":
     """Fit a cache to what layer `index` keeps, before its pass; return its own layer where that keeps a state.
 
-    `everywhere` holds the heads of all layers, `patterns` digests of this one's. Raises UnsupportedError for a cache
-    that was filled beside other heads, a quantised one of a layer without keys, and one of fixed size with windows.
+    `patterns` digests those of the frozen heads. Raises UnsupportedError for a cache that was filled beside other
+    heads, a quantised one of a layer without keys, and one of fixed size with windows.
     """
     if (layers := getattr(past_key_values, "layers", None)) is None:
         return None
-    _check_filled(past_key_values, index, everywhere)
     add = getattr(past_key_values, "layer_class_to_replicate", None)
     while add is not None and len(layers) <= index:
         layers.append(add())
     if index >= len(layers):
         return None
     layer = layers[index]
-    if is_quantised(layer) and not layout.num_live:
-        raise UnsupportedError(NOT_QUANTISED)
-    if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
-        raise UnsupportedError(NO_WINDOWS)
     # The layer's class is not tested, which compiled code would guard.
-    own = getattr(layer, "layout", None)
-    if own is None:
-        counts = [len(layout.rows[role]) for role in ("key", "value")]
-        counts = counts if layout.num_live else [max(counts[1], 1), 0]  # see `forward_without_queries`
-        known = layer.is_initialized and not is_quantised(layer)  # a quantised one keeps its keys elsewhere
-        if known and [layer.keys.shape[1], layer.values.shape[1]] != counts:
-            raise UnsupportedError(OTHER_HEADS)
-        layers[index] = layer = _own_layer(layer, layout, frozen, patterns)
+    if (own := getattr(layer, "layout", None)) is None:
+        if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
+            raise UnsupportedError(NO_WINDOWS)
+        layers[index] = layer = _fitting_layer(layer, layout, frozen, patterns)
+        layer.layout = layout
     elif own is not layout and own != layout:
         raise UnsupportedError(OTHER_HEADS)
     if getattr(layer, "sizes", None) is None:
@@ -69,37 +56,26 @@ def prepare(
     return layer
 
 
-def _own_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> Any:
+def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> Any:
     """Return a layer of a cache, or in its place one that fits what an attention layer keeps.
 
     A cache that is first filled while gradients are recorded keeps values.
     """
-    fixed, stock = hasattr(layer, "max_cache_len"), type(layer).__name__ in ("DynamicLayer", "StaticLayer")
-    if frozen is not None and frozen.linear and stock and not (layer.is_initialized or torch.is_grad_enabled()):
-        if fixed:
-            return _fixed_class()(layer.max_cache_len, layout, frozen, patterns)
-        return _growing_class()(layout, frozen, patterns)
-    if not fixed or (len(layout.rows["key"]) == len(layout.rows["value"]) and layout.num_live):
+    fixed, quantised = hasattr(layer, "max_cache_len"), is_quantised(layer)
+    if quantised and not layout.num_live:
+        raise UnsupportedError("a quantised cache needs a live head in every layer; limit max_per_layer")
+    keys, values = (len(layout.rows[role]) for role in ("key", "value"))
+    if not layout.num_live:
+        keys, values = max(values, 1), 0  # see `forward_without_queries`
+    if layer.is_initialized and not quantised:  # a quantised one keeps its keys elsewhere
+        if (layer.keys.shape[1], layer.values.shape[1]) != (keys, values):
+            raise UnsupportedError(OTHER_HEADS)
         return layer
-    if layer.is_initialized:
-        raise UnsupportedError("frozen heads need a fixed-size cache without early_initialization")
-    return _fixed_class()(layer.max_cache_len, layout)
-
-
-def _check_filled(past_key_values: Any, index: int, heads: tuple[HeadLayout, ...] | None) -> None:
-    """Raise UnsupportedError where a cache was filled beside other heads than `heads`.
-
-    With grouped queries a layer keeps as many keys whichever heads are frozen, so sizes do not show it. Compiled code,
-    which would be compiled anew for every cache, goes unchecked.
-    """
-    if heads is None or torch.compiler.is_compiling():
-        return
-    length, attributes = past_key_values.get_seq_length(index), vars(past_key_values)
-    empty = not isinstance(length, Tensor) and length == 0  # a tensor in a cache of fixed size that is in use
-    before = attributes.get(_FILLED_BY, heads)
-    if not empty and before is not heads and before != heads:
-        raise UnsupportedError(OTHER_HEADS)
-    attributes[_FILLED_BY] = heads
+    stock = type(layer).__name__ in ("DynamicLayer", "StaticLayer")
+    linear = frozen if frozen is not None and frozen.linear and stock and not torch.is_grad_enabled() else None
+    if fixed and (linear is not None or keys != values):
+        return _fixed_class()(layer.max_cache_len, layout, linear, patterns)
+    return layer if linear is None else _growing_class()(layout, linear, patterns)
 
 
 def check_offloading(device: torch.device) -> None:
@@ -152,7 +128,7 @@ class StateLayer:
 
     def describe(self, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> None:
         """Set what is kept."""
-        self.layout, self.patterns = layout, patterns
+        self.patterns = patterns
         self.sizes = None if frozen is None else frozen.state_sizes()
         order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
         self.order = None if order == tuple(range(len(layout.rows["value"]))) else order

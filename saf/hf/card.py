@@ -53,10 +53,11 @@ def mark_of(config: Any) -> dict[str, Any] | None:
     return getattr(config, "saf", None)
 
 
-def mark_(config: Any) -> None:
-    """Enter in a configuration that heads are frozen or pruned."""
+def mark_(config: Any, max_length: int | None) -> None:
+    """Enter in a configuration that heads are frozen or pruned, and how many positions their patterns cover."""
     if mark_of(config) is None:
         config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
+    config.saf["max_length"] = max_length
 
 
 def unmark_(config: Any) -> None:

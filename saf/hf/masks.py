@@ -6,6 +6,7 @@ attend in rows of their own, those of similar length together, so that live and 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,11 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.hf.cache import NO_WINDOWS
+from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.operator import is_capturing
 from saf.ops.positions import CachePosition, assert_later, left_padding
 
-_ENTRIES = 2**24
-"""Entries of a mask compared at once: 16 MiB."""
-_SLIDING = ("sliding_attention",)
+_SLIDING = "sliding_attention"
 _OWN_ROWS = "pad each document in a row of its own"
 
 
@@ -44,44 +44,26 @@ class Documents:
     """Tokens of the longest document."""
 
     @classmethod
-    def of(
-        cls,
-        mask: Callable[..., Tensor],
-        batch: int,
-        length: int,
-        device: torch.device,
-        window: int | None = None,
-    ) -> "Documents | None":
-        """Return the documents that `mask(row, head, query, key)` separates; None where it is not a mask of documents.
+    def of(cls, mask: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> "Documents | None":
+        """Return the documents that transformers' `mask(row, head, query, key)` keeps apart; None for whole rows.
 
         A document begins where a token does not see the one before it. Waits for the device.
         """
         row, position = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
-        head = position.new_zeros(())
         begins = torch.ones(batch, length, dtype=torch.bool, device=device)
-        begins[:, 1:] = ~mask(row, head, position[1:], position[:-1])
-        if window is not None and not begins[:, 1:].any():
-            return cls((), length, length)  # transformers' own window; comparing it would cost every layer's pass
-        document = begins.cumsum(1)
-        for some in position.split(max(1, _ENTRIES // (batch * length))):
-            query, key = some[None, :, None], position[None, None, :]
-            alone = (document[:, some, None] == document[:, None, :]) & (key <= query)
-            if window is not None:
-                alone &= query - key < window
-            if not torch.equal(mask(row[..., None], head, query, key).expand_as(alone), alone):
-                return None
+        begins[:, 1:] = ~mask(row, position.new_zeros(()), position[1:], position[:-1])
         first = begins.flatten().nonzero().flatten()
-        sizes = torch.diff(first, append=first.new_tensor([batch * length])).tolist()
-        alike: dict[int, list[int]] = {}
-        for number, size in enumerate(sizes):
-            alike.setdefault((size - 1).bit_length(), []).append(number)
-        groups = [_group(first[numbers], [sizes[number] for number in numbers]) for numbers in alike.values()]
-        return cls(tuple(groups), length, max(sizes))
-
-    @property
-    def whole(self) -> bool:
-        """Whether every row is one document."""
-        return all(index.shape[1] == self.length and bool(real.all()) for index, real in self.groups)
+        if len(first) == batch:
+            return None
+        sizes = torch.diff(first, append=first.new_tensor([batch * length]))
+        power = (sizes - 1).double().log2().floor()  # lengths of one group differ by a factor of two at most
+        groups = []
+        for each in power.unique():
+            begin, size = first[power == each], sizes[power == each]
+            step = torch.arange(int(size.max()), device=device)
+            real = step < size[:, None]
+            groups.append((torch.where(real, begin[:, None] + step, begin[:, None]), real))
+        return cls(tuple(groups), length, int(sizes.max()))
 
     def attend(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return the outputs `[B, H, T, D]` of `attend` for `inputs [B, *, T, D]`, every document in a row of its own.
@@ -89,21 +71,11 @@ class Documents:
         The padding of a group stands behind its documents, where none of their tokens sees it.
         """
         flat = [each.transpose(1, 2).flatten(0, 1) for each in inputs]
-        output = None
-        for index, real in self.groups:
-            rows = attend(*(each[index].transpose(1, 2) for each in flat)).transpose(1, 2)
-            if output is None:
-                output = rows.new_empty(flat[0].shape[0], *rows.shape[2:])
-            output = output.index_put((index[real],), rows[real])
-        assert output is not None, "every row has a document"
+        rows = [attend(*(each[index].transpose(1, 2) for each in flat)).transpose(1, 2) for index, _ in self.groups]
+        output = rows[0].new_empty(flat[0].shape[0], *rows[0].shape[2:])
+        for (index, real), part in zip(self.groups, rows, strict=True):
+            output = output.index_put((index[real],), part[real])
         return output.unflatten(0, (-1, self.length)).transpose(1, 2)
-
-
-def _group(first: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
-    """Return indices and which are real, `[N, max(sizes)]` both, of documents that begin at `first [N]`."""
-    step = torch.arange(max(sizes), device=first.device)
-    real = step < torch.tensor(sizes, device=first.device)[:, None]
-    return torch.where(real, first[:, None] + step, first[:, None]), real
 
 
 Mask = Tensor | Documents | CachePosition | Beginning | None
@@ -121,6 +93,7 @@ def padding_mask(
     device: Any = None,
     local_size: int | None = None,
     config: Any = None,
+    use_vmap: bool = False,
     **_: Any,
 ) -> Mask:
     """Return which tokens are real, `[B, T]`, None where all are; or documents, or positions in a fixed-size cache.
@@ -129,7 +102,8 @@ def padding_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
-    if local_size is not None and "sliding_attention" not in (getattr(config, "layer_types", None) or _SLIDING):
+    kinds = getattr(config, "layer_types", None) or [_SLIDING]
+    if local_size is not None and _SLIDING not in kinds:
         return None  # Gemma makes this mask, and no layer takes it
     if isinstance(kv_length, Tensor) or isinstance(kv_offset, Tensor):  # transformers 5.17, of a growing window
         kv_length, q_offset, kv_offset = int(kv_length), int(q_offset), int(kv_offset)
@@ -141,28 +115,35 @@ def padding_mask(
         raise UnsupportedError(NO_WINDOWS)
     if not fixed and kv_offset + kv_length != q_offset + q_length:
         raise UnsupportedError(
-            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input, "
-            "and models with a sliding window a cache that grows"
+            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
         )
     # While compiling, transformers takes any row for several documents; `attend` checks positions and windows then.
     plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
-    if not plain and attention_mask is None and kv_length == q_length:
-        documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"), local_size)
-        if documents is not None and (documents.whole or local_size is None or documents.longest <= local_size):
-            return None if documents.whole else documents
-        raise UnsupportedError(
-            f"frozen heads follow causal masks and packed documents within the sliding window; {_OWN_ROWS}"
-        )
-    if not (plain or local_size is not None):
-        raise UnsupportedError(f"with an attention_mask or a cache frozen heads take causal masks alone; {_OWN_ROWS}")
+    alone = attention_mask is None and kv_length == q_length
+    if use_vmap or not getattr(config, "is_causal", True) or not (plain or alone or local_size is not None):
+        raise UnsupportedError(f"frozen heads take causal masks, and packed documents without cache: {_OWN_ROWS}")
+    if alone and not plain:
+        documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
+        _check_length(q_length if documents is None else documents.longest, config)
+        if documents is None or documents.longest <= (local_size or inf):
+            return documents
+        raise UnsupportedError(f"packed documents must fit the sliding window, {local_size} tokens: {_OWN_ROWS}")
+    _check_length(kv_length if fixed else q_offset + q_length, config)
     if fixed:
         return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
     if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:
         raise InputError(
             f"attention_mask must cover cached tokens too, {kv_offset + kv_length}, got {attention_mask.shape[-1]}"
         )
-    # The mask may cover tokens to come.
+    # It may cover tokens to come.
     return None if attention_mask is None else _padded(attention_mask[:, kv_offset : kv_offset + kv_length])
+
+
+def _check_length(length: Any, config: Any) -> None:
+    """Raise InputError for more positions than the patterns cover, before the first layer: a cache stays as it was."""
+    longest = (getattr(config, "saf", None) or {}).get("max_length")
+    if longest is not None and length > longest:
+        raise InputError(beyond_patterns(length, longest))
 
 
 def _padded(attention_mask: Tensor) -> Tensor | None:
@@ -179,6 +160,17 @@ def _in_fixed_cache(
     start = None if attention_mask is None else left_padding(attention_mask, wait=False, parts=True)
     # The cache counts on in the tensor that holds its length.
     return CachePosition.of(q_offset.clone(), q_length, kv_length, start)
+
+
+def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
+    """Return the mask `[B, T]` of a step of `generate`, where transformers would make one of all pairs.
+
+    It is padded to the places of a cache of fixed size that is in use: compiled code needs one shape in every step.
+    """
+    if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
+        return attention_mask
+    places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
+    return F.pad(attention_mask, (0, places - attention_mask.shape[1]))
 
 
 def check_positions(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
@@ -208,12 +200,6 @@ def check_positions(position_ids: Tensor, attention_mask: Tensor | None, length:
         )
 
 
-def longest_document(position_ids: Tensor) -> int:
-    """Return the tokens of the longest document in positions `[B, T]`. It waits for the device."""
-    document = F.pad((position_ids.diff(dim=-1) != 1).cumsum(-1), (1, 0))
-    return max(int(row.bincount().max()) for row in document)
-
-
 def check_boundaries(cu_seq_lens: Tensor | None, rows: int) -> None:
     """Raise UnsupportedError for documents of which only flash attention's `cu_seq_lens_q` shows the boundaries.
 
@@ -222,6 +208,4 @@ def check_boundaries(cu_seq_lens: Tensor | None, rows: int) -> None:
     if cu_seq_lens is None or len(cu_seq_lens) <= rows + 1:
         return
     if torch.compiler.is_compiling() or is_capturing(cu_seq_lens.device) or len(cu_seq_lens.unique()) > rows + 1:
-        raise UnsupportedError(
-            f"frozen heads know packed documents by position_ids, not by cu_seq_lens_q: give both, or {_OWN_ROWS}"
-        )
+        raise UnsupportedError(f"frozen heads know packed documents by position_ids, not cu_seq_lens_q: {_OWN_ROWS}")

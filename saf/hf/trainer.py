@@ -11,7 +11,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -34,7 +34,7 @@ from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import restore_
 from saf.heads import EDITED, HeadSet
 from saf.heldout import heldout_loss
-from saf.hf.attention import idle_tensors
+from saf.hf.attention import NAME, state_of
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, section_of, write_section
 from saf.hf.sequences import sequences as read_sequences_of
 from saf.machine import Execution
@@ -473,7 +473,7 @@ def rewrap_(trainer: Any) -> None:
     wrapper = _uncompiled(trainer.model_wrapped)
     if isinstance(wrapper, DistributedDataParallel):
         own = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
-        wrapper.parameters_to_ignore = {*own, *idle_tensors(wrapper.module)}
+        wrapper.parameters_to_ignore = {*own, *_idle_tensors(wrapper.module)}
         state = wrapper.__getstate__()
         # The old buckets watch gradients of the old shapes until they are gone, and a graph may hold them in a cycle.
         del wrapper.reducer, wrapper.logger
@@ -484,6 +484,18 @@ def rewrap_(trainer: Any) -> None:
             handler.register_comm_hook(wrapper)
     if trainer.args.torch_compile:
         torch.compiler.reset()
+
+
+def _idle_tensors(model: nn.Module) -> Iterator[str]:
+    """Yield the names of frozen heads' buffers, and of queries' and keys' weights in layers without live heads."""
+    for name, module in model.named_modules():
+        if (state := state_of(module)) is None:
+            continue
+        yield from (f"{name}.{NAME}.{buffer}" for buffer, _ in state.named_buffers())
+        if not state.layout.num_live:
+            read = {id(one) for role in ("value", "output") for one in state.family.module(module, role).parameters()}
+            read |= set(map(id, state.parameters()))
+            yield from (f"{name}.{part}" for part, one in module.named_parameters() if id(one) not in read)
 
 
 def _uncompiled(module: Any) -> Any:

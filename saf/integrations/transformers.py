@@ -12,7 +12,6 @@ trains, `text_sequences` cuts calibration sequences out of text, `cache_bytes` i
 from transformers.utils.import_utils import is_accelerate_available
 
 from saf.hf.cache import cache_bytes
-from saf.hf.generation import watch_assistants
 from saf.hf.pretrained import watch_folders
 from saf.hf.sequences import text_sequences
 from saf.hf.trainer import FreezeCallback, join_trainers
@@ -20,6 +19,5 @@ from saf.hf.trainer import FreezeCallback, join_trainers
 __all__ = ["FreezeCallback", "cache_bytes", "text_sequences"]
 
 watch_folders()
-watch_assistants()
 if is_accelerate_available():  # without it there is no Trainer
     join_trainers()

@@ -13,4 +13,4 @@ NEW = 7
 
 def generate(model, ids, mask, **options):
     torch.manual_seed(11)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, **SETTINGS | options)
+    return model.generate(ids, attention_mask=mask, **{"max_new_tokens": NEW} | SETTINGS | options)

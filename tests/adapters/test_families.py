@@ -101,6 +101,14 @@ def test_calibration_measures_equation_1_and_leaves_the_model_as_it_was(family):
     assert statistics.variance.isnan().sum() == 4 * (len(variance) - len(measured))
 
 
+@pytest.mark.parametrize("name", ["eager", "flex_attention"])
+def test_transformers_own_functions_are_measured_alike(name):
+    model = make("llama")
+    model.set_attn_implementation(name)
+    found, expected = (saf.calibrate(each, [tokens()]).variance for each in (model, make("llama")))
+    assert torch.equal(found, expected)
+
+
 def test_masks_and_functions_that_frozen_heads_cannot_follow_are_refused(family):
     model, ids = make(family), tokens(2, 8, seed=3)
     # One live head: its weights would be taken for every head's.
@@ -185,8 +193,9 @@ def test_cross_attention_is_evaluated_but_not_frozen(tmp_path):
     freeze(type(model).from_pretrained(tmp_path, add_cross_attention=False))
 
 
-def other_forward(model):
-    model.model.layers[1].self_attn.forward = lambda *args, **options: None
+def other_function(model):
+    transformers.AttentionInterface.register("doubled", lambda *args, **options: None)
+    model.set_attn_implementation("doubled")
 
 
 def other_projection(model):
@@ -197,15 +206,15 @@ def dropout(model):
     model.model.layers[0].self_attn.attention_dropout = 0.1
 
 
-@pytest.mark.parametrize("change", [other_forward, other_projection, dropout])
+@pytest.mark.parametrize("change", [other_function, other_projection, dropout])
 def test_layers_that_cannot_be_frozen_are_refused_and_unchanged(change):
     model = make("llama")
     change(model)
-    before = copy.deepcopy(model.state_dict())
+    before, function = copy.deepcopy(model.state_dict()), model.config._attn_implementation
     heads = HeadSet((1, head) for head in range(4))
     with pytest.raises(UnsupportedError):
         saf.install_(model, heads, saf.CompactPattern.from_parameters(*torch.zeros(2, 4, LENGTH)))
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == function
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -11,7 +11,7 @@ from saf.bench.models import synthetic_patterns
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
-from tests.adapters.generated import FROZEN, SETTINGS, generate
+from tests.adapters.generated import FROZEN, generate
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.transformers_models import make, tokens
 
@@ -153,11 +153,3 @@ def test_states_go_on_beside_the_patterns_that_filled_them_alone_and_without_gra
     growing = DynamicCache(config=model.config)  # filled with gradients it holds values
     model(ids, past_key_values=growing)
     torch.testing.assert_close(model(ids[:, :1], past_key_values=growing).logits, expected)
-
-
-def test_guesses_are_limited_to_what_can_be_taken_back():
-    """The prompt repeats itself, so that each pass guesses 100 tokens where a chunk of 64 can be taken back."""
-    model, ids = frozen_model("llama", heads=HeadSet([(0, 1)])), tokens(1, 3, seed=6).repeat(1, 40)
-    options = SETTINGS | {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 110}
-    expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=100, **options), expected)
