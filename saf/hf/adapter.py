@@ -306,7 +306,7 @@ def _check_generation(model: Any, generation_config: Any, *rest: Any, **options:
     longest = min(covered, default=0) + 1 - (generation_config.prompt_lookup_num_tokens or 0)
     if covered and (generation_config.max_length or 0) > longest:
         raise InputError(
-            f"prompt and new tokens must be at most {longest}, which the patterns cover, got "
+            f"beside patterns of {min(covered)} tokens, prompt and new tokens must be at most {longest}, got "
             f"{generation_config.max_length}: lower max_new_tokens"
         )
     type(model)._validate_generated_length(model, generation_config, *rest, **options)
