@@ -14,28 +14,38 @@ from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 from saf.records.provenance import invocation
 
 COMMANDS = {
+    "doctor": "Say what works on this machine, what does not, and what to do.",
     "data": "Prepare text as tokens, or show a prepared folder.",
     "pretrain": "Train an ordinary model, or a frozen arm from its checkpoint.",
     "finetune": "Train a checkpoint on a task, and measure its accuracy.",
     "freeze": "Freeze heads of a checkpoint or Hugging Face model.",
     "evaluate": "Measure held-out perplexity and zero-shot accuracy.",
-    "compare": "Show what freezing cost and saved: ordinary against frozen.",
+    "compare": "Say what freezing cost and saved: ordinary against frozen.",
     "report": "Write a self-contained HTML page about runs or a model.",
     "inspect": "Show the contents of a folder, and verify its checksums.",
     "bench": "Time operators, updates, prompts and decoding in pairs.",
-    "doctor": "Show versions, devices and the backend that would run here.",
 }
-FIRST_STEPS = (
-    "a Hugging Face model:",
-    "  $ saf freeze MODEL --data text.txt --rate 0.02 --max-per-layer 1 \\",
-    "        --length 1024 --allow-shorter --out frozen",
-    "a model of your own, frozen midway:",
-    "  $ saf data prepare my_texts --out data",
-    "  $ saf pretrain --data data --out runs/ordinary --updates 1000",
-    "  $ saf pretrain --parent runs/ordinary/checkpoints/step-500 \\",
-    "        --out runs/frozen --freeze.rate 0.25",
-    "  $ saf compare runs/ordinary runs/frozen",
-)
+USAGE = """usage: saf COMMAND ...
+
+Freeze attention heads into fixed patterns, and see what it cost and saved.
+
+what works on this machine:
+  $ saf doctor
+a Hugging Face model, a head of some layers frozen on a file of text:
+  $ saf freeze MODEL --data text.txt --rate 0.02 --max-per-layer 1 \\
+        --length 1024 --allow-shorter --out frozen
+a model of your own, a quarter of its heads frozen midway:
+  $ saf data prepare my_texts --out data
+  $ saf pretrain --data data --out runs/ordinary --updates 1000
+  $ saf pretrain --parent runs/ordinary/checkpoints/step-500 \\
+        --out runs/frozen --freeze.rate 0.25
+  $ saf compare runs/ordinary runs/frozen
+  $ saf report runs/ordinary runs/frozen
+
+commands:
+{commands}
+
+`saf COMMAND --help` shows the settings that people use first."""
 NOISY = ("torchao", "torch.utils._pytree")
 """Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
 EXTRAS = {
@@ -43,7 +53,6 @@ EXTRAS = {
     **{"transformers": "hf", "accelerate": "hf", "datasets": "data", "pyarrow": "data", "lm_eval": "eval"},
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
-RESUMABLE = ("pretrain", "finetune")
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 """The exit code of tyro, and of most programs, for bad arguments; and that of shells for SIGINT."""
@@ -57,24 +66,20 @@ def main(words: Sequence[str] | None = None) -> int:
     name, *rest = words
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
-    advice = RESUME if name in RESUMABLE else ""
-    called, command = invocation.set(tuple(words)), None
+    advice = RESUME if name in ("pretrain", "finetune") else ""
+    called, module = invocation.set(tuple(words)), None
     try:
         with _plain_warnings(name), _missing_extras():
-            with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
-                try:
-                    command = _command(name, rest)
-                except SystemExit as stop:  # after the help, or words that tyro has refused
-                    if refused and stop.code:
-                        _wait_for_rank0_to_print()
-                        print(refused.getvalue(), file=sys.__stderr__)
-                    return int(stop.code or 0)
+            module = importlib.import_module(f"saf.cli.{name}")
+            command = _parsed(module, rest, name)
+            if isinstance(command, int):
+                return command
             command.run()
         return 0
     except SafError as error:
         if not error.printed_elsewhere:
             _wait_for_rank0_to_print()
-            print(f"saf {name}: {_in_flags(error, name, command)}", file=sys.stderr)
+            print(f"saf {name}: {_in_flags(error, module)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -95,7 +100,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _answer(words: Sequence[str]) -> int | None:
     """Print the help or the version, or refuse an unknown command, and return the exit code; None for a command."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(usage(), file=sys.stdout if words else sys.stderr)
+        commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        print(USAGE.format(commands=commands), file=sys.stdout if words else sys.stderr)
         return 0 if words else EXIT_ERROR
     if words[0] in ("-V", "--version"):
         from saf import __version__
@@ -110,34 +116,29 @@ def _answer(words: Sequence[str]) -> int | None:
     return None
 
 
-def usage() -> str:
-    """Return the text of `saf --help`."""
-    lines = [f"  {name:<10}{summary}" for name, summary in COMMANDS.items()]
-    head = "usage: saf COMMAND ...\n\nFreeze attention heads into fixed patterns, and see what it cost and saved.\n"
-    end = "`saf COMMAND --help` shows the settings that people use first."
-    return "\n".join([head, "commands:", *lines, "", *FIRST_STEPS, "", end])
-
-
-def _command(name: str, words: list[str]) -> Any:
+def _parsed(module: Any, words: list[str], name: str) -> Any:
+    """Return the command, or the exit code after its help or words that tyro refused, which rank 0 alone explains."""
     from saf.cli.parsing import parse
 
-    module = importlib.import_module(f"saf.cli.{name}")
-    if hasattr(module, "parse_words"):
-        return module.parse_words(words)
-    return parse(module.Command, words, prog=f"saf {name}", first=getattr(module, "FIRST", ()))
+    with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
+        try:
+            if hasattr(module, "parse_words"):
+                return module.parse_words(words)
+            return parse(module.Command, words, prog=f"saf {name}", first=getattr(module, "FIRST", None))
+        except SystemExit as stop:
+            if refused and stop.code:
+                _wait_for_rank0_to_print()
+                print(refused.getvalue(), file=sys.__stderr__)
+            return int(stop.code or 0)
 
 
-def _in_flags(error: SafError, name: str, command: Any) -> str:
-    """Write an error in the flags of a verb, whose words were perhaps not parsed yet."""
-    try:
-        from saf.cli.parsing import with_flags
-
-        module = importlib.import_module(f"saf.cli.{name}")
-    except ModuleNotFoundError:  # that error
+def _in_flags(error: SafError, module: Any) -> str:
+    """Write an error in the flags of a command; the module is None where it could not be imported."""
+    if module is None:
         return str(error)
-    parsed = None if command is None else type(command)
-    kind = parsed or getattr(module, "Command", None) or getattr(module, name.capitalize(), None)
-    return str(error) if kind is None else with_flags(str(error), kind)
+    from saf.cli.parsing import with_flags
+
+    return with_flags(str(error), module.Command)
 
 
 def _wait_for_rank0_to_print() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import tyro
 
@@ -16,11 +16,6 @@ from saf.records.provenance import clock_words
 from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
-FIRST = (
-    *("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device"),
-    *("compile", "graphs", "memory", "seconds"),
-)
-"""The flags that `--help` shows."""
 
 
 @dataclass(kw_only=True)
@@ -28,8 +23,7 @@ class _Bench:
     """Settings that each benchmark's command adds to its own."""
 
     folder: tyro.conf.Positional[Path | None] = None
-    """A checkpoint, a run, or the output of saf.save or save_pretrained, with its own frozen heads; instead of
-    --model."""
+    """Time this checkpoint, run, or output of saf.save or save_pretrained with its own frozen heads, not --model."""
     out: Path | None = None
     """Write the record to this new JSON file."""
     json: bool = False
@@ -59,11 +53,14 @@ def _machine(provenance: dict[str, Any]) -> str:
     return ", ".join(filter(None, [provenance["device"], *words]))
 
 
-def _command(kind: type[bench.Speed]) -> type[_Bench]:
-    return make_dataclass(kind.__name__, [], bases=(_Bench, kind), namespace={"__doc__": kind.__doc__}, kw_only=True)
-
-
-COMMANDS = {name: _command(kind) for name, kind in bench.KINDS.items()}
+COMMANDS = {
+    name: make_dataclass(kind.__name__, [], bases=(_Bench, kind), namespace={"__doc__": kind.__doc__}, kw_only=True)
+    for name, kind in bench.KINDS.items()
+}
+Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
+_SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device")
+FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "compile", "graphs", "memory", "seconds"))
+"""The settings that `--help` shows."""
 
 
 def parse_words(words: Sequence[str]) -> _Bench:

@@ -13,15 +13,18 @@ from saf.evaluate.compare import compare_folders, compare_runs
 from saf.evaluate.compare_tables import pair_tables, perplexity_change, verdict
 from saf.evaluate.paired import RESAMPLES
 from saf.hf.card import folder_hash, record_cost_
+from saf.models import GPTConfig
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, kind_of
-from saf.records.table import Part
+
+WORTH_TIMING = 0.05
+"""A share of an update's operations below which freezing shows in no update time."""
 
 
 @dataclass(kw_only=True)
 class Command:
-    """Show what freezing cost in perplexity, with its interval, and what it saved in time and memory.
+    """Say what freezing cost in perplexity, with its interval, and what it saved in time and memory.
 
     Runs of a task are compared question by question. Runs that differ in more than the freezing are refused. Hugging
     Face models and zero-shot tasks are compared by the folders that `saf evaluate --out` wrote.
@@ -39,25 +42,25 @@ class Command:
     card: Path | None = None
     """Write the change of perplexity into the model card (README.md) of this folder, which holds the frozen model."""
     resamples: int = RESAMPLES
-    """Number of bootstrap draws of windows."""
+    """Draw this many bootstrap samples of windows for the interval."""
     seed: int = 0
-    """Random seed for the draws."""
+    """Draw them from this random seed."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
         pair = self.ordinary, self.frozen
-        options: dict[str, Any] = {"allow_differences": self.allow_differences}
-        options |= {"resamples": self.resamples, "seed": self.seed}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("allow_differences", "resamples", "seed")}
         if {kind_of(path) for path in pair} & {Kind.EVALUATION, Kind.TRANSFORMERS}:
             for path in pair:
                 expect(path, Kind.EVALUATION)
             return self._evaluations(options)
         if self.card is not None:
             raise InputError("--card is for evaluations of Hugging Face models; runs have no model card")
-        runs = [RecordedRun.open(path) for path in pair]
-        record = compare_runs(runs[0], runs[1], out=self.out or self.frozen, **options)
-        show(record, verdict(record), *pair_tables(record, runs[0], runs[1]), as_json=self.json)
+        ordinary, frozen = map(RecordedRun.open, pair)
+        record = compare_runs(ordinary, frozen, out=self.out or self.frozen, **options)
+        notes = filter(None, [too_small(frozen)])
+        show(record, verdict(record), *notes, *pair_tables(record, ordinary, frozen), as_json=self.json)
         return record
 
     def _evaluations(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -68,8 +71,8 @@ class Command:
         if self.out is not None:
             write_json(self.out / "compare.json", record)
         shown = [each for each in (changes, tasks) if each]
-        parts: list[Part] = [verdict(each) for each in shown]
-        show(record, *parts, *(table for each in shown for table in pair_tables(each)), as_json=self.json)
+        tables = [table for each in shown for table in pair_tables(each)]
+        show(record, *map(verdict, shown), *tables, as_json=self.json)
         return record
 
     def _write_card(self, folder: Path, record: Mapping[str, Any] | None) -> None:
@@ -87,3 +90,20 @@ class Command:
             f"{perplexity_change(record)}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
             f"{record['precision']}",
         )
+
+
+def too_small(run: RecordedRun) -> str | None:
+    """Say why a run gains no time where mixing in its frozen heads would be a small share of an update; else None."""
+    length = run.config["train"].get("length")
+    if not length or not run.num_heads:
+        return None
+    config = GPTConfig.from_dict(run.config["model"])
+    mixing = 1 - config.flops_per_token(0) / config.flops_per_token(length)
+    saved = mixing * len(run.edited_heads) / run.num_heads
+    if saved > WORTH_TIMING:
+        return None
+    toy = "A toy on a CPU" if str(run.config.get("device")).startswith("cpu") else "A model of this size"
+    return (
+        f"{toy} gains no time: at {length:,} tokens mixing positions is {100 * mixing:.0f}% of an\n"
+        f"update's operations, that of these heads {100 * saved:.1f}%."
+    )

@@ -1,6 +1,6 @@
 """`saf data prepare` and `saf data info`: make a data folder, show one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,17 +10,11 @@ from saf.cli.output import show
 from saf.cli.parsing import parse_one_of
 from saf.data import PARTITIONS, PrepareConfig, TokenData, prepare
 from saf.models import PRESETS
-from saf.records.table import Part, Table
+from saf.records.table import Table
 from saf.train import TrainConfig
 
 MAX_ROWS = 20
 """Rows of the table of skipped files."""
-FIRST = (
-    *("sources", "out", "overwrite", "json", "settings.tokenizer", "settings.vocab_size", "settings.heldout"),
-    *("settings.heldout_fraction", "settings.calibration_from", "settings.split_characters", "settings.text_field"),
-    *("settings.max_bytes", "settings.seed"),
-)
-"""The flags that `saf data prepare --help` shows."""
 
 
 @dataclass(kw_only=True)
@@ -60,28 +54,26 @@ class Info:
         return _show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
 
 
-COMMANDS = {"prepare": Prepare, "info": Info}
+Command = Prepare | Info
+FIRST = {
+    Prepare: ("sources", "out", "overwrite", "json", "settings"),
+    PrepareConfig: (
+        *("tokenizer", "vocab_size", "heldout", "heldout_fraction", "calibration_from", "split_characters"),
+        *("text_field", "max_bytes", "seed"),
+    ),
+}
+"""The settings that `saf data prepare --help` shows."""
 
 
-def parse_words(words: Sequence[str]) -> Prepare | Info:
+def parse_words(words: Sequence[str]) -> Command:
     """Parse the command."""
-    return parse_one_of(COMMANDS, words, prog="saf data", first=FIRST if words[:1] == ["prepare"] else ())
+    return parse_one_of({"prepare": Prepare, "info": Info}, words, prog="saf data", first=FIRST)
 
 
 def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    tokenizer, duplicates, skipped = index["tokenizer"], index["duplicates"], index["left_out"]
-    parts: list[Part] = []
-    if skipped:
-        more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
-        rows = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
-        parts.append(Table.of(f"Left out or cut: {len(skipped):,}{more}", ["file or folder", "why"], rows))
-    rows = []
-    for name in PARTITIONS:
-        info = index["partitions"][name]
-        entropy = "" if info["unigram_entropy"] is None else f"{info['unigram_entropy']:.3f}"
-        density = f"{info['bytes'] / info['tokens']:.2f}" if info["tokens"] else ""
-        rows.append([name, info["documents"], info["tokens"], f"{info['bytes'] / 1e6:.2f}", density, entropy])
-    head = ["partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats"]
+    head = ("partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats")
+    rows = [_partition(name, index["partitions"][name]) for name in PARTITIONS]
+    tokenizer, duplicates = index["tokenizer"], index["duplicates"]
     facts = {
         "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
         "calibration": _calibration(index),
@@ -90,13 +82,24 @@ def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any
         "documents",
         "fingerprint": index["fingerprint"],
     }
+    parts = [Table.of(folder, head, rows), Table.facts("", facts)]
+    if skipped := index["left_out"]:
+        more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
+        files = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
+        parts.insert(0, Table.of(f"Left out or cut: {len(skipped):,}{more}", ("file or folder", "why"), files))
     result = {"folder": folder, **index}
-    lines = [f"{name:<13}{value}" for name, value in facts.items()]
-    show(result, *parts, Table.of(folder, head, rows), *lines, as_json=as_json)
+    show(result, *parts, as_json=as_json)
     return result
 
 
-def _calibration(index: dict[str, Any]) -> str:
+def _partition(name: str, info: Mapping[str, Any]) -> list[Any]:
+    entropy = None if info["unigram_entropy"] is None else f"{info['unigram_entropy']:.3f}"
+    density = f"{info['bytes'] / info['tokens']:.2f}" if info["tokens"] else None
+    return [name, info["documents"], info["tokens"], f"{info['bytes'] / 1e6:.2f}", density, entropy]
+
+
+def _calibration(index: Mapping[str, Any]) -> str:
+    """Count the windows of calibration at the presets' contexts, and say what to do where they are too few."""
     needed = TrainConfig.calibration_sequences
     source = "train" if index["calibration_from"] == "train" else "calibration"
     tokens = index["partitions"][source]["tokens"]

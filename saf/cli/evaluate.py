@@ -1,5 +1,6 @@
 """`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,6 @@ from saf.machine import device_name, pick_device
 from saf.opening import OpenedModel, open_model
 from saf.records.table import Part, Table
 from saf.tasks.zero_shot import TaskName
-
-FIRST = (
-    *("model", "data", "tasks", "task_data", "questions", "out", "partition", "bos", "length", "batch_size", "limit"),
-    *("device", "precision", "json"),
-)
-"""The flags that `--help` shows."""
 
 
 @dataclass(kw_only=True)
@@ -74,16 +69,15 @@ class Command:
 
     def __post_init__(self):
         """Raise InputError for a flag that would have no effect."""
-        unused = {
-            "task-data": self.task_data,
-            "questions": self.questions,
-            "too-long": self.too_long != "refuse" or None,
-        }
-        for name, value in unused.items():
-            if value is not None and not self.tasks:
-                raise InputError(f"--{name} has no effect without --tasks; name some")
+        usual = {"task_data": None, "questions": None, "too_long": "refuse"}
+        self._refuse_unless_default(usual if not self.tasks else {}, "has no effect without --tasks; name some")
         if len(set(self.tasks)) < len(self.tasks):
             raise InputError(f"each task must be named once; got {', '.join(self.tasks)}")
+
+    def _refuse_unless_default(self, usual: Mapping[str, Any], why: str) -> None:
+        for name, default in usual.items():
+            if getattr(self, name) != default:
+                raise InputError(f"--{name.replace('_', '-')} {why}")
 
     def run(self) -> dict[str, Any]:
         with process_group(self.device):
@@ -91,11 +85,9 @@ class Command:
                 self._check_out()
             if self.tasks:
                 from saf.hf import lm_eval  # noqa: F401 - a package that is missing is known before the model is open
-            options = {"precision": self.precision, "needs_data": not self.tasks}
-            opened = open_model(self.model, self.data, self.device, **options)
-            for name, default in (("bos", False), ("partition", "report"), ("limit", None)):
-                if opened.data is None and getattr(self, name) != default:
-                    raise InputError(f"--{name} has no effect on tasks; give --data, or leave it out")
+            opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
+            usual = {"bos": False, "partition": "report", "limit": None} if opened.data is None else {}
+            self._refuse_unless_default(usual, "has no effect on tasks; give --data, or leave it out")
             record: dict[str, Any] = {}
             parts: list[Part] = []
             # Tasks first: missing or too long questions are known before minutes of perplexity.
@@ -140,8 +132,7 @@ class Command:
             )
 
     def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
-        data = opened.data
-        assert data is not None
+        data: Any = opened.data
         begins = [1, *(int(end) + 1 for end, _ in record["by_position"])]
         losses = [f"{x:.3f} (tokens {b:,}-{end:,})" for b, (end, x) in zip(begins, record["by_position"], strict=False)]
         rows = {
@@ -161,14 +152,13 @@ class Command:
 
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        countdowns: dict[str, Countdown] = {}
-        with ExitStack() as bars:
+        bars: dict[str, Countdown] = {}
+        with ExitStack() as stack:
 
             def progress(name: str, done: int, total: int) -> None:
-                if name not in countdowns:
-                    bar = Countdown(f"answering {name}", "requests", quiet=not is_rank0())
-                    countdowns[name] = bars.enter_context(bar)
-                countdowns[name](done, total)
+                if name not in bars:
+                    bars[name] = stack.enter_context(Countdown(f"answering {name}", "requests", quiet=not is_rank0()))
+                bars[name](done, total)
 
             answers = ask(opened, self, longest=self.length, progress=progress)
         return on_rank0(
@@ -183,3 +173,12 @@ class Command:
                 checkpoints=opened.checkpoints,
             )
         )
+
+
+FIRST = {
+    Command: (
+        *("model", "data", "tasks", "task_data", "questions", "out", "partition", "bos", "length", "batch_size"),
+        *("limit", "device", "precision", "json"),
+    )
+}
+"""The settings that `--help` shows."""

@@ -10,7 +10,7 @@ import tyro
 
 from saf.checkpoint import is_same_checkpoint
 from saf.cli.parsing import parse
-from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
+from saf.cli.pretrain import FIRST_OF_FREEZING, Start, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.tasks.multiple_choice import is_json_lines
@@ -18,11 +18,9 @@ from saf.train import TrainConfig, pretrain
 from saf.train.config import recorded_config
 from saf.train.finetune import choosing, finetune, finetune_defaults, settings_like
 
-_FIELDS = tuple(each.name for each in fields(TrainConfig))
-
 
 @dataclass(kw_only=True)
-class Finetune(TrainFlags):
+class Command(TrainFlags):
     """Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
 
     Tasks are sst2, boolq and quality with --data and --test, a user's own FILE.jsonl of training examples with --test,
@@ -35,9 +33,9 @@ class Finetune(TrainFlags):
     examples: Annotated[FinetuneSettings, tyro.conf.OmitArgPrefixes] = field(default_factory=FinetuneSettings)
     """The files of examples."""
     epochs: int | None = None
-    """Passes over the training examples, instead of a choice by the ordinary model."""
+    """Pass over the training examples this many times, instead of a choice by the ordinary model."""
     like: Path | None = None
-    """Finetuned run of the ordinary arm, whose files, settings and updates this run takes."""
+    """Take the files, settings and updates of this finetuned run of the ordinary arm."""
 
     def run(self) -> dict[str, Any]:
         if self.like is None:
@@ -48,7 +46,16 @@ class Finetune(TrainFlags):
         return show_result(lambda: pretrain(self.config, resume=self.resume and begun), self)
 
 
-def parse_words(words: Sequence[str]) -> Finetune:
+_SHOWN = ("data", "out", "parent", "resume", "task", "examples", "epochs", "like", "batch_size", "updates", "peak_lr")
+FIRST = {
+    Command: (*_SHOWN, "seed", "device", "freeze", "json"),
+    FinetuneSettings: ("test", "tokenizer"),
+    **FIRST_OF_FREEZING,
+}
+"""The settings that `--help` shows."""
+
+
+def parse_words(words: Sequence[str]) -> Command:
     """Return the command; settings left out are the paper's, the task's or the parent's.
 
     Raises:
@@ -56,22 +63,20 @@ def parse_words(words: Sequence[str]) -> Finetune:
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
     words = _task_of_file(words)
-    first = (*FIRST, "task", "examples.test", "examples.tokenizer", "epochs", "like")
     start = Start.of(words)
     begins = start.out is not None and (start.parent is not None or start.resume)
     if {"-h", "--help", "--help-all"} & set(words) and not begins:
-        return parse(Finetune, words, prog="saf finetune", first=first)
+        return parse(Command, words, prog="saf finetune", first=FIRST)
     if not begins:
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
     base = _base(start)
-    before = TrainConfig(**{name: base[name] for name in _FIELDS if name in base})
-    examples = FinetuneSettings(
-        **{each.name: base[each.name] for each in fields(FinetuneSettings) if each.name in base}
-    )
-    default = replace(Finetune.of(before), examples=examples)
-    flags = parse(Finetune, words, prog="saf finetune", default=default, first=first)
+    names, of_examples = ([each.name for each in fields(kind)] for kind in (TrainConfig, FinetuneSettings))
+    before = TrainConfig(**{name: base[name] for name in names if name in base})
+    examples = FinetuneSettings(**{name: base[name] for name in of_examples if name in base})
+    default = replace(Command.of(before), examples=examples)
+    flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
     changes = changes_of(flags, default) | {"parent": base["parent"]}
-    values = {**{name: getattr(before, name) for name in _FIELDS}, **changes}
+    values = {**{name: getattr(before, name) for name in names}, **changes}
     if before.task == MQARTask.name:
         if flags.examples != examples:
             raise InputError("--test and what belongs to files of examples have no effect on mqar; leave them out")
@@ -88,6 +93,7 @@ def parse_words(words: Sequence[str]) -> Finetune:
 
 
 def _task_of_file(words: Sequence[str]) -> list[str]:
+    """Write the task FILE.jsonl as the task jsonl with these data."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
         if flag == "--task" and is_json_lines(value):
@@ -96,6 +102,7 @@ def _task_of_file(words: Sequence[str]) -> list[str]:
 
 
 def _base(start: Start) -> dict[str, Any]:
+    """Return the settings that flags change: those of the run to resume, of the run to be like, or of the task."""
     assert start.out is not None
     if start.resume:  # the run may still be choosing its epochs
         recorded = recorded_config(start.out) if start.resumed else choosing(start.out)
@@ -109,9 +116,7 @@ def _base(start: Start) -> dict[str, Any]:
     if start.like is not None:
         base = settings_like(start.like, parent=checkpoint, out=start.out)
         if start.task not in (None, base["task"]):
-            raise InputError(
-                f"{start.like} was finetuned on {base['task']}; leave --task {start.task} out beside --like"
-            )
+            raise InputError(f"{start.like} was finetuned on {base['task']}; leave --task {start.task} out")
     elif start.task is None:
         raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
     else:

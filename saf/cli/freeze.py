@@ -1,5 +1,6 @@
 """`saf freeze`: the whole recipe on a checkpoint or a model of transformers."""
 
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,37 +11,20 @@ import tyro
 from saf.cli.output import Countdown, show
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
+from saf.freeze_report import FreezeReport, worst_layer_words
 from saf.records.run import means_transformers
-
-FIRST = (
-    *(
-        "checkpoint",
-        "out",
-        "data",
-        "sequences",
-        "length",
-        "allow_shorter",
-        "accept_loss",
-        "heal",
-        "device",
-        "json",
-        "config.rate",
-    ),
-    *("config.joint_cost", "config.budget", "config.max_per_layer", "config.score", "config.storage"),
-    *("config.max_fit_kl", "config.operation", "config.heads"),
-)
-"""The flags that `--help` shows."""
+from saf.records.table import number, signed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(CheckpointFreezing):
     """Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
 
-    The result holds the optimiser's state, so `saf pretrain --parent OUT` continues from there. For a Hugging Face
-    model OUT is a folder that from_pretrained opens, after `import saf.integrations.transformers`.
+    Begin with a rate of 0.02 and one head a layer: each share of heads costs perplexity, which is printed first. A
+    pretrained model needs a file of text; a checkpoint takes the data that it was trained on.
     """
 
-    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Freeze heads of this checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its
     name on the hub)."""
     config: Annotated[FreezeConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=FreezeConfig)
@@ -61,5 +45,42 @@ class Command(CheckpointFreezing):
                 countdown=lambda verb, items: bars.enter_context(Countdown(verb, items)),
             )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
-        show(result, report.table(), f"{kind} {self.out}", f"hash {written}", as_json=self.json)
+        lines = [f"{kind} {self.out}", f"hash {written}", self._next(kind, report.statistics.length)]
+        show(result, cost(report), report.table(), *lines, as_json=self.json)
         return result
+
+    def _next(self, kind: str, length: int) -> str:
+        """Name the commands that come next: go on training, or measure a pretrained model before and after."""
+        if kind == "checkpoint":
+            return f"next, train on: saf pretrain --parent {shlex.quote(str(self.out))} --out RUN"
+        data = self.data if self.data is not None and self.data.is_dir() else "HELDOUT.txt"
+        commands = [
+            ["evaluate", model, "--data", data, "--length", length, "--out", out, *["--bos"] * self.bos]
+            for model, out in ((self.checkpoint, "before"), (self.out, "after"))
+        ]
+        lines = [f"  saf {shlex.join(map(str, words))}" for words in [*commands, ["compare", "before", "after"]]]
+        return "\n".join(["next, measure the model before and after on other text:", *lines])
+
+
+def cost(report: FreezeReport) -> str:
+    """Say what freezing cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
+    rise = "not measured: there is no held-out text"
+    if report.loss_before is not None:
+        rise = f"perplexity {signed(100 * report.perplexity_rise)} on held-out text"
+    layer = ""
+    if report.worst_layer is not None:
+        layer = f"; {worst_layer_words(report.worst_layer)}"
+    elif report.fit_kl:
+        (worst, _), kl = max(report.fit_kl.items(), key=lambda each: each[1])
+        layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats)"
+    return f"Cost: {rise}{layer}."
+
+
+FIRST = {
+    Command: (
+        *("checkpoint", "out", "data", "sequences", "length", "allow_shorter", "accept_loss", "heal", "device", "json"),
+        "config",
+    ),
+    FreezeConfig: ("rate", "budget", "max_per_layer", "score", "storage"),
+}
+"""The settings that `--help` shows."""

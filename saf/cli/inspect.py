@@ -85,13 +85,11 @@ def _run(contents: Contents) -> list[Part]:
 
 def _data(contents: Contents) -> list[Part]:
     tokenizer = contents["tokenizer"]
-    rows = {
-        "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids",
-        "fingerprint": contents["fingerprint"],
-    }
+    facts = {"tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids"}
+    facts["fingerprint"] = contents["fingerprint"]
     partitions = [[name, each["tokens"], each["documents"]] for name, each in contents["partitions"].items()]
     return [
-        Table.facts(f"data {contents['path']}, all sums verified", rows),
+        Table.facts(f"data {contents['path']}, all sums verified", facts),
         Table.of("partitions", ["partition", "tokens", "documents"], partitions),
     ]
 
@@ -102,18 +100,14 @@ def _saved(contents: Contents) -> list[Part]:
         sizes = ", ".join(f"{name} {byte_size(size)}" for name, size in contents["weights"].items())
         rows = {"model": contents["architecture"], "weights": sizes, "hash": contents["hash"]}
     elif (base := contents.get("base_model")) is not None:
-        rows["base model here"] = (
-            f"an ordinary {base}: these heads are not of its weights, and saf.load(model, folder) freezes them in "
-            "the model that they were made from; were they undone, move both files away"
-        )
+        rows["base model here"] = f"an ordinary {base}; saf.load(model, folder) freezes these heads in their own model"
     kinds: Counter[str] = Counter()
     for layer in contents["patterns"]:
         kinds.update(layer["kinds"])
-    edited = len(contents["frozen"]) + len(contents["pruned"])
     rows |= {
         "heads": _heads(contents),
         "patterns": _counts(kinds),
-        "can be undone": f"{contents['undoable']} of {edited} heads",
+        "can be undone": f"{contents['undoable']} of {len(contents['frozen']) + len(contents['pruned'])} heads",
         **{f"SHA-256 of {name}": value for name, value in contents["sha256"].items()},
     }
     title = "saved model" if contents["kind"] == "saved" else "model of transformers"
@@ -148,16 +142,15 @@ def _fits(contents: Contents) -> str | None:
 
 
 def _layers(contents: Contents) -> list[Part]:
+    """Tabulate the frozen heads by layer, with their patterns where the folder has them."""
     layers = sorted({layer for layer, _ in contents["frozen"]})
-    rows = [[str(layer), " ".join(str(head) for at, head in contents["frozen"] if at == layer)] for layer in layers]
-    if not rows:
+    if not layers:
         return []
+    rows = [[str(layer), " ".join(str(head) for at, head in contents["frozen"] if at == layer)] for layer in layers]
     if "patterns" not in contents:
         return [Table.of("frozen heads", ["layer", "heads"], rows)]
     for row, patterns in zip(rows, contents["patterns"], strict=True):
         row += [_counts(patterns["kinds"]), str(patterns["length"]), patterns["sha256"][:16]]
     sizes = ", ".join(f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items())
-    return [
-        Table.of("frozen heads", ["layer", "heads", "patterns", "length", "SHA-256"], rows),
-        f"patterns in float32: {sizes}",
-    ]
+    columns = ["layer", "heads", "patterns", "length", "SHA-256"]
+    return [Table.of("frozen heads", columns, rows, [f"patterns in float32: {sizes}"])]

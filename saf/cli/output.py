@@ -43,8 +43,8 @@ class Countdown(AbstractContextManager):
         columns = (TextColumn(verb), BarColumn(), counts, TextColumn("{task.fields[left]}"))
         self._bar = Progress(*columns, console=self._console, disable=quiet or not self._console.is_terminal)
         self._task: TaskID | None = None
-        self._first = 0
-        self._began = self._last = time.monotonic()
+        self._first, self._last = 0, time.monotonic()
+        self._began = self._last
 
     def __exit__(self, *reason: object) -> None:
         self._bar.stop()

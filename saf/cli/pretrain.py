@@ -1,19 +1,69 @@
-"""`saf pretrain`: train one arm, ordinary, frozen or pruned."""
+"""`saf pretrain`: train one arm, ordinary, frozen or pruned; its flags and results are those of finetuning too."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from saf.checkpoint import is_same_checkpoint
+import tyro
+
+from saf.checkpoint import Checkpoint, find_checkpoint, is_same_checkpoint
+from saf.cli.output import show
 from saf.cli.parsing import parse
-from saf.cli.training import FIRST, Start, TrainFlags, changes_of, show_result
+from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.train import pretrain
-from saf.train.config import continue_from, recorded_config
+from saf.evaluate.recall import gate_problem, recall_tables
+from saf.freeze_config import BUDGETS, FreezeConfig
+from saf.records.events import head_counts, heads_in_words, more_and_total
+from saf.records.table import Table, seconds, signed
+from saf.schedules import OneTime, Schedule
+from saf.tasks import FinetuneSettings, TextTask
+from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
+from saf.train.config import recorded_config
+
+NOTHING_FROZEN = FreezeConfig(rate=0.0)
+"""The default of the command line: no flag sets a number of heads."""
+FIRST_FLAGS = (
+    *("data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr"),
+    *("seed", "device", "freeze", "schedule", "json"),
+)
+FIRST_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
 
 
 @dataclass(kw_only=True)
-class Pretrain(TrainFlags):
+class TrainFlags(TrainConfig):
+    """The settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
+
+    freeze: FreezeConfig = field(default_factory=lambda: NOTHING_FROZEN)
+    """These settings say how heads are frozen; without a rate, a count or heads nothing is frozen."""
+    schedule: Schedule = field(default_factory=OneTime)
+    """The schedule says when heads freeze; an ordinary arm saves a checkpoint at the first event."""
+    finetuning: Annotated[FinetuneSettings | None, tyro.conf.Suppress] = None
+    resume: bool = False
+    """Go on from the newest checkpoint in --out, with the run's own settings."""
+    json: bool = False
+    """Print the result as JSON instead of a table."""
+
+    def __post_init__(self):
+        """Leave checks to `settings`: tyro makes instances of defaults, too."""
+        self.config: TrainConfig = self
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Self:
+        """Return the flags of a run's settings."""
+        values = {each.name: getattr(config, each.name) for each in fields(TrainConfig)}
+        groups = {"freeze": config.freeze or NOTHING_FROZEN, "schedule": config.schedule or OneTime()}
+        return cls(**values | groups)
+
+    def settings(self) -> TrainConfig:
+        """Return the settings of a new run; raise InputError for those that cannot be used, or have no effect."""
+        changes = changes_of(self, TrainFlags(data="", out=""))
+        return TrainConfig(**{**changes, "data": self.data, "out": self.out})
+
+
+@dataclass(kw_only=True)
+class Command(TrainFlags):
     """Train a model, or one arm from another run's checkpoint, in a folder of its own.
 
     A setting that is left out has its default, with --parent the parent run's value, and with --resume the run's own;
@@ -26,7 +76,7 @@ class Pretrain(TrainFlags):
         return show_result(lambda: pretrain(self.config, resume=self.resume), self)
 
 
-def parse_words(words: Sequence[str]) -> Pretrain:
+def parse_words(words: Sequence[str]) -> Command:
     """Return the command; settings left out come from the parent, or from the run to resume.
 
     Raises:
@@ -41,17 +91,155 @@ def parse_words(words: Sequence[str]) -> Pretrain:
         before = continue_from(start.checkpoint(), out=start.out)
     elif start.resume and not start.data:
         raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --data")
-    default = None if before is None else Pretrain.of(before)
-    flags = parse(Pretrain, words, prog="saf pretrain", default=default, first=FIRST)
+    default = None if before is None else Command.of(before)
+    first = {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
+    flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     if default is None or before is None:
         flags.config = flags.settings()
         return flags
     changes = changes_of(flags, default)
-    if before.parent and start.parent and is_same_checkpoint(start.parent, before.parent):
+    if not start.resumed or (before.parent and start.parent and is_same_checkpoint(start.parent, before.parent)):
         changes.pop("parent", None)  # the same one, written another way
     if start.resumed:
         flags.config = replace(before, **changes)
     else:
-        changes.pop("parent", None)
         flags.config = continue_from(start.checkpoint(), **{"out": flags.out, **changes})
     return flags
+
+
+# --- flags
+
+
+@dataclass(kw_only=True)
+class Start:
+    """The flags that decide where the defaults of all others come from."""
+
+    out: Path | None = None
+    data: Path | None = None
+    parent: Path | None = None
+    task: str | None = None
+    like: Path | None = None
+    resume: bool = False
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> "Start":
+        """Read these flags alone."""
+        start, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
+        return start
+
+    @property
+    def resumed(self) -> bool:
+        """Whether there is a run to resume."""
+        return self.resume and self.out is not None and (self.out / "config.json").exists()
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the parent's checkpoint."""
+        assert self.parent is not None
+        return open_checkpoint(find_checkpoint(self.parent) or self.parent)
+
+
+def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
+    """Return the settings in which flags differ from their defaults; InputError for one without effect."""
+    names = [each.name for each in fields(TrainConfig)]
+    changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
+    if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
+        raise InputError("--schedule has no effect without a number of heads: add --freeze.rate, or leave it out")
+    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
+    if flags.task != TextTask.name and of_text:
+        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
+    if "freeze" in changes:
+        changes["freeze"] = _frozen(flags.freeze)
+    return changes
+
+
+def _frozen(freeze: FreezeConfig) -> FreezeConfig | None:
+    """Return the settings of freezing; None where no flag sets a number of heads."""
+    budgets = [name for name in BUDGETS if getattr(freeze, name) not in (None, 0.0)]
+    if len(budgets) > 1:
+        raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
+    flags = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
+    if flags and not budgets:
+        raise InputError(f"--freeze.{flags[0].replace('_', '-')} needs --freeze.rate beside it")
+    return freeze if budgets else None
+
+
+# --- results
+
+
+def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
+    """Train in the group of processes that is there, show the result and return it.
+
+    Exits with code 75 when a signal stopped the run.
+    """
+    with process_group(flags.config.device):
+        result = train()
+        stopped = "stopped_at" in result
+        if is_rank0() and stopped:
+            where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
+            print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
+        elif is_rank0():
+            show(result, result_table(result), *recall_tables(result), as_json=flags.json)
+    if stopped:
+        raise SystemExit(EXIT_STOPPED)
+    return result
+
+
+def result_table(result: dict[str, Any]) -> Table:
+    """Return the table of a run's result; a row without a value is not shown."""
+    timing, recall, taken = result["update_seconds"], result.get("recall"), result.get("taken")
+    perplexity, entropy = result.get("report_perplexity"), result.get("unigram_entropy")
+    peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
+    everything, warm = (seconds(result["time"][clock]["seconds"]) for clock in ("everything", "warm"))
+    parent = ", its parent's part included" if result["time"]["parent_parts"] else ""
+    rows = {
+        "accuracy": _accuracy(result) if result.get("accuracy") is not None else None,
+        "taken, by choice": taken and ", ".join(f"{choice}: {count:,}" for choice, count in taken.items()),
+        "perplexity, report": perplexity and f"{perplexity:.4f}",
+        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
+        "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
+        "not to be compared": recall and gate_problem(recall),
+        "unigram entropy": entropy and f"{entropy:.4f} nats",
+        "loss, training": train_loss and f"{train_loss:.4f} nats per token",
+        "update, median": timing
+        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
+        "peak memory": peak and f"{peak / 2**30:.2f} GiB",
+        "whole run": f"{everything}{parent}; without loading and compilation {warm}",
+        **_event_rows(result),
+        "checkpoint": result["checkpoint"],
+    }
+    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
+
+
+def _accuracy(result: dict[str, Any]) -> str:
+    words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
+    return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
+
+
+def _event_rows(result: dict[str, Any]) -> dict[str, str]:
+    event = result["intervention"]
+    if not event:
+        return {}
+    several, when = event["events"] > 1, f"after update {event['update']:,}"
+    when = f"by {event['events']} events, the first {when}" if several else when
+    rows = {f"heads {result['arm']}": _heads(result, when)}
+    if result["arm"] == "ordinary":
+        rows = {"heads frozen or pruned": f"none {when}"}
+    if trained := result["trainable_pattern_parameters"]:
+        rows["pattern parameters"] = f"{trained:,} trained"
+    rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
+    before, after, rise = (event.get(name) for name in ("loss_before", "loss_after", "loss_rise"))
+    if before is not None:
+        events = ("before the first", "after the last") if several else ("before", "after")
+        at_once = "" if rise is None or not several else f"; {signed(rise, 4, '')} by the events themselves"
+        rows["controller loss"] = f"{before:.4f} {events[0]}, {after:.4f} {events[1]}{at_once}"
+    return rows
+
+
+def _heads(result: dict[str, Any], when: str) -> str:
+    """Return how many heads a run's events froze or pruned, and how many are so in all where there were some before."""
+    pruned, heads = result["provenance"]["pruned"], result["intervention"]["heads"]
+    own = head_counts(heads, pruned=pruned)
+    more, total = more_and_total(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
+    count = heads_in_words(own) if all(own.values()) else str(len(heads))
+    words = " ".join(filter(None, [count, more, when]))
+    return f"{words}, {total}" if total else words

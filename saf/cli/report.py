@@ -31,7 +31,8 @@ class Command:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
-        page = write_report(self.runs, self.out or _folder(self.runs), picture=self.picture)
+        own = self.runs[0] if means_transformers(self.runs[0]) else self.runs[-1]
+        page = write_report(self.runs, self.out or own, picture=self.picture)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
         if self.picture:
@@ -39,8 +40,3 @@ class Command:
             lines.append(result["picture"])
         show(result, *lines, as_json=self.json)
         return result
-
-
-def _folder(paths: tuple[Path, ...]) -> Path:
-    """Return where the page goes: the last run's folder, or the model's."""
-    return paths[0] if means_transformers(paths[0]) else paths[-1]

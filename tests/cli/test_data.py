@@ -29,10 +29,7 @@ def test_prepare_then_info(text, tmp_path, capsys):
     data = TokenData.open(out, verify=True)
     assert result == {"folder": out, **data.index}
     assert f"{data.num_tokens('train'):,}" in printed
-    assert data.fingerprint in printed
-    windows = data.num_tokens("calibration") // 256
-    assert f"calibration  {windows} windows of 256 tokens, 0 of 4,096, 0 of 8,192, in the calibration" in printed
-    assert "freezing takes 32 of the model's context: if these are too few, prepare more text" in printed
+    assert f"{data.num_tokens('calibration') // 256} windows of 256 tokens, 0 of 4,096, 0 of 8,192" in printed
     assert run("info", out, "--verify", "--json") == json.loads(capsys.readouterr().out) == result
     with pytest.raises(DataError, match="a finished data folder is there"):
         run("prepare", str(text), "--out", out, *options)

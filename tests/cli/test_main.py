@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from saf.cli import COMMANDS, main, usage
+from saf.cli import COMMANDS, main
 
 
 def test_help_lists_every_command_and_fits_80_columns(saf):
     code, out, _ = saf("--help")
     assert code == 0
-    assert out.strip() == usage()
+
     assert all(f"\n  {name} " in out for name in COMMANDS)
     assert max(map(len, out.splitlines())) <= 80
 
@@ -76,7 +76,8 @@ def test_doctor_names_backend_packages_and_devices(saf, saf_json):
     assert {"cudnn", "flash", "fa3", "fa4"} <= set(printed["live_kernels"])
     code, out, _ = saf("doctor")
     assert code == 0
-    assert "frozen heads on cpu, float32:" in out
+    assert "frozen heads on cpu, float32" in out
+    assert out.splitlines()[-3].startswith("Works here: ")
 
 
 def test_doctor_and_docs_name_the_same_families(saf_json):
