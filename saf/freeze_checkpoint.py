@@ -54,19 +54,19 @@ class CheckpointFreezing:
     out: Path
     """Write the new checkpoint, or the model's folder, here; events.jsonl in it records the event."""
     data: Path | None = None
-    """Read this folder made by `saf data prepare`, or, for a Hugging Face model, a file of text; None takes the data
-    that the checkpoint was trained on. A folder's tokenizer must be the model's (`saf data prepare --tokenizer
+    """Read this folder made by `saf data prepare`, or, for a Hugging Face model, a file of text. A checkpoint has
+    the data that it was trained on. A folder's tokenizer must be the model's (`saf data prepare --tokenizer
     MODEL`)."""
     bos: bool = False
     """Begin each sequence with the beginning-of-text token (BOS) of a Hugging Face model's tokenizer."""
     sequences: int = 32
-    """Number of calibration sequences."""
+    """Calibrate on this number of sequences."""
     length: int | None = None
-    """Length of calibration sequences in tokens; None takes the run's, or all that a Hugging Face model takes."""
+    """Calibrate on sequences of this many tokens; by default of the run's length, or all that the model takes."""
     allow_shorter: bool = False
     """Accept a shorter length than the model takes; the frozen model then refuses longer inputs."""
     batch_size: int = 8
-    """Number of sequences in a forward pass."""
+    """Run this number of sequences in a forward pass."""
     heldout_sequences: int | None = None
     """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
     such a score and for joint cost, for the latter on a CPU at most 4,096 tokens; otherwise up to 8 sequences."""
@@ -74,9 +74,9 @@ class CheckpointFreezing:
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None
     """Train a Hugging Face model on this number of tokens afterwards, beside the ordinary model trained alike: the
-    cost of the heads is reported against that. None trains nothing."""
+    cost of the heads is reported against that."""
     calibration_seed: int | None = None
-    """Random seed for the choice of calibration sequences; None takes the run's, or 0."""
+    """Choose calibration sequences by this random seed; by default the run's, or 0."""
     capture_gb: float | None = None
     """Keep at most this many GB of queries and keys at once; None takes half of the free memory."""
     finalize: bool = False

@@ -77,7 +77,7 @@ class FreezeConfig:
     below: float | None = None
     """Choose only heads that score less than this."""
     max_per_layer: int | None = None
-    """Freeze at most this number of heads in a layer; None sets no limit."""
+    """Freeze at most this number of heads in a layer; by default there is no limit."""
     match: str | None = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
     match_heads: tuple[Head, ...] | None = None

@@ -14,7 +14,6 @@ from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 from saf.records.provenance import invocation
 
 COMMANDS = {
-    "doctor": "Say what works on this machine, what does not, and what to do.",
     "data": "Prepare text as tokens, or show a prepared folder.",
     "pretrain": "Train an ordinary model, or a frozen arm from its checkpoint.",
     "finetune": "Train a checkpoint on a task, and measure its accuracy.",
@@ -24,6 +23,7 @@ COMMANDS = {
     "report": "Write a self-contained HTML page about runs or a model.",
     "inspect": "Show the contents of a folder, and verify its checksums.",
     "bench": "Time operators, updates, prompts and decoding in pairs.",
+    "doctor": "Say what works on this machine, what does not, and what to do.",
 }
 USAGE = """usage: saf COMMAND ...
 

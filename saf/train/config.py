@@ -51,13 +51,13 @@ class TrainConfig:
     """Change these fields of the preset, for example num_layers 2 position learned. Without vocab_size the vocabulary
     is the tokenizer's, rounded up to a multiple of 64."""
     length: int | None = None
-    """Train on this number of tokens a sequence; None takes the preset's longest context."""
+    """Train on this number of tokens a sequence; by default the preset's longest context."""
     batch_size: int = 8
-    """Number of sequences in a micro-batch."""
+    """Put this number of sequences into a micro-batch."""
     accumulation: int = 1
-    """Number of micro-batches in an update. Several processes share them evenly."""
+    """Make an update of this number of micro-batches. Several processes share them evenly."""
     updates: int = 1_000
-    """Number of updates of the whole schedule, including those of the parent."""
+    """Train for this number of updates, those of the parent included."""
     update_budget: int | None = None
     """Train for this number of updates after the parent's, instead of the rest of `updates`. The learning rate still
     passes through the rest of its schedule, and events stay at their shares of `updates`."""
@@ -65,7 +65,7 @@ class TrainConfig:
     """Train for this number of seconds instead of updates. The learning rate follows the share of the time that has
     passed, and training stops before an update that would exceed it."""
     peak_lr: float = 6e-4
-    """Learning rate at the end of the warm-up."""
+    """Reach this learning rate at the end of the warm-up."""
     min_lr_ratio: float = 0.1
     """Last learning rate, as a share of the peak."""
     warmup: int | float = 0.1
@@ -82,7 +82,7 @@ class TrainConfig:
     clip: float | None = 1.0
     """Clip the gradient norm to this value; None leaves gradients as they are."""
     seed: int = 1337
-    """Random seed for initial weights and data order."""
+    """Draw initial weights and the order of data by this random seed."""
     sampler: Literal["shuffled", "random"] = "shuffled"
     """Read non-overlapping windows in shuffled order (shuffled), or windows that start anywhere (random)."""
     device: Device = "auto"
