@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from saf.errors import InputError, check_name
-from saf.fit import check_constant_after, split_options
+from saf.fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.backends import BACKENDS
 from saf.records.events import STATE_AFTER
@@ -153,10 +153,8 @@ class FreezeConfig:
         if changed := [name for name in names if getattr(self, name) != defaults[name]]:
             raise InputError(f"{reason}: leave {' and '.join(changed)} out")
 
-    def check_calibration(self, *, sequences: int, length: int) -> None:
-        """Raise InputError where so many different sequences of `length` tokens are too few or short."""
-        if (after := self.fitter_options.get("alpha_constant_after")) is not None:
-            check_constant_after(after, length)
+    def check_calibration(self, *, sequences: int) -> None:
+        """Raise InputError where so many different sequences are too few."""
         names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
         if names and sequences < 2:
             raise InputError(

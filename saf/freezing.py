@@ -31,7 +31,7 @@ from saf.calibration import (
 from saf.calibration.capture import check_heads as check_measurable
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
-from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options, warn_of_missed
+from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options
 from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
@@ -216,7 +216,7 @@ def _read(
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
         check_measurable(adapter, config.heads)
-    config.check_calibration(sequences=sequences.num_different, length=length)
+    config.check_calibration(sequences=sequences.num_different)
     if heldout is not None or "gates" in config.needs:
         adapter.check_next_token()
     if freezes and heldout is not None and (tokens := read_sequences(heldout).length) > length + 1:
@@ -437,7 +437,6 @@ def _fit(
     of_compact, of_exponential = split_options(config.fitter, config.fitter_options, config.storage)
     # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
     compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **of_compact)
-    warn_of_missed(certificate, config.fitter)
     kls, certificates = fit_kl(compact, *goal).tolist(), certificate.to_dicts()
     if config.storage == "compact":
         return [*map(FittedHead, compact.to(device="cpu").singles(), kls, certificates)]

@@ -1,6 +1,7 @@
 """Scores rank heads for freezing, lowest first: functions of the statistics, with their equations in the paper.
 
-A score's further inputs are keyword-only arguments without a default; `HOW_TO_COLLECT` says how to measure them.
+A new score is one function under `@head_score`. Its further inputs are keyword-only arguments without a default;
+`HOW_TO_COLLECT` says how to measure them.
 """
 
 import inspect
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, did_you_mean, shown
+from saf.errors import InputError, check_keywords, check_name, shown
+from saf.records.table import Table
 from saf.statistics import AttentionStatistics
 from saf.targets import Seed, seed_of
 
@@ -19,6 +21,24 @@ Score = Callable[..., Tensor]
 """`(statistics, **inputs)` to one number a head, `[L, H]`."""
 OUTPUT_FLOOR = 1e-8
 """Lower bound of the norm of an attention output in Eq. (12), as in the paper."""
+
+
+SCORES: dict[str, Score] = {}
+"""Scores by name, in the order of the paper; settings and the table of scores in docs/method.md read it."""
+HOW_TO_COLLECT = {
+    "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
+    "outputs": (
+        "call calibrate(..., collect=('mean_rows',)), then saf.head_outputs(model, heldout, statistics); "
+        "or pass heldout= to freeze_"
+    ),
+    "gates": "call saf.gate_gradients(model, batches)",
+}
+
+
+def head_score(function: Score) -> Score:
+    """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it in tables."""
+    SCORES[function.__name__] = function
+    return function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +69,31 @@ class HeadOutputs:
         return self.residual.shape[-1]
 
 
+@head_score
 def variance(statistics: AttentionStatistics) -> Tensor:
     """Squared error per entry of the best fixed pattern."""
     return statistics.variance  # Eq. (1)
 
 
+@head_score
 def forward_kl(statistics: AttentionStatistics) -> Tensor:
     """Row-averaged KL from each sequence's pattern to the mean pattern, nats."""
     return statistics.forward_kl  # Eq. (2)
 
 
+@head_score
 def qk_gradient(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
     """Running average of relative query and key gradient norms, `QKGradient.scores()`."""
     return _live(statistics, gradient)  # Eqs. (8) and (9)
 
 
+@head_score
 def rank_sum(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
     """Sum of the ranks by variance and by Q/K gradient (appendix A.3)."""
     return ranks(statistics.variance) + ranks(_live(statistics, gradient))
 
 
+@head_score
 def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tensor:
     """Rank by variance; heads whose Q/K gradient exceeds the median go last (appendix A.3)."""
     gradient = _live(statistics, gradient)
@@ -76,12 +101,14 @@ def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tenso
     return ranks(statistics.variance) + gradient.numel() * veto
 
 
+@head_score
 def output_magnitude(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Root mean square of the entries of each head's contribution to the residual stream (appendix A.3)."""
     squares = outputs.gram.diagonal(dim1=-2, dim2=-1)
     return (squares / (outputs.num_samples * outputs.hidden_size)).sqrt()
 
 
+@head_score
 def redundancy(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Minus the largest cosine between a head's contribution and another live head's of its layer.
 
@@ -95,6 +122,7 @@ def redundancy(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tens
     return torch.where(norm.isnan(), torch.nan, -largest)  # Eq. (10)
 
 
+@head_score
 def residual_cosine(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Mean over samples of 1 - cos(Y, Y + D); a residual stream of norm 0 counts as unchanged."""
     before, change, inner = outputs.residual[:, None], outputs.change, outputs.residual_change
@@ -107,11 +135,13 @@ def residual_cosine(statistics: AttentionStatistics, *, outputs: HeadOutputs) ->
     return torch.where(product == 0, 0.0, value).mean(-1)  # Eq. (11)
 
 
+@head_score
 def relative_output_change(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Mean over samples of the norm of a head's change over that of its layer's attention output."""
     return (outputs.change / outputs.output[:, None].clamp(min=OUTPUT_FLOOR)).mean(-1)  # Eq. (12)
 
 
+@head_score
 def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
     """Importance of a gate on the head's output, from `gate_gradients`, over the norm of its layer; 0 for norm 0."""
     gates = _per_head(statistics, "gates", gates)
@@ -119,6 +149,7 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
     return torch.where(norm == 0, gates * 0, gates / norm)  # Eq. (19)
 
 
+@head_score
 def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
     """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set.
 
@@ -126,23 +157,6 @@ def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed_of(seed))
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
-
-
-SCORES: dict[str, Score] = {
-    function.__name__: function
-    for function in (
-        *(variance, forward_kl, qk_gradient, rank_sum, gradient_veto, output_magnitude, redundancy, residual_cosine),
-        *(relative_output_change, gate_taylor, random),
-    )
-}
-HOW_TO_COLLECT = {
-    "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
-    "outputs": (
-        "call calibrate(..., collect=('mean_rows',)), then saf.head_outputs(model, heldout, statistics); "
-        "or pass heldout= to freeze_"
-    ),
-    "gates": "call saf.gate_gradients(model, batches)",
-}
 
 
 def score(statistics: AttentionStatistics, name: str | Score = "variance", **inputs: Any) -> Tensor:
@@ -153,30 +167,47 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     missing inputs, and live heads without a value.
     """
     function, label = _function(name), score_name(name)
-    if missing := [key for key in required_inputs(name) if inputs.get(key) is None]:
-        advice = "; ".join(HOW_TO_COLLECT.get(key, f"pass {key}=") for key in missing)
-        raise InputError(f"score {label!r} needs {', '.join(missing)}: {advice}")
-    if isinstance(name, str) and (unknown := sorted(inputs.keys() - _keywords(function).keys())):
-        raise InputError(f"score {name!r} takes {list(_keywords(function)) or 'the statistics alone'}; got {unknown}")
+    advice = {key: HOW_TO_COLLECT.get(key, f"pass {key}=") for key in required_inputs(name)}
+    if missing := [key for key in advice if inputs.get(key) is None]:
+        raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
+    if isinstance(name, str):
+        check_keywords(f"score {name!r}", inputs, function)
     values, shape = function(statistics, **inputs), statistics.variance.shape
     if not isinstance(values, Tensor) or values.shape != shape:
         raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
     values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
     without = (values.isnan() & statistics.measured).nonzero().tolist()
     if without and isinstance(name, str):
-        advice = "; ".join(HOW_TO_COLLECT[key] for key in required_inputs(name)) or "measure all heads"
-        raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {advice}")
+        remedy = "; ".join(advice.values()) or "measure all heads"
+        raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {remedy}")
     return values
 
 
 def required_inputs(name: str | Score) -> tuple[str, ...]:
-    """Return the names of the inputs that a score requires in addition to the statistics."""
-    return tuple(key for key, default in _keywords(_function(name)).items() if default is inspect.Parameter.empty)
+    """Return the inputs that a score reads beside the statistics: its keyword-only arguments without a default."""
+    parameters = inspect.signature(_function(name)).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)
 
 
 def score_name(name: str | Score) -> str:
     """Return the name of a score in reports."""
     return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+
+
+def score_table() -> Table:
+    """Return one row a score: its name, the first line of its docstring, and its inputs beside the statistics."""
+    rows = [
+        [name, (inspect.getdoc(function) or "").partition("\n")[0], ", ".join(required_inputs(name)) or None]
+        for name, function in SCORES.items()
+    ]
+    return Table.of("Scores, lowest first", ["score", "what it measures", "further inputs"], rows)
+
+
+def _function(name: str | Score) -> Score:
+    if callable(name):
+        return name
+    check_name("score", name, SCORES)
+    return SCORES[name]
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -198,18 +229,3 @@ def _per_head(statistics: AttentionStatistics, name: str, values: Tensor) -> Ten
 def _live(statistics: AttentionStatistics, gradient: Tensor) -> Tensor:
     """Return the Q/K gradient of measured heads, NaN elsewhere: ranks and medians are over these heads alone."""
     return _per_head(statistics, "gradient", gradient).masked_fill(~statistics.measured, torch.nan)
-
-
-def _function(name: str | Score) -> Score:
-    if callable(name):
-        return name
-    if name not in SCORES:
-        expected = f"expected one of {sorted(SCORES)}, or a function of the statistics"
-        raise InputError(f"unknown score {name!r}; {expected}{did_you_mean(name, SCORES)}")
-    return SCORES[name]
-
-
-def _keywords(function: Score) -> dict[str, Any]:
-    """Return the keyword-only arguments of a score with their defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}

@@ -1,11 +1,15 @@
 """Scores on statistics written by hand: one number a head, NaN for frozen ones, errors that name missing inputs."""
 
+import re
+
 import pytest
 import torch
 
 import saf
+from saf import scores
 from saf.errors import InputError
-from saf.scores import SCORES, HeadOutputs, required_inputs, score_name
+from saf.records.table import MISSING
+from saf.scores import HOW_TO_COLLECT, SCORES, HeadOutputs, required_inputs, score_name, score_table
 from saf.selection import ranking
 from saf.statistics import AttentionStatistics
 
@@ -17,7 +21,6 @@ NEEDED = {
     **dict.fromkeys(("output_magnitude", "redundancy", "residual_cosine", "relative_output_change"), "outputs"),
     "gate_taylor": "gates",
 }
-COLLECTOR = {"gradient": "QKGradient", "outputs": "head_outputs", "gates": "gate_gradients"}
 
 
 def statistics(variance: torch.Tensor = VARIANCE) -> AttentionStatistics:
@@ -27,12 +30,26 @@ def statistics(variance: torch.Tensor = VARIANCE) -> AttentionStatistics:
     return AttentionStatistics(**each, eta_abs=eta, eta_rel=eta, **shape)
 
 
-def test_inputs_are_required_and_their_collectors_named():
+def test_every_score_names_its_inputs_and_how_to_collect_them():
+    assert {name: required_inputs(name) for name in NEEDED} == {name: (needed,) for name, needed in NEEDED.items()}
     for name in SCORES:
-        assert required_inputs(name) == ((NEEDED[name],) if name in NEEDED else ())
-    for name, needed in NEEDED.items():
-        with pytest.raises(InputError, match=f"needs {needed}: .*{COLLECTOR[needed]}"):
-            saf.score(statistics(), name)
+        for key in required_inputs(name):
+            with pytest.raises(InputError, match=f"needs {key}: {re.escape(HOW_TO_COLLECT[key])}"):
+                saf.score(statistics(), name)
+    assert [row[0] for row in score_table().rows] == list(SCORES)
+    assert all(row[1] not in ("", MISSING) for row in score_table().rows)
+
+
+def test_a_new_score_is_one_function(monkeypatch):
+    monkeypatch.setattr(scores, "SCORES", dict(SCORES))
+
+    @scores.head_score
+    def entropy(actual):
+        """Row-averaged entropy of the mean pattern, nats."""
+        return actual.row_entropy
+
+    torch.testing.assert_close(saf.score(statistics(), "entropy"), 2 + VARIANCE, equal_nan=True)
+    assert score_table().rows[-1] == ("entropy", entropy.__doc__, MISSING)
 
 
 @pytest.mark.parametrize(("name", "expected"), [("variance", VARIANCE), ("forward_kl", 1 - VARIANCE)])
@@ -132,8 +149,8 @@ def test_a_function_is_a_score():
     [
         (lambda actual: actual.variance[0], {}, "one number a head"),
         (lambda actual, *, factor: actual.variance, {}, "needs factor"),
-        ("magic", {}, "unknown score 'magic'"),
-        ("variance", {"seed": 1}, "the statistics alone"),
+        ("magic", {}, "score must be one of .*, got 'magic'"),
+        ("variance", {"seed": 1}, "takes no options; got seed"),
         ("random", {"seed": -3}, "seed must be"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from saf.errors import InputError, SafWarning, check_keywords, check_name
+from saf.errors import SafWarning, check_keywords, check_name
 from saf.fit.adam import fit_adam
 from saf.fit.dense import fit_dense
 from saf.fit.exponential import ExponentialFit, fit_exponential, fit_exponential_heads
@@ -23,8 +23,6 @@ __all__ = [
     "Certificate",
     "ExponentialFit",
     "certify",
-    "check_constant_after",
-    "check_fitter_options",
     "check_targets",
     "fit_compact",
     "fit_exponential",
@@ -34,7 +32,6 @@ __all__ = [
     "fit_with_certificate",
     "marginals",
     "split_options",
-    "warn_of_missed",
 ]
 
 FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
@@ -49,61 +46,38 @@ def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional
     """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
 
     `eta_abs` (by key) and `eta_rel` (by distance) have shape `[..., T]`, positive, each summing to T. Options go
-    to the fitter: `proportional` takes tolerance, max_sweeps, memory, alpha_constant_after; `adam` steps,
-    learning_rate; `dense` tolerance, max_steps, alpha_constant_after. Raises InputError for marginals that no
-    causal pattern has and for an unknown fitter or option; warns if `proportional` or `dense` stops short.
+    to the fitter: `proportional` takes tolerance, max_sweeps, memory; `adam` steps, learning_rate; `dense` tolerance,
+    max_steps. Raises InputError for marginals that no causal pattern has and for an unknown fitter or option; warns if
+    `proportional` or `dense` stops short.
 
     >>> import torch
     >>> fit_compact(torch.tensor([1.5, 0.5]), torch.tensor([1.5, 0.5])).dense()
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]], dtype=torch.float64)
     """
-    pattern, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=fitter, **options)
-    warn_of_missed(certificate, fitter)
-    return pattern
-
-
-def warn_of_missed(certificate: Certificate, fitter: str) -> None:
-    """Warn of fits that stopped before their marginals agreed; `adam` has a fixed number of steps."""
-    missed = int((~certificate.converged).sum())
-    if missed and fitter != "adam":
-        warnings.warn(
-            f"{missed} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
-            f"{certificate.tolerance:g} (worst {certificate.max_relative.max():.2g}); allow more sweeps, or look at "
-            "their KL",
-            SafWarning,
-            stacklevel=3,
-        )
+    return fit_with_certificate(eta_abs, eta_rel, fitter=fitter, **options)[0]
 
 
 def fit_with_certificate(
     eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
 ) -> tuple[CompactPattern, Certificate]:
     """Return the patterns of `fit_compact`, and the distance of each fitted marginal from its target."""
-    check_fitter_options(fitter, options)
+    split_options(fitter, options, "compact")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
-    constant_after = options.get("alpha_constant_after")
-    if constant_after is not None:
-        check_constant_after(constant_after, length)
-    rows = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
-    alpha, rho, steps = FITTERS[fitter](*rows, **options)
+    alpha, rho, steps = FITTERS[fitter](eta_abs.reshape(-1, length), eta_rel.reshape(-1, length), **options)
     pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()
-    certificate = certify(
-        pattern,
-        eta_abs,
-        eta_rel,
-        sweeps=steps.reshape(shape[:-1]),
-        tolerance=options.get("tolerance", TOLERANCE) if fitter == "proportional" else TOLERANCE,
-        alpha_constant_after=constant_after,
-    )
+    tolerance = options.get("tolerance", TOLERANCE) if fitter == "proportional" else TOLERANCE
+    certificate = certify(pattern, eta_abs, eta_rel, sweeps=steps.reshape(shape[:-1]), tolerance=tolerance)
+    stopped = int((~certificate.converged).sum())
+    if stopped and fitter != "adam":  # the paper's has a fixed number of steps
+        warnings.warn(
+            f"{stopped} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
+            f"{tolerance:g} (worst {certificate.max_relative.max():.2g}); allow more sweeps, or look at their KL",
+            SafWarning,
+            stacklevel=3,
+        )
     return pattern, certificate
-
-
-def check_fitter_options(fitter: str, options: dict[str, Any]) -> None:
-    """Raise InputError for an unknown fitter, and for options that are not its own."""
-    check_name("fitter", fitter, FITTERS)
-    check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])
 
 
 def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,12 +88,6 @@ def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[d
     names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
     exponential = {name: value for name, value in options.items() if name in names}
     compact = {name: value for name, value in options.items() if name not in names}
-    check_fitter_options(fitter, compact)
+    check_name("fitter", fitter, FITTERS)
+    check_keywords(f"fitter {fitter!r}", compact, FITTERS[fitter])
     return compact, exponential
-
-
-def check_constant_after(after: int, length: int, *, name: str = "alpha_constant_after") -> None:
-    """Raise InputError unless alpha can be held constant from key `after` on in patterns of `length` tokens."""
-    # Up to a quarter of the keys, a constant tail stays constant in the canonical gauge.
-    if not (after == 0 or 0 < 4 * after < length):
-        raise InputError(f"{name} must lie in [0, T/4), T = {length}; got {after}: use {(length - 1) // 4} or less")

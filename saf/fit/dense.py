@@ -1,7 +1,5 @@
 """The oracle of fits: Newton's method on Eq. (4) with every row formed, for short lengths; no code of the tiles."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,76 +12,28 @@ _SUFFICIENT, _SHORTEST = 1e-4, 1e-10
 
 
 def fit_dense(
-    eta_abs: Tensor,
-    eta_rel: Tensor,
-    *,
-    tolerance: float = _DECREASE,
-    max_steps: int = _MOST_STEPS,
-    alpha_constant_after: int | None = None,
+    eta_abs: Tensor, eta_rel: Tensor, *, tolerance: float = _DECREASE, max_steps: int = _MOST_STEPS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     Damped Newton steps from alpha = rho = 0 until the predicted decrease of the loss falls below `tolerance`
     nats per row. A head takes memory T^2 and time T^3 a step.
     """
-    alpha, rho = torch.zeros_like(eta_abs), torch.zeros_like(eta_rel)
-    steps = torch.zeros(len(eta_abs), dtype=torch.int64, device=eta_abs.device)
-    for head in range(len(eta_abs)):
-        model = _DenseModel.build(eta_abs[head], eta_rel[head], alpha_constant_after)
-        parameters, steps[head] = _newton(model, tolerance, max_steps)
-        alpha[head], rho[head] = model.expand(parameters)
-    return alpha, rho, steps
+    targets = torch.cat([eta_abs, eta_rel], -1)
+    fits = [_newton(target, tolerance, max_steps) for target in targets]
+    parameters = torch.stack([one for one, _ in fits]) if fits else targets
+    steps = torch.tensor([taken for _, taken in fits], dtype=torch.int64, device=eta_abs.device)
+    return *parameters.chunk(2, -1), steps
 
 
-@dataclass(frozen=True)
-class _DenseModel:
-    """One head: parameters are alpha of the free keys (the last one may be that of a whole tail), then rho."""
-
-    basis: Tensor  # [T, free], one-hot: the parameter of each key
-    target: Tensor  # [free + T], its marginals
-
-    @classmethod
-    def build(cls, eta_abs: Tensor, eta_rel: Tensor, constant_after: int | None) -> "_DenseModel":
-        free = len(eta_abs) if constant_after is None else constant_after + 1
-        key = torch.arange(len(eta_abs), device=eta_abs.device).clamp(max=free - 1)
-        basis = torch.nn.functional.one_hot(key, free).to(eta_abs)
-        return cls(basis, torch.cat([eta_abs @ basis, eta_rel]))
-
-    def expand(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        free = self.basis.shape[1]
-        return self.basis @ parameters[:free], parameters[free:]
-
-    def rows(self, parameters: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, nats per row, and the pattern `[T, T]`."""
-        alpha, rho = self.expand(parameters)
-        position = torch.arange(len(alpha), device=alpha.device)
-        distance = position[:, None] - position
-        logits = (alpha + rho[distance.clamp(min=0)]).masked_fill(distance < 0, -torch.inf)
-        loss = (logits.logsumexp(-1).sum() - self.target @ parameters) / len(alpha)
-        return loss, logits.softmax(-1)
-
-    def derivatives(self, pattern: Tensor) -> tuple[Tensor, Tensor]:
-        """Return T times the gradient and the Hessian of the loss."""
-        position = torch.arange(len(pattern), device=pattern.device)
-        back, ahead = position[:, None] - position, position[:, None] + position
-        by_distance = pattern.gather(1, back.clamp(min=0)) * (back >= 0)
-        by_key_and_distance = pattern.T.gather(1, ahead.clamp(max=len(pattern) - 1)) * (ahead < len(pattern))
-        means = torch.cat([pattern @ self.basis, by_distance], -1)  # of each row's features
-        fitted, free = means.sum(0), self.basis.shape[1]
-        second = torch.diag(fitted)
-        second[:free, free:] = self.basis.T @ by_key_and_distance
-        second[free:, :free] = second[:free, free:].T
-        return fitted - self.target, second - means.T @ means
-
-
-def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tensor, int]:
-    """Minimise one head's loss by damped Newton steps; return its parameters and the number of steps."""
-    parameters = torch.zeros_like(model.target)
-    loss, pattern = model.rows(parameters)
+def _newton(target: Tensor, tolerance: float, max_steps: int) -> tuple[Tensor, int]:
+    """Minimise one head's loss by damped Newton steps; return alpha and rho `[2T]`, and the number of steps."""
+    parameters = torch.zeros_like(target)
+    loss, pattern = _rows(parameters, target)
     for step in range(max_steps):
-        gradient, hessian = model.derivatives(pattern)
+        gradient, hessian = _derivatives(pattern, target)
         # Scaled by the targets' magnitudes; the pseudo-inverse leaves the gauge directions alone.
-        scale = model.target.rsqrt()
+        scale = target.rsqrt()
         inverse = torch.linalg.pinv(scale[:, None] * hessian * scale, rtol=_GAUGE, hermitian=True)
         direction = -scale * (inverse @ (scale * gradient))
         slope = gradient @ direction / len(pattern)
@@ -92,7 +42,7 @@ def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tenso
         size = 1.0
         while size > _SHORTEST:
             candidate = parameters + size * direction
-            next_loss, next_pattern = model.rows(candidate)
+            next_loss, next_pattern = _rows(candidate, target)
             if (next_loss <= loss + _SUFFICIENT * size * slope).item():
                 break
             size /= 2
@@ -100,3 +50,28 @@ def _newton(model: _DenseModel, tolerance: float, max_steps: int) -> tuple[Tenso
             return parameters, step
         parameters, loss, pattern = candidate, next_loss, next_pattern
     return parameters, max_steps
+
+
+def _rows(parameters: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss, nats per row, Eq. (4), and the pattern `[T, T]`, Eq. (3)."""
+    alpha, rho = parameters.chunk(2)
+    position = torch.arange(len(alpha), device=alpha.device)
+    distance = position[:, None] - position
+    logits = (alpha + rho[distance.clamp(min=0)]).masked_fill(distance < 0, -torch.inf)
+    loss = (logits.logsumexp(-1).sum() - target @ parameters) / len(alpha)
+    return loss, logits.softmax(-1)
+
+
+def _derivatives(pattern: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return T times the gradient, Eq. (20), and T times the Hessian of the loss."""
+    length = len(pattern)
+    position = torch.arange(length, device=pattern.device)
+    back, ahead = position[:, None] - position, position[:, None] + position
+    by_distance = pattern.gather(1, back.clamp(min=0)) * (back >= 0)
+    by_key_and_distance = pattern.T.gather(1, ahead.clamp(max=length - 1)) * (ahead < length)
+    means = torch.cat([pattern, by_distance], -1)  # of each row's features
+    fitted = means.sum(0)
+    second = torch.diag(fitted)
+    second[:length, length:] = by_key_and_distance
+    second[length:, :length] = by_key_and_distance.T
+    return fitted - target, second - means.T @ means

@@ -81,8 +81,8 @@ def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
-    """Return Eq. (4): the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
-    return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)
+    """Return the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
+    return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)  # Eq. (4)
 
 
 def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
         raise InputError("row_entropy must be a number for every pattern; got NaN")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
-    return loss - row_entropy.double()
+    return loss - row_entropy.double()  # Eq. (S.7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +120,8 @@ class Certificate:
     max_relative_rel: Tensor
     """The same over the distance marginals."""
     l1: Tensor
-    """Sum of |fitted - target| over both marginals and all entries, divided by T."""
-    gap: Tensor
-    """Upper bound, nats per row, on the loss above its minimum if alpha and rho lie within `radius` of an optimum."""
-    radius: float
-    """Assumption of `gap`: largest entrywise distance, nats, from (alpha, rho) to a minimiser in some gauge."""
+    """Sum of |fitted - target| over both marginals and all entries, divided by T. If alpha and rho lie within r nats of
+    an optimum in some gauge, the loss is at most r times this above its minimum, Eq. (S.12)."""
     sweeps: Tensor
     """Sweeps or steps taken."""
     tolerance: float
@@ -142,10 +139,9 @@ class Certificate:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return plain values for JSON, one record for each of N patterns."""
-        names = ("max_relative_abs", "max_relative_rel", "l1", "gap", "sweeps", "converged")
+        names = ("max_relative_abs", "max_relative_rel", "l1", "sweeps", "converged")
         columns = zip(*(getattr(self, name).tolist() for name in names), strict=True)
-        common = {"radius": self.radius, "tolerance": self.tolerance}
-        return [dict(zip(names, values, strict=True)) | common for values in columns]
+        return [dict(zip(names, values, strict=True), tolerance=self.tolerance) for values in columns]
 
 
 def meaningful(eta: Tensor) -> Tensor:
@@ -154,45 +150,11 @@ def meaningful(eta: Tensor) -> Tensor:
     return eta >= _MEANINGFUL * count
 
 
-def pool_tail(values: Tensor, first: int | None) -> Tensor:
-    """Sum all keys from `first` on, `[..., T]` to `[..., first + 1]`; None changes nothing."""
-    if first is None:
-        return values
-    return torch.cat([values[..., :first], values[..., first:].sum(-1, keepdim=True)], -1)
-
-
 def certify(
-    pattern: CompactPattern,
-    eta_abs: Tensor,
-    eta_rel: Tensor,
-    *,
-    sweeps: Tensor,
-    tolerance: float = TOLERANCE,
-    radius: float = 1.0,
-    alpha_constant_after: int | None = None,
+    pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, sweeps: Tensor, tolerance: float = TOLERANCE
 ) -> Certificate:
-    """Compare the fitted marginals with the targets `[..., T]` (of `check_targets`).
-
-    The loss is convex and its gradient is the residual over T, so a minimiser at entrywise distance r from
-    (alpha, rho) lies at most r times the L1 residual below. With alpha constant from a key on, that tail's
-    marginals count as one, since the fit has one parameter for them.
-    """
-    fitted_abs, fitted_rel = marginals(pattern)
-    counted = meaningful(eta_abs)
-    if alpha_constant_after is not None:
-        counted = pool_tail(counted.double(), alpha_constant_after) > 0
-    pairs = [
-        (pool_tail(fitted_abs, alpha_constant_after), pool_tail(eta_abs, alpha_constant_after), counted),
-        (fitted_rel, eta_rel, meaningful(eta_rel)),
-    ]
-    relative = [((fitted / eta - 1).abs() * mask).amax(-1) for fitted, eta, mask in pairs]
-    l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta, _ in pairs]).sum(0) / pattern.length
-    return Certificate(
-        max_relative_abs=relative[0],
-        max_relative_rel=relative[1],
-        l1=l1,
-        gap=radius * l1,
-        radius=radius,
-        sweeps=sweeps,
-        tolerance=tolerance,
-    )
+    """Compare the fitted marginals with the targets `[..., T]` (of `check_targets`)."""
+    pairs = list(zip(marginals(pattern), (eta_abs, eta_rel), strict=True))
+    relative = [((fitted / eta - 1).abs() * meaningful(eta)).amax(-1) for fitted, eta in pairs]
+    l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta in pairs]).sum(0) / pattern.length
+    return Certificate(*relative, l1=l1, sweeps=sweeps, tolerance=tolerance)

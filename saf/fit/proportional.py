@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from saf.fit.objective import TOLERANCE, fit_loss, initial_parameters, meaningful, pool_tail
+from saf.fit.objective import TOLERANCE, fit_loss, initial_parameters, meaningful
 from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 
 # Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
@@ -33,27 +33,25 @@ def fit_proportional(
     tolerance: float = TOLERANCE,
     max_sweeps: int = _MOST_SWEEPS,
     memory: int = _MEMORY,
-    alpha_constant_after: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     A head is finished, and leaves the batch, when the next sweep would change no meaningful marginal by more
     than half of `tolerance`, relatively, and both marginals together by no more than half of it in L1 per row.
-    `memory` is the number of earlier sweeps used to extrapolate (0: none). With `alpha_constant_after=s` alpha
-    has one value for all keys from s on, fitted to their pooled marginal.
+    `memory` is the number of earlier sweeps used to extrapolate (0: none).
     """
     alpha, rho = initial_parameters(eta_rel)
     sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
     active = torch.arange(len(eta_abs), device=eta_abs.device)
     heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1), memory)
     for sweep in range(1, max_sweeps + 1):
-        image = heads.sweep(alpha_constant_after)
+        image = heads.sweep()
         alpha[active], rho[active] = image.chunk(2, -1)
         running = heads.change(image) > tolerance / 2
         sweeps[active[~running]] = sweep
         if not bool(running.any()):
             break
-        heads.advance(image, sweep, alpha_constant_after)
+        heads.advance(image, sweep)
         if not bool(running.all()):
             active, heads = active[running], heads.select(running)
     return alpha, rho, sweeps
@@ -81,18 +79,18 @@ class _Heads:
     def select(self, keep: Tensor) -> "_Heads":
         return _Heads(*(getattr(self, field.name)[keep] for field in fields(self)))
 
-    def sweep(self, constant_after: int | None) -> Tensor:
+    def sweep(self) -> Tensor:
         """Return the image of each point, after falling back to `plain` where the point raised the loss."""
-        log_z, loss = self._rows(slice(None))
+        log_z, loss = self._rows(slice(None))  # Eq. (S.9)
         worse = ~(loss <= self.loss + _LOSS_NOISE)
         if bool(worse.any()):
             self.point = torch.where(worse[:, None], self.plain, self.point)
             self.images[worse], self.residuals[worse] = 0.0, 0.0
             log_z[worse], loss[worse] = self._rows(worse)
         self.loss = loss
-        alpha, rho = self.point.chunk(2, -1)
-        alpha = _alpha_step(self.eta_abs, log_column_sums(-log_z, rho), constant_after)
-        rho = self.eta_rel.log() - log_diagonal_sums(-log_z, alpha)
+        rho = self.point.chunk(2, -1)[1]
+        alpha = self.eta_abs.log() - log_column_sums(-log_z, rho)  # Eq. (S.10)
+        rho = self.eta_rel.log() - log_diagonal_sums(-log_z, alpha)  # Eq. (S.11)
         return torch.cat([alpha, rho], -1)
 
     def _rows(self, which: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +106,7 @@ class _Heads:
         mass = torch.cat([self.eta_abs, self.eta_rel], -1) / self.eta_abs.shape[-1]
         return torch.maximum((change * counted).amax(-1), (change * mass).sum(-1))
 
-    def advance(self, image: Tensor, sweep: int, constant_after: int | None) -> None:
+    def advance(self, image: Tensor, sweep: int) -> None:
         """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
         residual, memory = image - self.point, self.images.shape[1]
         if memory and sweep > 1:
@@ -124,19 +122,4 @@ class _Heads:
         gram = gram + ridge[:, None, None] * torch.eye(memory, dtype=gram.dtype, device=gram.device)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)
-        step = torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)
-        self.point = image - step
-        if constant_after is not None:
-            length = self.eta_abs.shape[-1]
-            self.point[:, constant_after:length] = self.point[:, constant_after : constant_after + 1]
-
-
-def _alpha_step(eta_abs: Tensor, log_columns: Tensor, constant_after: int | None) -> Tensor:
-    """Return the alpha whose key marginals are the targets, for fixed normalisers of rows and rho."""
-    if constant_after is None:
-        return eta_abs.log() - log_columns
-    log_tail = log_columns[:, constant_after:].logsumexp(-1, keepdim=True)
-    log_columns = torch.cat([log_columns[:, :constant_after], log_tail], -1)
-    alpha = pool_tail(eta_abs, constant_after).log() - log_columns
-    tail = alpha[:, -1:].expand(-1, eta_abs.shape[-1] - constant_after)
-    return torch.cat([alpha[:, :-1], tail], -1)
+        self.point = image - torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)

@@ -378,7 +378,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Raise InputError or UnsupportedError for sequences that the model or the score cannot read."""
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*batches, *held_out])
-        self.config.check_calibration(sequences=read_sequences(batches).num_different, length=batches[0].shape[-1])
+        self.config.check_calibration(sequences=read_sequences(batches).num_different)
         if held_out or "gates" in self.config.needs:
             adapter.check_next_token()
 

@@ -241,7 +241,7 @@ def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
     check_freeze(config, execution)
     if freeze is not None:
-        freeze.check_calibration(sequences=config.calibration_sequences, length=task.length)
+        freeze.check_calibration(sequences=config.calibration_sequences)
     if config.graphs == "on":
         trained, many = freeze is not None and freeze.trainable, config.finetuning is not None
         check_graphs(execution, parallel.kind, trained_patterns=trained, many_lengths=many)

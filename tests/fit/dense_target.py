@@ -1,12 +1,11 @@
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
 
 @dataclass
-class Target:
+class DenseTarget:
     """A dense pattern `[..., T, T]` with its marginals and row-averaged entropy, summed without any tile."""
 
     pattern: Tensor
@@ -36,33 +35,11 @@ def floored(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def random_target(*heads: int, length: int, scale: float = 1.0, sequences: int = 1, seed: int = 0) -> Target:
+def random_target(*heads: int, length: int, scale: float = 1.0, sequences: int = 1) -> DenseTarget:
     """The mean over sequences of softmax rows with a recency bias and normal logits of the given scale."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     position = torch.arange(length)
     bias = -0.5 * (position[:, None] - position).clamp(min=0).double().log1p()
     logits = scale * torch.randn(sequences, *heads, length, length, dtype=torch.float64, generator=generator)
     causal = (logits + bias).masked_fill(position[:, None] < position, -torch.inf)
-    return Target(floored(causal.softmax(-1).mean(0)))
-
-
-def one_hot_target(kind: str, length: int) -> Target:
-    """All of each row's mass on one key, the rest on the floor: attention of a single sequence at its sharpest."""
-    row = torch.arange(length)
-    key = {
-        "self": row,
-        "first": torch.zeros_like(row),
-        "previous": (row - 1).clamp(min=0),
-        "random": (torch.rand(length, generator=torch.Generator().manual_seed(0)) * (row + 1)).long(),
-    }[kind]
-    return Target(floored(torch.nn.functional.one_hot(key, length)))
-
-
-@pytest.fixture
-def make_target():
-    return random_target
-
-
-@pytest.fixture
-def make_one_hot():
-    return one_hot_target
+    return DenseTarget(floored(causal.softmax(-1).mean(0)))
