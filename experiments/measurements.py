@@ -22,6 +22,7 @@ from experiments.scales import Scale
 from saf.checkpoint import latest, step_name
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
+from saf.records.provenance import command
 from saf.schedules import OneTime
 
 
@@ -257,10 +258,9 @@ class Maker:
         with open(log, "a") as file:
             module, words = _program(words)
             if processes > 1:
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-                code = subprocess.run(
-                    [*command, str(processes), "-m", module, *words], stdout=file, stderr=file
-                ).returncode
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                program = [*torchrun, str(processes), "-m", module, *words]
+                code = subprocess.run(program, stdout=file, stderr=file).returncode
             else:
                 main = importlib.import_module(IN_PROCESS.get(module, module)).main
                 with redirect_stdout(file), redirect_stderr(file):
@@ -273,7 +273,9 @@ class Maker:
             return f"failed: {lines[-1]} (see {log})"
         seed = None if out.stem == "once" else self.seed
         place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name, "seed": seed}
-        write_json(out, {**read_json(partial), "experiment": place})
+        record = read_json(partial)
+        record["provenance"]["command"] = command()
+        write_json(out, {**record, "experiment": place})
         partial.unlink()
         return None
 

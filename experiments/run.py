@@ -434,7 +434,9 @@ def _make(run: Run, inputs: Inputs) -> str | None:
 def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
     """Make a run in a process of its own, its output beside its folder."""
     folders = {name: str(path) for name, path in vars(inputs).items() if path is not None}
-    task = json.dumps({"key": run.key, "scale": run.scale.name, "root": str(run.root), "inputs": folders})
+    # Its records name the command that was typed, and not this process's.
+    place = {"key": run.key, "scale": run.scale.name, "root": str(run.root), "inputs": folders}
+    task = json.dumps({**place, "argv": sys.argv})
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
@@ -459,6 +461,7 @@ def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopReq
 def _main(task: str) -> int:
     """Make one run that another process named."""
     named = json.loads(task)
+    sys.argv = named["argv"]
     inputs = Inputs(**{name: Path(path) for name, path in named["inputs"].items()})
     arm, seed = named["key"]
     run = plan([(arm, seed)], scale_named(named["scale"]), Path(named["root"]))[arm, seed]

@@ -5,7 +5,7 @@ a change is the paired bootstrap over held-out windows.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,18 +25,32 @@ from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard
 from saf.records.result import read_result
 
 Record = Mapping[str, Any]
+Get = Callable[[str | None, str], Any]
+"""Gives an arm's number of a metric: one a seed, one a resample, or NaN where there is none."""
 PAPER_EXCHANGE = 0.14
 """Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
 
 # --- numbers of one record
 
 
-def _sum_of(*names: str) -> Callable[[Record], float | None]:
+def field(*path: str, scale: float = 1.0) -> Callable[[Record], float | None]:
+    """Return the reader of a number of a record, which lies below names; None where one of them is missing."""
+
+    def read(record: Record) -> float | None:
+        value: Any = record
+        for name in path:
+            value = (value or {}).get(name)
+        return None if value is None else scale * value
+
+    return read
+
+
+def event_seconds(*parts: str) -> Callable[[Record], float | None]:
     """Return the reader of an intervention's seconds, of some of its parts or of all."""
 
     def read(record: Record) -> float | None:
         seconds = (record.get("intervention") or {}).get("seconds")
-        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in names or seconds)
+        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in parts or seconds)
 
     return read
 
@@ -51,7 +65,7 @@ def _continuation(record: Record) -> float | None:
     time = record.get("time") or {}
     if time.get("parent_parts") is None:
         return None
-    # Earlier records also have what they counted in neither total.
+    # Earlier records also have parts that neither total counted.
     return sum(seconds for part, seconds in time["parts"].items() if part not in ("afterwards", "lost")) / 60
 
 
@@ -76,40 +90,37 @@ def _remaining(record: Record) -> float | None:
     return None if event is None else float(record["updates"] - event["update"])
 
 
-def _accuracy(record: Record) -> float | None:
-    return None if record.get("accuracy") is None else 100 * record["accuracy"]
-
-
 READ: dict[str, Callable[[Record], float | None]] = {
     "loss": lambda run: run.get("report_loss") if "report_perplexity" in run else None,
-    "perplexity": lambda run: run.get("report_perplexity"),
-    "accuracy": _accuracy,
-    "epochs": lambda run: run.get("epochs"),
-    "gate": lambda run: 100 * run["recall"]["development"]["accuracy"] if run.get("recall") else None,
-    "rise": lambda run: (run.get("intervention") or {}).get("loss_rise"),
+    "perplexity": field("report_perplexity"),
+    "accuracy": field("accuracy", scale=100),
+    "epochs": field("epochs"),
+    "example_tokens": field("example_tokens"),
+    "gate": field("recall", "development", "accuracy", scale=100),
+    "rise": field("intervention", "loss_rise"),
     "context": _context,
     "heads": _heads,
-    "num_heads": lambda run: run.get("num_heads"),
-    "updates": lambda run: run["updates"],
+    "num_heads": field("num_heads"),
+    "updates": field("updates"),
     "remaining": _remaining,
     "peak": lambda run: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None,
-    "fit_kl": lambda run: (run.get("fits") or {}).get("largest_kl"),
-    "median_kl": lambda run: (run.get("fits") or {}).get("median_kl"),
-    "skipped": lambda run: (run.get("fits") or {}).get("skipped"),
-    "exponential": lambda run: (run.get("fits") or {}).get("exponential"),
-    "extra_kl": lambda run: (run.get("fits") or {}).get("largest_extra_kl"),
+    "fit_kl": field("fits", "largest_kl"),
+    "median_kl": field("fits", "median_kl"),
+    "skipped": field("fits", "skipped"),
+    "exponential": field("fits", "exponential"),
+    "extra_kl": field("fits", "largest_extra_kl"),
 }
 TIMES: dict[str, Callable[[Record], float | None]] = {
     "minutes": _minutes,
     "continuation": _continuation,
-    "intervention": _sum_of(),
+    "intervention": event_seconds(),
     "compilation": _compilation,
-    "capture": _sum_of("capture", "statistics"),
-    "fit": _sum_of("fit"),
-    "update": lambda run: 1e3 * run["update_seconds"]["median"] if run.get("update_seconds") else None,
-    "last_updates": lambda run: 1e3 * run["last_updates_seconds"] if run.get("last_updates_seconds") else None,
+    "capture": event_seconds("capture", "statistics"),
+    "fit": event_seconds("fit"),
+    "update": field("update_seconds", "median", scale=1e3),
+    "last_updates": field("last_updates_seconds", scale=1e3),
 }
-"""Those that mean nothing of a run that shared its device."""
+"""Numbers that mean nothing of a run that shared its device."""
 RECALL = ((512, 8), (512, 16), (512, 24), (512, 32), (512, 48), (512, 64), (2_048, 8), (4_096, 8))
 """Tokens and pairs of the paper's tests of associative recall."""
 SMOKE_RECALL = ((32, 2), (32, 4))
@@ -135,9 +146,8 @@ def frame(records: Mapping[tuple[str, int], Record]) -> pd.DataFrame:
             f"{arm}@{place}": {**record, **reports[update]} for place, update in enumerate(sorted(reports, key=int))
         }
         for name, report in by_name.items():
-            values = {
-                metric: read(report) for metric, read in (READ if report.get("shared") else {**READ, **TIMES}).items()
-            }
+            readers = READ if report.get("shared") else {**READ, **TIMES}
+            values = {metric: read(report) for metric, read in readers.items()}
             for test in (report.get("recall") or {}).get("tests", ()):
                 values[recall_metric(test["length"], test["pairs"])] = 100 * test["accuracy"]
             rows += [(name, seed, metric, float(value)) for metric, value in values.items() if value is not None]
@@ -158,29 +168,10 @@ def read_records(folder: Path, scale: str) -> dict[tuple[str, int], Record]:
 
 # --- numbers of a row, by metric
 
-Get = Callable[[str | None, str], Any]
-"""Gives an arm's number of some metric: by seed, or resampled; NaN where there is none."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What a table shows: a number of the row's own record, or one of several records."""
-
-    title: str
-    places: int
-    signed: bool = False
-    of: Callable[["Comparison"], Any] | None = None
-    by_seed: bool = False
-    """Whether the number of each seed is shown in place of their mean."""
-
-    def text(self, number: float) -> str:
-        """Return a number at the metric's digits and, where it has one, with its sign."""
-        return f"{number:{'+' if self.signed else ''},.{self.places}f}".replace("-", "\u2212")
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row with the numbers of arms: what metrics of several records are computed from."""
+    """A row with the numbers of arms: the metrics of several records are computed from it."""
 
     row: Row
     references: Mapping[str, str | None]
@@ -189,37 +180,61 @@ class Comparison:
 
     def change(self, arm: str | None, reference: str | None) -> Any:
         """Return by how many percent an arm's perplexity is above another's."""
-        same = arm is None or reference is None or arm == reference
-        return math.nan if same else 100.0 * np.expm1(self.get(arm, "loss") - self.get(reference, "loss"))
+        return 100.0 * np.expm1(self.gap("loss", arm, reference))
 
     def own_change(self, arm: str | None) -> Any:
         """Return an arm's change from its own reference."""
         return self.change(arm, self.references.get(arm or ""))
 
+    def gap(self, metric: str, arm: str | None, reference: str | None) -> Any:
+        """Return an arm's number minus another's; NaN for an arm and itself."""
+        same = arm is None or reference is None or arm == reference
+        return math.nan if same else self.get(arm, metric) - self.get(reference, metric)
+
     def ratio(self, metric: str, arm: str | None, reference: str | None) -> Any:
-        """Return an arm's number over another's."""
+        """Return an arm's number over another's; NaN for an arm and itself."""
         same = arm is None or reference is None or arm == reference
         return math.nan if same else self.get(arm, metric) / self.get(reference, metric)
+
+    def extra(self, arm: str | None, reference: str | None) -> Any:
+        """Return by how many percent an arm has more updates than another."""
+        return 100.0 * (self.ratio("updates", arm, reference) - 1.0)
 
     def exchange(self) -> Any:
         """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
         arm = self.row.companions.get("exchange")
-        more = 100.0 * (self.ratio("updates", arm, self.references.get(arm or "")) - 1.0)
-        return -self.own_change(arm) / more
+        return -self.own_change(arm) / self.extra(arm, self.references.get(arm or ""))
 
     def at_tokens(self, rate: Any) -> Any:
         """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
-        extra = 100.0 * (self.ratio("updates", self.row.arm, self.row.reference) - 1.0)
-        return self.own_change(self.row.companions.get("tokens")) - rate * extra
+        gained = self.extra(self.row.arm, self.row.reference)
+        return self.own_change(self.row.companions.get("tokens")) - rate * gained
 
     def speedup(self) -> Any:
         """Return the reference's update over the arm's; a number beyond free heads' bound is a busy machine's."""
-        speedup: Any = 1.0 / self.ratio("update", self.row.arm, self.row.reference)
-        if not isinstance(speedup, pd.Series):
-            return speedup
-        heads, total = self.get(self.row.arm, "heads"), self.get(self.row.arm, "num_heads").dropna()
-        bounds = {seed: free_heads_bound(int(heads[seed]), int(total[seed])) or math.inf for seed in total.index}
-        return speedup.where(~(speedup > pd.Series(bounds, dtype=float).reindex(speedup.index)))
+        speedup = np.atleast_1d(1.0 / self.ratio("update", self.row.arm, self.row.reference))
+        heads, total = (np.atleast_1d(self.get(self.row.arm, name)) for name in ("heads", "num_heads"))
+        bounds = [
+            math.inf if math.isnan(of) else free_heads_bound(int(some), int(of)) or math.inf
+            for some, of in zip(heads, total, strict=True)
+        ]
+        return np.where(speedup > np.array(bounds), math.nan, speedup)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of a table: a number of the row's own record, or one of several records."""
+
+    title: str
+    places: int
+    signed: bool = False
+    of: Callable[[Comparison], Any] | None = None
+    by_seed: bool = False
+    """Whether the number of each seed is shown in place of their mean."""
+
+    def text(self, number: float) -> str:
+        """Return a number at the metric's digits and, where it has one, with its sign."""
+        return f"{number:{'+' if self.signed else ''},.{self.places}f}".replace("-", "\u2212")
 
 
 METRICS = {
@@ -231,23 +246,17 @@ METRICS = {
     ),
     "relative": Metric("difference (%)", 3, True, lambda c: c.change(c.row.arm, c.row.against)),
     "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", c.row.arm, c.row.against)),
-    "time_difference": Metric(
-        *("difference (s)", 1, True),
-        lambda c: 60 * (c.get(c.row.arm, "minutes") - c.get(c.row.against, "minutes")),
-    ),
+    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", c.row.arm, c.row.against)),
     "raw": Metric("change at measured time (%)", 3, True, lambda c: c.own_change(c.row.companions.get("raw"))),
-    "extra": Metric(
-        "extra tokens (%)", 2, True, lambda c: 100.0 * (c.ratio("updates", c.row.arm, c.row.reference) - 1.0)
-    ),
+    "extra": Metric("extra tokens (%)", 2, True, lambda c: c.extra(c.row.arm, c.row.reference)),
     "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.own_change(c.row.companions.get("tokens"))),
     "paper_exchange": Metric(
-        f"change at matched time (%), estimated at {PAPER_EXCHANGE}% for 1% of tokens",
-        3,
-        True,
+        *(f"change at matched time (%), estimated at {PAPER_EXCHANGE}% for 1% of tokens", 3, True),
         lambda c: c.at_tokens(PAPER_EXCHANGE),
     ),
     "own_exchange": Metric(
-        "change at matched time (%), estimated at the measured rate", 3, True, lambda c: c.at_tokens(c.exchange())
+        *("change at matched time (%), estimated at the measured rate", 3, True),
+        lambda c: c.at_tokens(c.exchange()),
     ),
     "exchange": Metric(
         *("decrease for 1% more tokens (%)", 3, False),
@@ -257,20 +266,11 @@ METRICS = {
     "seeds": Metric("accuracy by seed (%)", 2, False, lambda c: c.get(c.row.arm, "accuracy"), by_seed=True),
     "delta_seeds": Metric("change by seed (%)", 3, True, lambda c: c.change(c.row.arm, c.row.reference), by_seed=True),
     "points_against": Metric(
-        *("difference of accuracy (points)", 3, True),
-        lambda c: (
-            math.nan if c.row.against is None else c.get(c.row.arm, "accuracy") - c.get(c.row.against, "accuracy")
-        ),
+        "difference of accuracy (points)", 3, True, lambda c: c.gap("accuracy", c.row.arm, c.row.against)
     ),
     "epochs": Metric("epochs", 0),
-    "points": Metric(
-        *("change of accuracy (points)", 2, True),
-        lambda c: (
-            math.nan
-            if c.row.reference in (None, c.row.arm)
-            else c.get(c.row.arm, "accuracy") - c.get(c.row.reference, "accuracy")
-        ),
-    ),
+    "example_tokens": Metric("mean tokens of a training example", 1),
+    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", c.row.arm, c.row.reference)),
     "speedup": Metric("speedup", 3, False, Comparison.speedup),
     "peak_change": Metric(
         *("change of peak memory (%)", 2, True),
@@ -311,12 +311,12 @@ class Value:
     interval: tuple[float, float] | None = None
     """95%: over held-out windows or questions of one seed, or by Student's t over several."""
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Mean over seeds."""
         return mean_and_standard_error(list(self.by_seed.values()))["mean"]
 
-    @property
+    @cached_property
     def error(self) -> float | None:
         """Standard error over seeds; None of one seed."""
         return mean_and_standard_error(list(self.by_seed.values()))["standard_error"]
@@ -338,12 +338,10 @@ class Value:
             return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
         return metric.text(self.mean)
 
-
-def _t_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of a mean over seeds by Student's t."""
-    found = mean_and_standard_error([*values])
-    reach = float(stdtrit(len(values) - 1, 0.975)) * found["standard_error"]
-    return found["mean"] - reach, found["mean"] + reach
+    def t_interval(self) -> tuple[float, float]:
+        """Return the 95% interval of the mean over seeds by Student's t."""
+        reach = float(stdtrit(len(self.by_seed) - 1, 0.975)) * (self.error or 0.0)
+        return self.mean - reach, self.mean + reach
 
 
 @cache
@@ -359,7 +357,9 @@ class RecipeTable:
     def __init__(self, name: str, recipe: Recipe, scale: str, records: Mapping[tuple[str, int], Record]):
         self.name, self.recipe, self.scale, self.records = name, recipe, scale, records
         self.frame = frame(records)
-        self._draws: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._arms = {arm for arm, _ in records}
+        self._references = {row.arm: row.reference for row in recipe.rows}
+        self._draws: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
 
     @cached_property
     def seeds(self) -> list[int]:
@@ -378,95 +378,101 @@ class RecipeTable:
         return sorted(int(seed) for seed in ordered[: self.recipe.seeds])
 
     @cached_property
-    def wide(self) -> Any:
-        """The long table with a row a seed and a column an arm and metric."""
-        chosen = self.frame[self.frame.seed.isin(self.seeds)]
-        return chosen.pivot_table(index="seed", columns=["arm", "metric"], values="value")
+    def numbers(self) -> dict[tuple[str, str], np.ndarray]:
+        """The long table as arrays over `seeds`, by arm and metric; NaN where a seed was not run."""
+        numbers: dict[tuple[str, str], np.ndarray] = {}
+        for arm, seed, metric, value in zip(*(self.frame[name] for name in self.frame), strict=True):
+            if seed in self.seeds:
+                array = numbers.setdefault((arm, metric), np.full(len(self.seeds), math.nan))
+                array[self.seeds.index(seed)] = value
+        return numbers
 
     @cached_property
     def values(self) -> dict[tuple[str, str], Value]:
         """Numbers by row's label and metric; those that there are not are absent."""
-        values = {}
-        for row in self.recipe.rows:
-            for metric in self.recipe.metrics:
-                if (value := self._value(row, metric)) is not None:
-                    values[row.label, metric] = value
-        return values
+        pairs = ((row, metric) for row in self.recipe.rows for metric in self.recipe.metrics)
+        values = {(row.label, metric): self._value(row, metric) for row, metric in pairs}
+        return {place: value for place, value in values.items() if value is not None}
 
     def _resolved(self, arm: str) -> str:
         """Return an arm, or the one that stands for it where it was not run."""
         name, at, place = arm.partition("@")
-        while name not in self._run and name in ARMS and ARMS[name].elsewhere:
+        while name not in self._arms and name in ARMS and ARMS[name].elsewhere:
             name = str(ARMS[name].elsewhere)
         return f"{name}{at}{place}"
 
-    @cached_property
-    def _run(self) -> set[str]:
-        return {arm for arm, _ in self.records}
+    def _number(self, arm: str | None, metric: str) -> Any:
+        return self.numbers.get((self._resolved(arm or ""), metric), math.nan)
 
     def _value(self, row: Row, metric: str) -> Value | None:
-        of = METRICS[metric].of or (lambda comparison: comparison.get(comparison.row.arm, metric))
-        series: Any = of(Comparison(row, self._references, self._numbers))
-        if not isinstance(series, pd.Series) or (self._resolved(row.arm), "updates") not in self.wide.columns:
+        updates = self.numbers.get((self._resolved(row.arm), "updates"))
+        if updates is None:
             return None
-        if row.first_seed:
-            series = series[series.index == scale_named(self.scale).seeds[0]]
-        series = series[self.wide[self._resolved(row.arm), "updates"].notna()]
-        by_seed = {int(seed): float(value) for seed, value in series.dropna().items()}
+        of = METRICS[metric].of or (lambda comparison: comparison.get(comparison.row.arm, metric))
+        numbers = np.broadcast_to(of(Comparison(row, self._references, self._number)), updates.shape)
+        seeds = [scale_named(self.scale).seeds[0]] if row.first_seed else self.seeds
+        by_seed = {
+            seed: float(number)
+            for seed, number, ran in zip(self.seeds, numbers, updates, strict=True)
+            if seed in seeds and not math.isnan(number) and not math.isnan(ran)
+        }
         if not by_seed:
             return None
-        interval = None
+        value = Value(by_seed=by_seed)
         if METRICS[metric].of and len(by_seed) == 1:
-            interval = self._interval(row, of, next(iter(by_seed)))
-        elif METRICS[metric].of and self.recipe.intervals == "t":
-            interval = _t_interval([*by_seed.values()])
-        return Value(by_seed=by_seed, interval=interval)
-
-    @cached_property
-    def _references(self) -> dict[str, str | None]:
-        return {row.arm: row.reference for row in self.recipe.rows}
-
-    def _numbers(self, arm: str | None, metric: str) -> Any:
-        key = (self._resolved(arm or ""), metric)
-        return self.wide[key] if key in self.wide.columns else pd.Series(math.nan, index=self.wide.index)
+            return Value(by_seed=by_seed, interval=self._interval(row, of, *by_seed))
+        if METRICS[metric].of and self.recipe.intervals == "t":
+            return Value(by_seed=by_seed, interval=value.t_interval())
+        return value
 
     def _interval(self, row: Row, of: Callable[[Comparison], Any], seed: int) -> tuple[float, float] | None:
         """Return 95% over the same resampled windows, or questions, of all runs; None where these decide nothing."""
-        samples: dict[str, torch.Tensor] = {}
+        samples: dict[str, np.ndarray] = {}
 
-        def sampled(draw: Callable[[str], Any]) -> Get:
+        def compute(mean: Callable[[str], Any]) -> Any:
             def get(arm: str | None, metric: str) -> Any:
                 name = self._resolved(arm or "")
                 if metric not in ("loss", "accuracy"):
-                    return self._numbers(arm, metric).get(seed, math.nan)
-                record = self.records.get((name, seed)) or {}
-                sample = record.get("window_losses") or record.get("right")
-                if not sample:
+                    number = self._number(arm, metric)
+                    return number if number is math.nan else number[self.seeds.index(seed)]
+                if (sample := self._samples[seed].get(name)) is None:
                     return math.nan
-                samples.setdefault(name, torch.tensor(sample, dtype=torch.float64))
-                return draw(name) * (100.0 if metric == "accuracy" else 1.0)
+                samples.setdefault(name, sample)
+                return mean(name) * (100.0 if metric == "accuracy" else 1.0)
 
-            return get
+            return of(Comparison(row, self._references, get))
 
         def at(moved: str = "", by: float = 0.0) -> float:
-            means = lambda name: float(samples[name].mean()) + (by if name == moved else 0.0)  # noqa: E731
-            return float(of(Comparison(row, self._references, sampled(means))))
+            return float(np.squeeze(compute(lambda name: samples[name].mean() + (by if name == moved else 0.0))))
 
         if math.isnan(at()) or not samples:
             return None
         self._check_same_windows(list(samples), seed)
-        # The first-order effect of each window on the number tells which of them go together.
+        # The first-order effect of each window on the number says which of them go together.
         small = 1e-6
         effects = sum((at(name, small) - at(name, -small)) / (2 * small) * sample for name, sample in samples.items())
         block = block_length(torch.as_tensor(effects))
-        draws = of(Comparison(row, self._references, sampled(lambda name: self._resampled(name, seed, samples, block))))
-        low, high = np.quantile(draws, [0.025, 0.975])
+        low, high = np.quantile(compute(lambda name: self._resampled(name, seed, block)), [0.025, 0.975])
         return float(low), float(high)
 
-    def _resampled(self, arm: str, seed: int, samples: Mapping[str, torch.Tensor], block: int) -> np.ndarray:
-        if (arm, seed, block) not in self._draws:
-            self._draws[arm, seed, block] = bootstrap_means(samples[arm], block=block)
-        return self._draws[arm, seed, block].numpy()
+    @cached_property
+    def _samples(self) -> dict[int, dict[str, np.ndarray]]:
+        """The losses of windows, or the answers to questions, of every run, by seed and arm."""
+        samples: dict[int, dict[str, np.ndarray]] = {seed: {} for seed in self.seeds}
+        for (arm, seed), record in self.records.items():
+            if seed in samples and (sample := record.get("window_losses") or record.get("right")):
+                samples[seed][arm] = np.array(sample, dtype=float)
+        return samples
+
+    def _resampled(self, arm: str, seed: int, block: int) -> np.ndarray:
+        """Return the means of an arm's resampled windows, drawn at once for all arms that have as many."""
+        samples = self._samples[seed]
+        place = seed, block, len(samples[arm])
+        if place not in self._draws:
+            alike = {name: sample for name, sample in samples.items() if len(sample) == place[2]}
+            draws = bootstrap_means(torch.tensor(np.array([*alike.values()])), block=block).numpy()
+            self._draws[place] = dict(zip(alike, draws, strict=True))
+        return self._draws[place][arm]
 
     def _check_same_windows(self, arms: list[str], seed: int) -> None:
         for what, words in (("windows_hash", "held-out windows"), ("questions_hash", "questions")):

@@ -1,7 +1,6 @@
 """Run one analysis: `python -m experiments.analyses NAME ... [--out FILE.json] [--figure FILE.svg] [--json]`."""
 
 import json
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,15 +34,13 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
     write_atomically(path, svg(record).encode())
 
 
-def run(name: str, settings: Output, words: Sequence[str]) -> None:
+def run(name: str, settings: Output) -> None:
     """Measure, write the record and its figure, and print the tables or the record."""
     if settings.out is not None and settings.out.exists() and (name != "zero-shot" or unfinished(settings.out) is None):
         raise InputError(f"{settings.out} exists already; remove it, or write to another file")
     if settings.figure is not None and settings.figure.suffix != ".svg":
         raise InputError(f"--figure must end in .svg, got {settings.figure.name}")
     record = ANALYSES[name].measure(settings)
-    short = (Path(word).name if Path(word).is_absolute() else word for word in words)
-    record["provenance"]["command"] = shlex.join(["python", "-m", "experiments.analyses", *short])
     save(record, settings)
     if settings.figure is not None:
         draw(record, settings.figure)
@@ -60,7 +57,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if isinstance(settings, Draw):
             draw(read_result(settings.record), settings.figure)
         else:
-            run(next(name for name, each in ANALYSES.items() if type(settings) is each.Settings), settings, words)
+            run(next(name for name, each in ANALYSES.items() if type(settings) is each.Settings), settings)
     except SafError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -109,14 +109,14 @@ def block_length(values: Tensor) -> int:
 
 
 def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLES, seed: int = 0) -> Tensor:
-    """Draw `values` `[windows]` with replacement and return the mean of each draw, `[resamples]` float64.
+    """Draw `values` `[..., windows]` with replacement and return the mean of each draw, `[..., resamples]` float64.
 
     With a larger `block` a draw takes that many neighbours; the first follow the last.
     """
     if resamples < 1:
         raise InputError(f"resamples must be at least 1, got {resamples}")
     values = values.detach().double().cpu()
-    count = values.numel()
+    count = values.shape[-1]
     generator = torch.Generator().manual_seed(seed)
     means = []
     while resamples > 0:
@@ -124,9 +124,12 @@ def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLE
         drawn = torch.randint(count, (rows, -(-count // block)), generator=generator)
         if block > 1:
             drawn = (drawn[..., None] + torch.arange(block)).flatten(1)[:, :count] % count
-        means.append(values[drawn].mean(dim=1))
+        # Counts of each window make the means a product, which serves many arms at once.
+        places = (drawn + count * torch.arange(rows)[:, None]).flatten()
+        counts = torch.bincount(places, minlength=rows * count).view(rows, count)
+        means.append(values @ counts.double().mT / count)
         resamples -= rows
-    return torch.cat(means)
+    return torch.cat(means, -1)
 
 
 def mean_and_standard_error(values: list[float]) -> dict[str, Any]:

@@ -71,9 +71,14 @@ def command() -> str:
     if (arguments := invocation.get()) is not None:
         return shlex.join([*_torchrun(), "saf", *_without_folders(arguments)])
     path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
-    script = path.suffix == ".py" and path.name != "__main__.py"
-    program = path.name if path.is_absolute() or not script else path.as_posix()
-    words = ["python", program] if script else ["saf" if program == "__main__.py" else program]
+    root = Path(saf.__file__).parents[1]
+    if path.name == "__main__.py":
+        package = ".".join(path.parent.relative_to(root).parts if path.is_relative_to(root) else [path.parent.name])
+        words = ["saf"] if package == "saf" else ["python", "-m", package]
+    elif path.suffix == ".py":
+        words = ["python", path.name if path.is_absolute() else path.as_posix()]
+    else:
+        words = [path.name]
     return shlex.join([*words, *_without_folders(sys.argv[1:])])
 
 

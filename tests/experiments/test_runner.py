@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import experiments
 from experiments.__main__ import main
 from experiments.arms import ARMS, Arm
 from experiments.inputs import Inputs, smoke_inputs
@@ -92,10 +93,13 @@ def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_jobs_run_in_processes_of_their_own(inputs, tmp_path):
+def test_jobs_run_in_processes_of_their_own_and_record_the_command_that_was_typed(inputs, tmp_path, monkeypatch):
+    typed = ["timing", "--scale", "smoke", "--jobs", "2"]
+    monkeypatch.setattr("sys.argv", [str(Path(experiments.__file__).with_name("__main__.py")), *typed])
     wanted = [("4k-mean-25", 1337), ("8k-ordinary", 1337)]
     assert not execute(plan(wanted, SMOKE, tmp_path), inputs, jobs=2, say=quiet).failed
-    assert all(run.record() for run in plan(wanted, SMOKE, tmp_path).values())
+    records = [run.record() for run in plan(wanted, SMOKE, tmp_path).values()]
+    assert {each["provenance"]["command"] for each in records} == {f"python -m experiments {' '.join(typed)}"}
 
 
 def test_a_run_can_start_once_its_parent_saved_the_checkpoint_that_it_branches_off(tmp_path):
