@@ -24,13 +24,14 @@ from typing import Any
 from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import PUBLIC, Inputs
 from experiments.scales import BRANCHES, Scale, scale_named
-from saf.checkpoint import Checkpoint, latest, step_name
+from saf.checkpoint import Checkpoint, latest, load_model, step_name
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import visible_devices
 from saf.models import GPTConfig, preset
+from saf.models.adapter import adapter_for, find_rows
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
@@ -314,26 +315,48 @@ def train(run: Run, inputs: Inputs) -> bool:
 def complete_record(run: Run) -> None:
     """Add to a run's result.json its arm, and its losses of held-out windows or its answers, for paired comparisons."""
     recorded = RecordedRun.open(run.folder)
+    result = recorded.finished_result()
     extra: dict[str, Any] = {"num_heads": recorded.num_heads}
     if fits := _fits(recorded):
         extra["fits"] = fits
+    if recorded.edited_heads:
+        extra["checks"] = check_heads(recorded)
     if has_answers(recorded):
         answers = read_answers(recorded)
         questions = json.dumps([(each["id"], each["answer"]) for each in answers])
         extra["questions_hash"] = hashlib.sha256(questions.encode()).hexdigest()
         extra["right"] = [int(each["right"]) for each in answers]
         extra["trained_on"] = recorded.config["data"].get("test_examples_trained_on", 0)
-    elif "recall" not in (recorded.result or {}):  # which has accuracies alone
+    elif "recall" not in result:  # which has accuracies alone
         evaluation, losses = read_evaluation(recorded.folder)
         extra |= {name: evaluation[name] for name in ("windows_hash", "by_position")}
         extra["window_losses"] = losses.windows.tolist()
     if "examples" in (data := recorded.config["data"]):
         batch = math.prod(recorded.config["train"][name] for name in ("batch_size", "accumulation"))
-        extra["epochs"] = round((recorded.result or {})["updates"] * batch / data["examples"]["train"])
+        examples = result["updates"] * batch
+        extra["epochs"] = round(examples / data["examples"]["train"])
+        extra["example_tokens"] = result["tokens"] / examples
     if last := [line["update_seconds"] for line in recorded.metrics[-100:] if line.get("update_seconds")]:
         extra["last_updates_seconds"] = sum(last) / len(last)
     place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
-    write_json(run.folder / "result.json", {**(recorded.result or {}), **extra, "experiment": place})
+    write_json(run.folder / "result.json", {**result, **extra, "experiment": place})
+
+
+def check_heads(recorded: RecordedRun) -> dict[str, Any]:
+    """Check the final model as the paper checks each replacement: mask, dispatch, and gradients of queries and keys.
+
+    Returns `heads`, whether the model has the recorded frozen and pruned heads alone; `executed`, whether each layer
+    executes its frozen heads; and `query_key_rows`, those of replaced heads: without rows they have no gradients.
+    """
+    checkpoint = latest(recorded.folder / "checkpoints")
+    adapter = adapter_for(load_model(checkpoint or recorded.folder, backend="auto"))
+    sites = adapter.sites()
+    own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
+    places = [(site, find_rows(site, role)) for site in sites for role in ("query", "key")]
+    rows = sum(found.count - len(site.layout.live) * site.head_dim for site, found in places if found)
+    executed = [(site.frozen.num_frozen if site.frozen else 0) == len(site.layout.frozen) for site in sites]
+    heads = own == [sorted(recorded.frozen_heads), sorted(recorded.pruned_heads)]
+    return {"heads": heads, "executed": all(executed), "query_key_rows": rows}
 
 
 def _fits(recorded: RecordedRun) -> dict[str, float]:

@@ -536,6 +536,9 @@ class RecipeTable:
         missing = [row.label for row in self.recipe.rows if row not in self.ran()]
         if missing and self.recipe.metrics:
             notes.append(f"Not run: {len(missing)} of {len(self.recipe.rows)} rows.")
+        checks = [run["checks"] for run in self._own() if "checks" in run]
+        if wrong := [each for each in checks if each != {"heads": True, "executed": True, "query_key_rows": 0}]:
+            notes.append(f"WRONG HEADS: {len(wrong)} runs froze or pruned other heads than they record: {wrong[0]}.")
         if dirty := sum(str(run["provenance"].get("commit")).endswith(("+", "None")) for run in self._own()):
             notes.append(f"DRAFT: {dirty} runs are of a tree that no commit holds.")
         devices = sorted({run["provenance"].get("device") or "an unknown device" for run in self._own()})

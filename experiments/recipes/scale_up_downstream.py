@@ -51,7 +51,7 @@ RECIPE = Recipe(
         for task, models in PAPER.items()
         for model, texts in models.items()
     ),
-    metrics=("accuracy", "seeds", "points", "points_against", "update", "updates", "epochs", "heads"),
+    metrics=("accuracy", "seeds", "points", "points_against", "update", "updates", "epochs", "example_tokens", "heads"),
     smoke=("1b-boolq-mean-25",),
     notes=(
         "Differences are from pruning by gate-Taylor, in each seed. The ordinary models of the paper chose 5, 1 and 1 "

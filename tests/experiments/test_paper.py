@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import paper
 from experiments.recipe import names, recipe
 from experiments.tables import METRICS
+from saf.models import GPT, preset
 
 RECIPES = {name: recipe(name) for name in names()}
 UNLABELLED = {"implementation": r"\subsection{Compact fitting and storage}"}
@@ -90,3 +92,13 @@ def test_ours_are_written_with_the_signs_and_digits_of_the_papers(name):
             digits = max(len(decimals) for decimals in re.findall(r"\d(?:\.(\d+))?(?!\d)", number.paper))
             expected = 3 if number.path[-1] == "ratio" and not number.saved else digits + (number.title in MEANS)
             assert number.places == expected, number.title
+
+
+def test_models_have_the_papers_parameters(source):
+    """The paper's checkpoint of 1B also stores a table of learned positions that nothing reads."""
+    config = preset("1b", vocab_size=50_304, max_length=8_192)
+    with torch.device("meta"):
+        trainable = sum(weight.numel() for weight in GPT(config).parameters())
+    assert trainable == 983_336_448
+    assert trainable + config.max_length * config.hidden_size == 995_919_360
+    assert {trainable, 995_919_360} <= numbers(section(source, "995,919,360"))
