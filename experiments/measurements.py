@@ -76,7 +76,7 @@ class QuestionFolder:
 Reference = Checkpoint | RunOf | RecordOf | Changes | FileOf | DataFolder | QuestionFolder
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Number:
     """A number of a measurement's record, beside the paper's."""
 

@@ -1,20 +1,24 @@
 """A recipe: the rows, metrics, measurements and figures of one of the paper's tables, as data.
 
-A recipe is a module of `experiments.recipes` with a RECIPE. It names arms of `experiments.arms`; it does not say how
-they are run.
+The modules of `experiments.recipes` hold them, by subject. A recipe names arms of `experiments.arms`; it does not say
+how they are run.
 """
 
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
 from experiments import recipes
 from experiments.arms import ARMS
 from experiments.measurements import Measurement
 from experiments.paper import NUMBERED, Source
 from saf.errors import InputError, did_you_mean
+
+COMPANIONS = ("tokens", "raw", "exchange")
+"""Arms that complete a row's numbers: at matched tokens, on the raw clock, and an ordinary one with more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +33,34 @@ class Row:
     against: str | None = None
     """The arm that its difference is from, where the paper has one."""
     companions: Mapping[str, str] = field(default_factory=dict)
-    """Arms that complete its numbers: at matched "tokens", on the "raw" clock, and the ordinary "exchange" arm, which
-    has more tokens."""
+    """Arms by their names in `COMPANIONS`."""
     first_seed: bool = False
     """Whether it is of the first seed alone."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers by metric."""
+
+
+def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
+    """Return the rows of a table as text, a line each below a head; "|" parts cells, and empty ones are left out.
+
+    Columns are `arm`, `label`, `reference`, `against`, the names of `COMPANIONS`, and metrics, whose cells are the
+    paper's numbers. `more` are further columns of the same rows; `shared` are fields of every row.
+    """
+    found = []
+    for cells in _joined_lines(text, *more):
+        own = {name: cells.pop(name) for name in ("arm", "label", "reference", "against") if name in cells}
+        companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
+        found.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
+    return tuple(found)
+
+
+def _joined_lines(*texts: str) -> list[dict[str, str]]:
+    """Return the cells of each line by the names of its table's head, tables side by side."""
+    tables = []
+    for text in texts:
+        head, *lines = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
+        tables.append([{name: cell for name, cell in zip(head, line, strict=True) if cell} for line in lines])
+    return [{name: cell for part in parts for name, cell in part.items()} for parts in zip(*tables, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +86,9 @@ class Recipe:
     """Where the paper has its numbers; None for a question of ours."""
     rows: tuple[Row, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Names in `experiments.tables.METRICS`; without any, arms are trained to be measured."""
+    """Names in `experiments.tables.METRICS`."""
     headline: tuple[str, ...] = ()
     """Those that answer the question, in a table of their own before all of them."""
-    trains: tuple[str, ...] = ()
-    """Arms that are run and have no row."""
     measurements: tuple[Measurement, ...] = ()
     figures: tuple[Figure, ...] = ()
     also: tuple[str, ...] = ()
@@ -73,7 +97,7 @@ class Recipe:
     seeds: int | None = None
     """How many of the scale's seeds are run where the paper has as many; None is all."""
     intervals: Literal["error", "t"] = "error"
-    """What stands beside a mean over seeds: its standard error, or its 95% interval by Student's t."""
+    """The spread beside a mean over seeds: its standard error, or its 95% interval by Student's t."""
     smoke: tuple[str, ...] | None = None
     """Arms of the smoke scale; None is all."""
 
@@ -84,17 +108,29 @@ class Recipe:
 
     def arms(self, scale: str) -> tuple[str, ...]:
         """Return the arms that are run at a scale, without those that they need."""
+        if scale == "smoke" and self.smoke is not None:
+            return self.smoke
         named = [name.partition("@")[0] for row in self.rows for name in (row.arm, row.reference, row.against) if name]
         named += [name for row in self.rows for name in row.companions.values()]
-        named += [*self.trains, *(name for each in self.measurements for name in each.arms(scale))]
-        if scale == "smoke" and self.smoke is not None:
-            named = list(self.smoke)
+        named += [name for each in self.measurements for name in each.arms(scale)]
         return tuple(dict.fromkeys(named))
+
+
+@cache
+def all_recipes() -> dict[str, Recipe]:
+    """Return all recipes by name; raise InputError for one that names an arm that there is not."""
+    found: dict[str, Recipe] = {}
+    for module in pkgutil.iter_modules(recipes.__path__):
+        found |= import_module(f"experiments.recipes.{module.name}").RECIPES
+    for name, each in found.items():
+        if unknown := [arm for arm in each.arms("paper") if arm not in ARMS]:
+            raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
+    return dict(sorted(found.items()))
 
 
 def names() -> list[str]:
     """Return the names of all recipes."""
-    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+    return list(all_recipes())
 
 
 def answering(word: str) -> list[str]:
@@ -102,18 +138,14 @@ def answering(word: str) -> list[str]:
     labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
     if not labels:
         return [word]
-    found = [name for name in names() if labels & {*recipe(name).labels}]
+    found = [name for name, each in all_recipes().items() if labels & {*each.labels}]
     if not found:
         raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
     return found
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe; raise InputError for a name that there is not, or for one of its arms that there is not."""
-    if name not in names():
+    """Return a recipe; raise InputError for a name that there is not."""
+    if name not in all_recipes():
         raise InputError(f"there is no recipe {name!r}{did_you_mean(name, names()) or '; list them without a name'}")
-    found = import_module(f"experiments.recipes.{name}").RECIPE
-    assert isinstance(found, Recipe), name
-    if unknown := [arm for arm in found.arms("paper") if arm not in ARMS]:
-        raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
-    return found
+    return all_recipes()[name]

@@ -17,7 +17,7 @@ import torch
 from scipy.special import stdtrit
 
 from experiments.arms import ARMS
-from experiments.recipe import Figure, Recipe, Row, names, recipe
+from experiments.recipe import Recipe, Row, names, recipe
 from experiments.scales import scale_named
 from saf.errors import CompareError
 from saf.evaluate.compare import free_heads_bound
@@ -601,23 +601,3 @@ def latex(table: pd.DataFrame) -> str:
     for sign, written in signs.items():
         text = text.replace(sign, written)
     return text
-
-
-def recall_figure(learnt: Mapping[str, str], replaced: Mapping[str, str]) -> Figure:
-    """Return the figure of recall by pairs in 512 tokens: fig:mqar-generalisation.
-
-    Args:
-        learnt: Arms that learnt recall with their heads, by the names of their lines.
-        replaced: Arms whose heads were replaced afterwards, untrained.
-    """
-    tests = {str(pairs): recall_metric(length, pairs) for length, pairs in RECALL if length == RECALL[0][0]}
-    panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
-    return Figure(
-        name="recall",
-        title="Recall in 512 tokens, %, of models that learnt 8 pairs",
-        across="pairs",
-        panels={
-            title: {line: {tick: (arm, metric) for tick, metric in tests.items()} for line, arm in arms.items()}
-            for title, arms in panels.items()
-        },
-    )

@@ -41,6 +41,8 @@ PROFILES = {
     "largest": "largest weight",
     "first_token": "weight of the first token",
 }
+FIRST = 4
+"""Layers that hold most of the paper's selected heads."""
 LOCAL = 64
 """Keys that count as recent, the query's own included (paper, appendix A.3)."""
 
@@ -71,6 +73,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         profiles = attention_profiles(opened.model, windows.split(settings.batch_size))
     matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
     values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
+    if selected:
+        values["in_first_layers"] = sum(layer < FIRST for layer, _ in selected)
     if settings.later is not None:
         later = matrix(read_record(settings.later, "profiles")["profiles"]["variance"])
         values["variance_ranks"] = spearman(profiles["variance"], later)

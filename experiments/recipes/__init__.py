@@ -1,1 +1,1 @@
-"""One module a recipe, each with a RECIPE: the tables and figures of the paper."""
+"""The recipes of the paper's tables and figures, a module a subject: each has RECIPES by name."""

@@ -20,7 +20,7 @@ QUOTE = re.compile(r"[+−]?\d[\d,.]*(?:e-?\d+)?(?: ± [\d,.]+| to [\d,.]+)?(?:%
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
 MEANS = {
     *("heads in both, at 25% and at 50%", "heads in common, gate-Taylor and variance"),
-    "heads in common, gate-Taylor at both budgets",
+    *("heads in common, gate-Taylor at both budgets", "heads selected in the first four layers"),
 }
 """Counts whose mean over seeds has a digit more than the paper's range."""
 
