@@ -13,10 +13,10 @@ from saf.evaluate.compare import compare_folders, compare_runs
 from saf.evaluate.compare_tables import pair_tables, perplexity_change, verdict
 from saf.evaluate.paired import RESAMPLES
 from saf.hf.card import folder_hash, record_cost_
-from saf.models import GPTConfig
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, kind_of
+from saf.report import attention_shares
 
 WORTH_TIMING = 0.05
 """A share of an update's operations below which freezing shows in no update time."""
@@ -93,17 +93,12 @@ class Command:
 
 
 def too_small(run: RecordedRun) -> str | None:
-    """Say why a run gains no time where mixing in its frozen heads would be a small share of an update; else None."""
-    length = run.config["train"].get("length")
-    if not length or not run.num_heads:
-        return None
-    config = GPTConfig.from_dict(run.config["model"])
-    mixing = 1 - config.flops_per_token(0) / config.flops_per_token(length)
-    saved = mixing * len(run.edited_heads) / run.num_heads
-    if saved > WORTH_TIMING:
+    """Say why a run gains no time where its frozen heads could save a small share of an update; else None."""
+    shares = attention_shares(run)
+    if shares is None or shares[1] > WORTH_TIMING:
         return None
     toy = "A toy on a CPU" if str(run.config.get("device")).startswith("cpu") else "A model of this size"
     return (
-        f"{toy} gains no time: at {length:,} tokens mixing positions is {100 * mixing:.0f}% of an\n"
-        f"update's operations, that of these heads {100 * saved:.1f}%."
+        f"{toy} gains no time: at {run.config['train']['length']:,} tokens mixing positions is "
+        f"{100 * shares[0]:.0f}% of an\nupdate's operations, and these heads can save {100 * shares[1]:.1f}% of all."
     )

@@ -21,8 +21,6 @@ class Command:
     evaluations before and after (`saf evaluate --out`)."""
     out: Path | None = None
     """Write this .html file, or report.html into this folder; by default into the last run's, or the model's."""
-    picture: Path | None = None
-    """Write the head map and the curves of runs as one .svg file too."""
     json: bool = False
     """Print JSON instead of lines."""
 
@@ -32,11 +30,7 @@ class Command:
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
         own = self.runs[0] if means_transformers(self.runs[0]) else self.runs[-1]
-        page = write_report(self.runs, self.out or own, picture=self.picture)
+        page = write_report(self.runs, self.out or own)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
-        lines = [f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)"]
-        if self.picture:
-            result["picture"] = str(self.picture)
-            lines.append(result["picture"])
-        show(result, *lines, as_json=self.json)
+        show(result, f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)", as_json=self.json)
         return result

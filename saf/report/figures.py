@@ -3,7 +3,6 @@
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -13,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from saf.patterns import CompactPattern
-from saf.records.files import write_atomically
 from saf.records.run import RecordedRun
 from saf.records.table import plain
 
@@ -32,14 +30,17 @@ PALETTE = {
     "pruned-2": ("#7d4a9c", "#c99be8"),
 }
 """Colours of the page by name: light, dark. Every light one differs, as figures are drawn in them."""
+COLOUR = {name: light for name, (light, _) in PALETTE.items()}
 STYLE: Any = {
     **{"svg.fonttype": "none", "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.edgecolor": PALETTE["rule"][0], "axes.labelcolor": PALETTE["soft"][0], "axes.titlelocation": "left"},
-    **{"text.color": PALETTE["soft"][0], "xtick.color": PALETTE["soft"][0], "ytick.color": PALETTE["soft"][0]},
-    **{"axes.titlecolor": PALETTE["ink"][0], "axes.titlesize": 10.5, "legend.frameon": False, "figure.dpi": 72},
+    **{"axes.edgecolor": COLOUR["rule"], "axes.labelcolor": COLOUR["soft"], "axes.titlelocation": "left"},
+    **{"text.color": COLOUR["soft"], "xtick.color": COLOUR["soft"], "ytick.color": COLOUR["soft"]},
+    **{"axes.titlecolor": COLOUR["ink"], "axes.titlesize": 10.5, "legend.frameon": False, "figure.dpi": 72},
 }
-WIDTH = 6.2
-"""Inches of a figure: 446 pixels, so that its words can be read on a page 400 pixels wide."""
+WIDTH, HEIGHT = 6.2, 3.3
+"""Inches of a figure: 446 pixels wide, so that its words can be read on a page 400 pixels wide."""
+LARGEST_CELL = 0.62
+"""Inches across one head of the map at most, so that a small model's map is no larger than what stands beside it."""
 CURVE_POINTS = 400
 CELL = 24
 """Pixels across one head's pattern in the head map."""
@@ -49,22 +50,17 @@ _EVIDENT = 2.0
 """Powers of ten above uniform attention at which a pattern's blue is full."""
 
 
-def colour(name: str) -> str:
-    """Return the colour that a figure is drawn in."""
-    return PALETTE[name][0]
-
-
-def svg(draw: Callable[[Figure], None], *, height: float, name: str, width: float = WIDTH) -> str:
-    """Return what `draw` puts on a figure, as an SVG element; `name` keeps its ids apart from other figures'."""
+def svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> str:
+    """Return what `draw` puts on axes, as an SVG element; `name` keeps its ids apart from other figures'."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        draw(figure)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        draw(figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     element = re.sub(r' id="[\w.]+_\d+"', "", text.getvalue()[text.getvalue().index("<svg") :])
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", element)
-    for css, (light, _) in PALETTE.items():
+    for css, light in COLOUR.items():
         element = element.replace(light, f"var(--{css})")
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure" role="img"', element, count=1)
 
@@ -78,9 +74,13 @@ def variables(scheme: int) -> str:
 
 
 def head_map(run: RecordedRun, *, name: str) -> str:
-    """Return the map of heads: the pattern of each frozen one, the score of each live one."""
+    """Return the map of heads: the pattern of each frozen one, the score of each live one.
+
+    The larger of layers and heads runs across, so that the map is never taller than wide.
+    """
     layers, heads = shape_of(run)
-    return svg(lambda figure: _draw_map(figure.subplots(), run), height=0.75 + WIDTH * layers / heads, name=name)
+    across, down = max(layers, heads), min(layers, heads)
+    return svg(lambda axis: _draw_map(axis, run), height=0.6 + down * min(LARGEST_CELL, WIDTH / across), name=name)
 
 
 def shape_of(run: RecordedRun) -> tuple[int, int]:
@@ -92,30 +92,33 @@ def shape_of(run: RecordedRun) -> tuple[int, int]:
 
 def _draw_map(axis: Axes, run: RecordedRun) -> None:
     layers, heads = shape_of(run)
-    canvas = np.zeros((layers * CELL, heads * CELL, 4))
     freeze = run.freeze or {}
-    shares = _score_shares(freeze["scores"]) if freeze else np.zeros((layers, heads))
-    thumbnails = {tuple(head): picture for head, picture in zip(freeze.get("heads", ()), patterns(run), strict=False)}
-    frozen, pruned = ({tuple(head) for head in group} for group in (run.frozen_heads, run.pruned_heads))
-    for layer in range(layers):
-        for head in range(heads):
-            cell = canvas[layer * CELL + 1 : (layer + 1) * CELL - 1, head * CELL + 1 : (head + 1) * CELL - 1]
-            if (layer, head) in frozen:
-                cell[..., :3] = _BLUE
-                cell[..., 3] = thumbnails.get((layer, head), np.full((CELL - 2, CELL - 2), 0.8))
-            elif (layer, head) not in pruned:
-                cell[:] = (*_ORANGE, 0.08 + 0.5 * shares[layer, head])
-    axis.imshow(canvas, extent=(-0.5, heads - 0.5, layers - 0.5, -0.5), interpolation="nearest", aspect="equal")
-    for group, name in ((frozen, "frozen"), (pruned, "pruned")):
-        for layer, head in group:
-            axis.add_patch(Rectangle((head - 0.46, layer - 0.46), 0.92, 0.92, fill=False, ec=colour(name), lw=0.9))
-            if name == "pruned":
-                axis.plot([head - 0.3, head + 0.3], [layer - 0.3, layer + 0.3], color=colour(name), lw=1)
+    cells = np.zeros((layers, heads, CELL, CELL, 4))
+    inner = cells[:, :, 1:-1, 1:-1]
+    inner[..., :3] = _ORANGE
+    inner[..., 3] = 0.08 + 0.5 * _score_shares(freeze["scores"])[:, :, None, None] if freeze else 0.08
+    for layer, head in run.pruned_heads:
+        inner[layer, head] = 0.0
+    for layer, head in run.frozen_heads:
+        inner[layer, head] = (*_BLUE, 0.8)
+    for (layer, head), picture in zip(freeze.get("heads", ()), patterns(run), strict=False):
+        inner[layer, head, ..., 3] = picture
+    turned = layers > heads
+    grid = cells.transpose(1, 0, 2, 3, 4) if turned else cells
+    rows, columns = grid.shape[:2]
+    canvas = grid.transpose(0, 2, 1, 3, 4).reshape(rows * CELL, columns * CELL, 4)
+    axis.imshow(canvas, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), interpolation="nearest", aspect="equal")
+    for kind, some in (("frozen", run.frozen_heads), ("pruned", run.pruned_heads)):
+        for layer, head in some:
+            x, y = (layer, head) if turned else (head, layer)
+            axis.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, fill=False, ec=COLOUR[kind], lw=0.9))
+            if kind == "pruned":
+                axis.plot([x - 0.3, x + 0.3], [y - 0.3, y + 0.3], color=COLOUR[kind], lw=1)
     for layer, head, _ in freeze.get("rejected", ()):
-        axis.plot(head, layer, "x", color=colour("ordinary"), markersize=6)
-    axis.set_xticks(range(0, heads, max(1, heads // 12)))
-    axis.set_yticks(range(0, layers, max(1, layers // 12)))
-    axis.set(xlabel="head", ylabel="layer")
+        axis.plot(*((layer, head) if turned else (head, layer)), "x", color=COLOUR["ordinary"], markersize=6)
+    axis.set_xticks(range(0, columns, max(1, columns // 12)))
+    axis.set_yticks(range(0, rows, max(1, rows // 12)))
+    axis.set(xlabel="layer" if turned else "head", ylabel="head" if turned else "layer", anchor="W")
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
 
@@ -158,28 +161,21 @@ def _compact(run: RecordedRun) -> CompactPattern | None:
 def scores(run: RecordedRun, *, name: str) -> str:
     """Return all heads by score, lowest first, those that froze in their colour."""
     freeze = run.freeze or {}
-    edited = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
-    ranked = sorted(
-        (value, (layer, head))
-        for layer, row in enumerate(freeze["scores"])
-        for head, value in enumerate(row)
-        if value is not None
-    )
+    kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
+    known = ((value, (layer, head)) for layer, row in enumerate(freeze["scores"]) for head, value in enumerate(row))
+    ranked = sorted((value, kinds.get(head, "live")) for value, head in known if value is not None)
 
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        for kind, shown in (("live", "rule"), ("frozen", "frozen"), ("pruned", "pruned")):
-            points = [
-                (place, value) for place, (value, head) in enumerate(ranked, 1) if edited.get(head, "live") == kind
-            ]
+    def draw(axis: Axes) -> None:
+        for kind, css in (("live", "rule"), ("frozen", "frozen"), ("pruned", "pruned")):
+            points = [(place, value) for place, (value, its) in enumerate(ranked, 1) if its == kind]
             if points:
-                axis.plot(*zip(*points, strict=True), "o", color=colour(shown), markersize=4, label=kind)
+                axis.plot(*zip(*points, strict=True), "o", color=COLOUR[css], markersize=4, label=kind)
         if ranked and ranked[0][0] > 0:
             axis.set_yscale("log")
         axis.set(xlabel="heads by score", title=f"Score of each head: {freeze['score_name']}".replace("_", " "))
         axis.legend()
 
-    return svg(draw, height=3.3, name=name)
+    return svg(draw, name=name)
 
 
 def curves(run: RecordedRun, *, name: str) -> str:
@@ -196,13 +192,12 @@ def curves(run: RecordedRun, *, name: str) -> str:
     low = max(min(np.nanquantile(values, 0.02) for values in terms.values()), -30.0)
     high = max(values.max() for values in terms.values())
 
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
+    def draw(axis: Axes) -> None:
         for number, (layer, head) in enumerate(heads):
             x, y = number % columns, -(number // columns)
-            for name, values in terms.items():
+            for css, values in terms.items():
                 height = np.clip((values[number] - low) / (high - low or 1.0), 0, 1)
-                axis.plot(x + 0.86 * across, y + 0.66 * height, color=colour(name), lw=1.1)
+                axis.plot(x + 0.86 * across, y + 0.66 * height, color=COLOUR[css], lw=1.1)
             axis.text(x, y + 0.72, f"{layer}.{head}", fontsize=8)
         axis.set(xlim=(-0.05, columns), ylim=(-rows + 0.9, 1))
         axis.axis("off")
@@ -216,38 +211,28 @@ def curves(run: RecordedRun, *, name: str) -> str:
 def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[str]) -> str:
     """Return the training loss of every run, smoothed, with its events and its held-out losses."""
 
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        _draw_loss(axis, runs, names, colours)
+    def draw(axis: Axes) -> None:
+        shown = []
+        for run, name, css in zip(runs, names, colours, strict=True):
+            updates, losses = _losses(run)
+            smooth = moving_mean(losses, smoothing_window(run, 0.02))
+            axis.plot(*_thinned(updates, losses), color=COLOUR[css], lw=0.6, alpha=0.25)
+            axis.plot(*_thinned(updates, smooth), color=COLOUR[css], lw=1.6, label=_label(name))
+            shown.append(smooth[len(smooth) // 10 :])  # what comes before would flatten the rest
+            probes = [(each["update"], each["loss"]) for each in run.evaluations if each.get("loss") is not None]
+            if probes:
+                axis.plot(*zip(*probes, strict=True), "o", color=COLOUR[css], markersize=3, markerfacecolor="none")
+            for event in run.events:
+                if event.update is not None:
+                    axis.axvline(event.update, color=COLOUR[css], lw=0.8, ls=":" if event.kind == "undo" else "--")
+        known = np.concatenate([part[np.isfinite(part)] for part in shown])
+        if len(known):
+            room = 0.08 * (np.ptp(known) or 1.0)
+            axis.set_ylim(known.min() - room, known.max() + room)
+        axis.set(xlabel="update", title="Training loss, nats (circles: held-out)")
+        axis.legend()
 
-    return svg(draw, height=3.3, name="loss")
-
-
-def _draw_loss(axis: Axes, runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[str]) -> None:
-    shown = []
-    for run, name, css in zip(runs, names, colours, strict=True):
-        updates, losses = _losses(run)
-        smooth = moving_mean(losses, smoothing_window(run, 0.02))
-        axis.plot(*_thinned(updates, losses), color=colour(css), lw=0.6, alpha=0.25)
-        axis.plot(*_thinned(updates, smooth), color=colour(css), lw=1.6, label=_label(name))
-        shown.append(smooth[len(smooth) // 10 :])
-        probes = [(each["update"], each["loss"]) for each in run.evaluations if each.get("loss") is not None]
-        if probes:
-            axis.plot(*zip(*probes, strict=True), "o", color=colour(css), markersize=3, markerfacecolor="none")
-        for event in run.events:
-            if event.update is not None:
-                axis.axvline(event.update, color=colour(css), lw=0.8, ls=":" if event.kind == "undo" else "--")
-    known = np.concatenate([part[np.isfinite(part)] for part in shown])
-    if len(known):  # what comes before the first tenth would flatten the rest
-        room = 0.08 * (np.ptp(known) or 1.0)
-        axis.set_ylim(known.min() - room, known.max() + room)
-    axis.set(xlabel="update", title="Training loss, nats (circles: held-out)")
-    axis.legend()
-
-
-def _label(name: str) -> str:
-    """Escape a dollar, which would begin mathematics."""
-    return plain(name).replace("$", r"\$")
+    return svg(draw, name="loss")
 
 
 def gap(pairs: Mapping[str, tuple[RecordedRun, RecordedRun]], colours: Mapping[str, str]) -> str:
@@ -256,22 +241,25 @@ def gap(pairs: Mapping[str, tuple[RecordedRun, RecordedRun]], colours: Mapping[s
     if not series:
         return ""
 
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        axis.axhline(0, color=colour("ordinary"), lw=1)
+    def draw(axis: Axes) -> None:
+        axis.axhline(0, color=COLOUR["ordinary"], lw=1)
         for name, (updates, values) in series.items():
-            axis.plot(*_thinned(updates, values), color=colour(colours[name]), lw=1.6, label=_label(name))
+            axis.plot(*_thinned(updates, values), color=COLOUR[colours[name]], lw=1.6, label=_label(name))
         axis.set(xlabel="update", title="Loss above the ordinary arm's, nats")
         axis.legend()
 
-    return svg(draw, height=3.3, name="gap")
+    return svg(draw, name="gap")
+
+
+def _label(name: str) -> str:
+    """Escape a dollar, which would begin mathematics."""
+    return plain(name).replace("$", r"\$")
 
 
 def loss_gap(ordinary: RecordedRun, edited: RecordedRun) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the updates after the first event and the smoothed difference of both runs' losses; None for too few."""
     left, right = (dict(zip(*map(np.ndarray.tolist, _losses(run)), strict=True)) for run in (ordinary, edited))
-    after = edited.freeze_update or 0
-    common = [update for update in sorted(left.keys() & right.keys()) if update > after]
+    common = [update for update in sorted(left.keys() & right.keys()) if update > (edited.freeze_update or 0)]
     values = np.array([right[update] - left[update] for update in common])
     if len(common) < 2:
         return None
@@ -302,27 +290,6 @@ def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return as many means of neighbours as a page has room for, so that long runs stay small files."""
-    parts = np.array_split(np.arange(len(x)), min(CURVE_POINTS, max(1, len(x))))
-    means = [(x[part].mean(), y[part].mean()) for part in parts if len(part)]
-    columns = np.array(means).reshape(-1, 2)
+    parts = [part for part in np.array_split(np.arange(len(x)), CURVE_POINTS) if len(part)]
+    columns = np.array([(x[part].mean(), y[part].mean()) for part in parts]).reshape(-1, 2)
     return columns[:, 0], columns[:, 1]
-
-
-def write_picture(path: Path, runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[str]) -> Path:
-    """Write the head map of the last edited run and the curves of all as one SVG file, for documents."""
-    edited = next((run for run in reversed(runs) if run.edited_heads), None)
-    trained = any(run.metrics for run in runs)
-    panels = bool(edited) + trained
-
-    def draw(figure: Figure) -> None:
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        if edited:
-            _draw_map(axes[0], edited)
-        if trained:
-            _draw_loss(axes[-1], runs, names, colours)
-
-    text = svg(draw, height=0.84 * WIDTH, width=WIDTH * panels, name="picture")
-    style = (
-        f"<style>svg {{ {variables(0)} }} @media (prefers-color-scheme: dark) {{ svg {{ {variables(1)} }} }}</style>"
-    )
-    return write_atomically(path, (text.replace(">", f">{style}", 1) + "\n").encode())

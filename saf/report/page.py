@@ -11,7 +11,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from saf.errors import InputError
-from saf.evaluate.compare import compare_folders, free_heads_bound, speed_caveat, was_busy
+from saf.evaluate.compare import compare_folders, speed_caveat, was_busy
 from saf.evaluate.compare_tables import (
     ArmComparison,
     arm_colours,
@@ -25,19 +25,18 @@ from saf.evaluate.recall import recall_tables
 from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect
 from saf.models.description import STATE
-from saf.records.events import read_events
+from saf.records.events import EventRecord, read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.run import Kind, RecordedRun, expect
 from saf.records.table import MISSING, Table, byte_size, change_percent, number, plain, seconds, signed
-from saf.report import figures
+from saf.report import attention_shares, figures
 
 
-def write_report(paths: Sequence[Path | str], out: Path | str, *, picture: Path | None = None) -> Path:
+def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:
     """Write `report.html` and return its path; `out` is the file or its folder.
 
     `paths` are run folders, the first ordinary one the baseline of all others; or a folder of a Hugging Face model,
-    then optionally the two folders that `saf evaluate --out` wrote of the model before and after. `picture` is an
-    .svg file to write the head map and the curves to, too.
+    then optionally the two folders that `saf evaluate --out` wrote of the model before and after.
 
     Raises InputError for a path that is none of these, CompareError for evaluations that are no pair.
     """
@@ -53,24 +52,18 @@ def write_report(paths: Sequence[Path | str], out: Path | str, *, picture: Path 
         names = arm_names(runs)
         comparisons = compare_all(runs, names)
     target = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
-    page = _render(runs, names, comparisons, tables)
-    if picture is not None:
-        figures.write_picture(picture, runs, names, arm_colours(runs))
-    return write_atomically(target, page.encode())
+    return write_atomically(target, _render(runs, names, comparisons, tables).encode())
 
 
 def _render(
     runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison], tables: Sequence[Table]
 ) -> str:
-    finalize = lambda value: plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value  # noqa: E731
-    template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
+    def finalize(value: Any) -> Any:
+        return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
     colours = dict(zip(names, arm_colours(runs), strict=True))
-    trained = [(run, name) for run, name in zip(runs, names, strict=True) if run.metrics]
-    pairs = {each.name: (each.ordinary, each.frozen) for each in comparisons if each.ordinary.metrics}
-    shown = [run for run, _ in trained], [name for _, name in trained], [colours[name] for _, name in trained]
-    curves = [figures.loss(*shown)] if trained else []
-    curves += [figures.gap(pairs, colours)] if pairs else []
     edited = [(run, name) for run, name in zip(runs, names, strict=True) if run.edited_heads]
+    template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True, finalize=finalize)
         .from_string(template)
@@ -81,36 +74,55 @@ def _render(
             colours=colours,
             headline=headline(runs, comparisons),
             warnings=list(_warnings(comparisons)),
-            tiles=_tiles(runs, comparisons, colours),
+            tiles=list(_tiles(runs, comparisons, colours)),
             maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
-            curves=[Markup(picture) for picture in curves if picture],
+            curves=list(_curves(runs, names, comparisons, colours)),
             tables=[*tables, *_tables(runs, names, comparisons)],
             provenance=_provenance(runs, names),
         )
     )
 
 
+def _curves(
+    runs: Sequence[RecordedRun],
+    names: Sequence[str],
+    comparisons: Sequence[ArmComparison],
+    colours: Mapping[str, str],
+) -> Iterator[Markup]:
+    trained = [(run, name, colours[name]) for run, name in zip(runs, names, strict=True) if run.metrics]
+    if trained:
+        yield Markup(figures.loss(*zip(*trained, strict=True)))
+    pairs = {each.name: (each.ordinary, each.frozen) for each in comparisons if each.ordinary.metrics}
+    if picture := figures.gap(pairs, colours):
+        yield Markup(picture)
+
+
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) -> str:
     """Return the verdict in one sentence: what was done to heads, its cost in perplexity, and its speed if clear."""
-    done = [(each.frozen, each.perplexity) for each in comparisons if each.perplexity]
-    if not done:
-        run = next((run for run in runs if run.edited_heads), runs[0])
-        result = run.result or {}
-        heads = f"{run.heads_in_words} of {run.num_heads} attention heads: " if run.edited_heads else ""
-        after = f" after {number(result.get('updates') or len(run.metrics))} updates" if run.metrics else ""
-        if result.get("accuracy") is not None:
-            return f"{heads}accuracy {100 * result['accuracy']:.2f}%{after}"
-        ppl = result.get("report_perplexity")
-        reached = f"held-out perplexity {number(ppl)}{after}" if ppl else f"training,{after}"
-        return heads + reached if run.metrics else heads.removesuffix(": ")
     arms = []
-    for run, record in done:
-        low, high = record["ci95"]
-        uncertain = ", less than its uncertainty" if low <= 0 <= high else ""
-        fast = "" if speed_caveat(record) else f", updates {record['update_time_ratio']:.2f}× as fast"
-        of = f" of {run.num_heads} attention heads" * (run is done[0][0])
-        arms.append(f"{run.heads_in_words}{of}: perplexity {signed(record['delta_ppl_percent'])}{uncertain}{fast}")
-    return "; ".join(arms)
+    for each in comparisons:
+        if record := each.perplexity:
+            low, high = record["ci95"]
+            uncertain = ", less than its uncertainty" if low <= 0 <= high else ""
+            fast = "" if speed_caveat(record) else f", updates {record['update_time_ratio']:.2f}× as fast"
+            of = "" if arms else f" of {each.frozen.num_heads} attention heads"
+            cost = signed(record["delta_ppl_percent"])
+            arms.append(f"{each.frozen.heads_in_words}{of}: perplexity {cost}{uncertain}{fast}")
+    return "; ".join(arms) or _own_headline(next((run for run in runs if run.edited_heads), runs[0]))
+
+
+def _own_headline(run: RecordedRun) -> str:
+    result = run.result or {}
+    heads = f"{run.heads_in_words} of {run.num_heads} attention heads" if run.edited_heads else ""
+    reached = ""
+    if result.get("accuracy") is not None:
+        reached = f"accuracy {100 * result['accuracy']:.2f}%"
+    elif run.metrics:
+        ppl = result.get("report_perplexity")
+        reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"
+    if reached and run.metrics:
+        reached += f" after {number(result.get('updates') or len(run.metrics))} updates"
+    return ": ".join(filter(None, [heads, reached]))
 
 
 def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
@@ -119,6 +131,9 @@ def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
             yield f"{each.name} could not be compared: {each.reason}"
         for line in (each.record or {}).get("differences", ()):
             yield f"{each.name} differs in more than the freezing: {line}"
+
+
+# --- tiles
 
 
 @dataclass(frozen=True)
@@ -132,87 +147,87 @@ class _Tile:
 
 def _tiles(
     runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison], colours: Mapping[str, str]
-) -> list[_Tile]:
-    arms = [(each.perplexity, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
+) -> Iterator[_Tile]:
+    arms = [(each.perplexity, each.frozen, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
     if not arms:
-        return list(_own_tiles(next((run for run in runs if run.edited_heads), runs[0])))
-    tiles = [_perplexity_tile(arms)]
-    tiles += [_speed_tile(timed)] if (timed := [arm for arm in arms if arm[0].get("update_time_ratio")]) else []
-    changes = [
-        (change_percent(one.get("peak_memory_ordinary"), one.get("peak_memory_frozen")), css) for one, css in arms
-    ]
-    if all(change is not None for change, _ in changes):
-        peaks = [arms[0][0]["peak_memory_ordinary"], *(record["peak_memory_frozen"] for record, _ in arms)]
-        values = [(signed(change, 1), css) for change, css in changes]
-        tiles.append(_Tile("Peak memory", values, f"{' → '.join(map(byte_size, peaks))} during an update"))
+        yield from _own_tiles(next((run for run in runs if run.edited_heads), runs[0]))
+        return
+    records, first = [record for record, _, _ in arms if record], arms[0][0] or {}
+    intervals = ", ".join(f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record in records))
+    steps = " → ".join(f"{ppl:.3f}" for ppl in [first["ppl_ordinary"], *(record["ppl_frozen"] for record in records)])
+    note = f"95% interval {intervals}; {steps} over {first['windows']:,} windows"
+    costs = [signed(record["delta_ppl_percent"]) for record in records]
+    yield _Tile("Perplexity", list(zip(costs, (css for *_, css in arms), strict=True)), note)
+    timed = [(_speed(record, run), css) for record, run, css in arms if record and record.get("update_time_ratio")]
+    if timed:
+        notes = "; ".join(dict.fromkeys(note for (_, note), _ in timed))
+        yield _Tile("Update speed", [(value, css) for (value, _), css in timed], notes)
+    peaks = [first.get("peak_memory_ordinary"), *(record.get("peak_memory_frozen") for record in records)]
+    if all(peaks):
+        values = [
+            (signed(change_percent(peaks[0], peak), 1), css) for peak, (*_, css) in zip(peaks[1:], arms, strict=True)
+        ]
+        yield _Tile("Peak memory", values, f"{' → '.join(map(byte_size, peaks))} during an update")
     edited = [(run, css) for run, css in zip(runs, colours.values(), strict=True) if run.edited_heads]
+    yield _heads_tile(edited)
+
+
+def _heads_tile(edited: Sequence[tuple[RecordedRun, str]]) -> _Tile:
     shares = [(f"{100 * len(run.edited_heads) / run.num_heads:.0f}%", css) for run, css in edited]
-    counts = ", ".join(f"{run.heads_in_words} of {run.num_heads}" for run, _ in edited)
-    return [*tiles, _Tile("Heads", shares, counts)]
+    return _Tile("Heads", shares, ", ".join(f"{run.heads_in_words} of {run.num_heads}" for run, _ in edited))
 
 
-def _perplexity_tile(arms: Sequence[tuple[dict[str, Any], str]]) -> _Tile:
-    intervals = ", ".join(f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record, _ in arms))
-    steps = [arms[0][0]["ppl_ordinary"], *(record["ppl_frozen"] for record, _ in arms)]
-    went = " → ".join(f"{step:.3f}" for step in steps)
-    note = f"95% interval {intervals}; {went} over {arms[0][0]['windows']:,} windows"
-    return _Tile("Perplexity", [(signed(record["delta_ppl_percent"]), css) for record, css in arms], note)
-
-
-def _speed_tile(arms: Sequence[tuple[dict[str, Any], str]]) -> _Tile:
-    """Return the speedup of each arm where it is clear, else what these heads could save at most."""
-    values, notes = [], []
-    for record, css in arms:
-        ratio, bound = record["update_time_ratio"], free_heads_bound(record["heads"], record["num_heads"])
-        if not speed_caveat(record):
-            values.append((f"{ratio:.2f}×", css))
-            pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
-            notes.append(f"{' → '.join(map(seconds, pair))}, medians of separate runs")
-        else:
-            values.append((f"≤ {bound:.2f}×" if bound else MISSING, css))
-            why = "beyond it, so the machine was busy" if was_busy(record) else "within the runs' spread"
-            notes.append(f"bound if these heads cost nothing; measured {ratio:.2f}×, {why}")
-    return _Tile("Update speed", values, "; ".join(dict.fromkeys(notes)))
+def _speed(record: Mapping[str, Any], run: RecordedRun) -> tuple[str, str]:
+    """Return the speedup where it is clear, else what these heads can save by their operations; and a note on it."""
+    ratio, shares = record["update_time_ratio"], attention_shares(run)
+    bound = None if shares is None else 1 / (1 - shares[1])
+    if not speed_caveat(record):
+        pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
+        more = f"; {bound:.2f}× by operations if these heads cost nothing" if bound and bound > ratio else ""
+        return f"{ratio:.2f}×", f"{' → '.join(map(seconds, pair))}, medians of separate runs{more}"
+    why = "beyond any bound, so the machine was busy" if was_busy(record) else "within the runs' spread"
+    attainable = f"≤ {bound:.2f}×" if bound else MISSING
+    return attainable, f"by operations, if these heads cost nothing; measured {ratio:.2f}×, {why}"
 
 
 def _own_tiles(run: RecordedRun) -> Iterator[_Tile]:
     result = run.result or {}
-    median_seconds = (result.get("update_seconds") or {}).get("median")
+    update = (result.get("update_seconds") or {}).get("median")
     facts = {
         "Accuracy": (result.get("accuracy"), lambda share: f"{100 * share:.2f}%", "held-out questions"),
         "Perplexity": (result.get("report_perplexity"), number, "held-out text"),
-        "Median update": (median_seconds, seconds, f"{number(result.get('updates'))} updates"),
+        "Median update": (update, seconds, f"{number(result.get('updates'))} updates"),
         "Peak memory": (result.get("peak_memory_bytes"), byte_size, "during an update"),
     }
     for name, (value, show, note) in facts.items():
         if value is not None:
             yield _Tile(name, [(show(value), "ink")], note)
     if run.edited_heads and run.num_heads:
-        share = f"{100 * len(run.edited_heads) / run.num_heads:.0f}%"
-        yield _Tile("Heads", [(share, "frozen")], f"{run.heads_in_words} of {run.num_heads}")
+        yield _heads_tile([(run, "frozen")])
+
+
+# --- heads
 
 
 def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
     freeze = run.freeze or {}
     kls = {tuple(head): kl for *head, kl in freeze.get("fit_kl", ())}
+    rejected = {tuple(head): kl for *head, kl in freeze.get("rejected", ())}
     config, event = freeze.get("config") or {}, run.newest_freeze
+    costs: dict[str, float] = {}
+    for each in run.events:
+        costs |= {part: costs.get(part, 0.0) + cost for part, cost in each.seconds.items()}
+    sequences = freeze.get("num_sequences")
     facts = {
-        "rate": config.get("rate"),
-        "pattern": config.get("pattern"),
-        "storage": config.get("storage"),
-        "calibrated on": f"{freeze['num_sequences']} × {number(freeze.get('length'))} tokens"
-        if freeze.get("num_sequences")
-        else None,
+        **{name: config.get(name) for name in ("rate", "pattern", "storage")},
+        "calibrated on": f"{sequences} × {number(freeze.get('length'))} tokens" if sequences else None,
         "KL of fits, median": f"{number(median(kls.values()), 3)} nats" if kls else None,
         "KL of fits, largest": f"{number(max(kls.values()), 3)} nats" if kls else None,
-        "held-out loss, before and after": _losses(event.values) if event else None,
+        "held-out loss, before and after": _losses(event) if event else None,
+        "freezing took": seconds(sum(costs.values())) if costs else None,
+        "freezing, by part": ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
+        or None,
     }
-    if costs := _event_seconds(run):
-        facts["freezing took"] = seconds(sum(costs.values()))
-        facts["freezing, by part"] = ", ".join(
-            f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items()
-        )
-    rejected = freeze.get("rejected", ())
     return {
         "title": f"Heads of {name}" if several else "Heads",
         "caption": f"{run.heads_in_words} of {run.num_heads}",
@@ -221,15 +236,8 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
         "scores": Markup(figures.scores(run, name=f"scores-{number_of}")) if freeze else "",
         "curves": Markup(figures.curves(run, name=f"curves-{number_of}")),
         "facts": Table.facts("", facts),
-        "heads": _head_table(run, kls, {tuple(head): kl for *head, kl in rejected}),
+        "heads": _head_table(run, kls, rejected),
     }
-
-
-def _event_seconds(run: RecordedRun) -> dict[str, float]:
-    costs: dict[str, float] = {}
-    for event in run.events:
-        costs |= {part: costs.get(part, 0.0) + cost for part, cost in event.seconds.items()}
-    return costs
 
 
 def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[Any, float]) -> Table:
@@ -237,30 +245,21 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
     freeze, entropy = run.freeze or {}, run.freeze_tensors.get("row_entropy")
     kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
     rows = []
-    for layer in range(layers):
-        for head in range(heads):
-            place = (layer, head)
-            score = freeze["scores"][layer][head] if freeze else None
-            spread = None if entropy is None or entropy[place].isnan() else float(entropy[place])
-            kl = kls.get(place, rejected.get(place))
-            kind = kinds.get(place, "does not fit" if place in rejected else "live")
-            rows.append([f"{layer}.{head}", kind, number(score), number(kl, 3), number(spread)])
-    columns = (
-        "layer.head",
-        "state",
-        str(freeze.get("score_name", "score")),
-        "KL of the fit, nats",
-        "row entropy, nats",
-    )
-    return Table.of("", columns, rows).used()
+    for place in ((layer, head) for layer in range(layers) for head in range(heads)):
+        score = freeze["scores"][place[0]][place[1]] if freeze else None
+        spread = None if entropy is None or entropy[place].isnan() else float(entropy[place])
+        kind = kinds.get(place, "does not fit" if place in rejected else "live")
+        kl = kls.get(place, rejected.get(place))
+        rows.append([f"{place[0]}.{place[1]}", kind, number(score), number(kl, 3), number(spread)])
+    score = str(freeze.get("score_name", "score"))
+    return Table.of("", ("layer.head", "state", score, "KL of the fit, nats", "row entropy, nats"), rows).used()
 
 
-def _losses(event: Mapping[str, Any]) -> str | None:
-    before, after = event.get("loss_before"), event.get("loss_after")
+def _losses(event: EventRecord) -> str | None:
+    before, after, worst = (event.values.get(name) for name in ("loss_before", "loss_after", "worst_layer"))
     if before is None or after is None:
         return None
-    worst = f"; {worst_layer_words(event['worst_layer'])}" if event.get("worst_layer") else ""
-    return f"{before:.4f} → {after:.4f} nats{worst}"
+    return f"{before:.4f} → {after:.4f} nats" + (f"; {worst_layer_words(worst)}" if worst else "")
 
 
 # --- tables
@@ -271,14 +270,18 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
     named = list(zip(runs, names, strict=True))
     if any("train" in run.config for run in runs):
         yield arms_table(runs, names, comparisons)
-    events = [[name, *_event_row(event)] for run, name in named for event in run.events]
     if any(len(run.events) > 1 for run in runs):
         columns = ("arm", "event", "after update", "heads", "controller loss", "kept", "took", "reason")
-        yield Table.of("Events", columns, events)
-    answered = [(run.result, name) for run, name in named if (run.result or {}).get("accuracy") is not None]
-    if answered:
+        yield Table.of("Events", columns, [[name, *_event_row(event)] for run, name in named for event in run.events])
+    answers = [
+        [name, f"{100 * result['accuracy']:.2f}% ± {100 * result['standard_error']:.2f}"]
+        + [result[column] for column in ("questions", "judged_by", "shortened")]
+        for result, name in ((run.result or {}, name) for run, name in named)
+        if result.get("accuracy") is not None
+    ]
+    if answers:
         columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
-        yield Table.of("Accuracy", columns, [[name, *_answers(result)] for result, name in answered if result])
+        yield Table.of("Accuracy", columns, answers)
     for run, name in named:
         if "recall" in (run.result or {}):
             yield from (replace(each, title=f"{name}: {each.title}") for each in recall_tables(run.finished_result()))
@@ -287,36 +290,21 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
             yield from pair_tables(each.record)
 
 
-def _event_row(event: Any) -> list[Any]:
+def _event_row(event: EventRecord) -> list[Any]:
     stands = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
     took = seconds(sum(event.seconds.values())) if event.seconds else None
-    what = f"{event.number}: {event.kind}"
-    return [
-        what,
-        number(event.update),
-        len(event.heads),
-        _losses(event.values),
-        stands,
-        took,
-        event.values.get("reason"),
-    ]
-
-
-def _answers(result: Mapping[str, Any]) -> list[Any]:
-    share, error = (f"{100 * result[part]:.2f}" for part in ("accuracy", "standard_error"))
-    return [f"{share}% ± {error}", result["questions"], result["judged_by"], result["shortened"]]
+    what = [f"{event.number}: {event.kind}", number(event.update), len(event.heads)]
+    return [*what, _losses(event), stands, took, event.values.get("reason")]
 
 
 def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
     columns = []
     for run in runs:
-        entries = dict((run.result or {}).get("provenance") or {})
-        for name in ("heads", "pruned"):
-            entries.pop(name, None)
-        flat = {}
-        for key, value in entries.items():
-            group = value if isinstance(value, Mapping) else {"": value}
-            flat |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
+        flat: dict[str, Any] = {}
+        for key, value in dict((run.result or {}).get("provenance") or {}).items():
+            if key not in ("heads", "pruned"):
+                group = value if isinstance(value, Mapping) else {"": value}
+                flat |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
         flat["evaluation windows"] = (run.evaluation or {}).get("windows_hash")
         columns.append({key: None if value is None else str(value) for key, value in flat.items()})
     keys = list(dict.fromkeys(key for column in columns for key in column))
@@ -344,29 +332,33 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
     for record in filter(None, (change, answered)):
         if record["provenance"]["checkpoints"]["frozen"] != inspected["hash"]:
             raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
-    layers = read_json(folder / STATE)["layers"]
-    config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
-    origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
-    result = {"arm": "frozen" if inspected["frozen"] else "pruned", "provenance": origin | {"model": inspected["hash"]}}
-    result["provenance"] |= {"heads": inspected["frozen"], "pruned": inspected["pruned"]}
-    run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
-    if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
-        run = replace(run, events=[])  # of other heads: the model was edited again elsewhere
+    run, comparisons = _as_run(folder, inspected), []
     tables = [_fits(inspected, (read_json(folder / "config.json").get("saf") or {}).get("events", []))]
-    comparisons = []
+    notes: list[str] = []
+    facts = {"change": "not known: `saf evaluate` the model before and after with --out, then name both folders"}
     if change:
         low, high = change["ci95"]
         cost = f"{signed(change['delta_ppl_percent'], 3)} ({signed(low, 3, '')} to {signed(high, 3, '')})"
         facts = {"perplexity before": f"{change['ppl_ordinary']:.4f}", "after": f"{change['ppl_frozen']:.4f}"}
         facts |= {"change, 95% interval": cost, "paired windows": f"{change['windows']:,}"}
-        tables.append(Table.facts("Held-out text", facts, model_notes(change)))
+        notes = model_notes(change)
         timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
         comparisons.append(ArmComparison(folder.name, run, run, {**timeless, **change}))
-    else:
-        advice = "not known: `saf evaluate` the model before and after with --out, then name both folders"
-        tables.append(Table.facts("Held-out text", {"change of perplexity": advice}))
-    tables += pair_tables(answered) if answered else []
-    return [run], comparisons, tables
+    tables.append(Table.facts("Held-out text", facts, notes))
+    return [run], comparisons, [*tables, *(pair_tables(answered) if answered else [])]
+
+
+def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
+    layers = read_json(folder / STATE)["layers"]
+    config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
+    origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
+    heads = {"heads": inspected["frozen"], "pruned": inspected["pruned"]}
+    result = {"arm": "frozen" if inspected["frozen"] else "pruned"}
+    result["provenance"] = {**origin, "model": inspected["hash"], **heads}
+    run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
+    if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
+        return replace(run, events=[])  # of other heads: the model was edited again elsewhere
+    return run
 
 
 def _fits(inspected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:

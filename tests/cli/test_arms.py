@@ -103,13 +103,12 @@ def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_
     assert (other / "compare.json").exists()
 
 
-def test_report_writes_the_page_and_the_picture(saf_json, arms, tmp_path):
-    printed = saf_json("report", *arms, "--out", tmp_path / "page.html", "--picture", tmp_path / "picture.svg")
+def test_report_writes_the_page(saf_json, arms, tmp_path):
+    printed = saf_json("report", *arms, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert printed["report"] == str(tmp_path / "page.html")
     assert printed["bytes"] == len(page.encode())
     assert "<h1>2 frozen of 8 attention heads: perplexity" in page
-    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
 
 
 def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.evaluate.compare_tables import arm_colours, arm_names
 from saf.patterns import CompactPattern
 from saf.records.run import RecordedRun
-from saf.report import figures
+from saf.report import attention_shares, figures
 from saf.report.page import write_report
 from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
 
@@ -27,26 +26,24 @@ def tile(page: str, name: str) -> str:
     return re.sub("<.*?>", "", re.search(f"<h3>{name}</h3>(.*?)</div>", page, re.DOTALL)[1])
 
 
-def test_the_headline_is_the_verdict_and_the_tiles_tell_its_uncertainty(tmp_path):
+def test_the_headline_is_the_verdict_and_the_tiles_have_its_uncertainty(tmp_path):
     page = page_of(write_pair(tmp_path, cost=0.02, speedup=1.25), tmp_path)
-    assert re.fullmatch(
-        r"3 frozen of 12 attention heads: perplexity \+2\.\d\d%, updates 1\.25× as fast", headline(page)
-    )
-    assert re.search(
-        r"95% interval \+\d\.\d\d% to \+\d\.\d\d%; \d+\.\d{3} → \d+\.\d{3} over 40 windows", tile(page, "Perplexity")
-    )
+    assert re.fullmatch(r"3 frozen of 12 .*: perplexity \+2\.\d\d%, updates 1\.25× as fast", headline(page))
+    assert re.search(r"\+\d\.\d\d% to \+\d\.\d\d%; .* over 40 windows", tile(page, "Perplexity"))
     assert "1.25×" in tile(page, "Update speed")
     assert "25%" in tile(page, "Heads")
 
 
-@pytest.mark.parametrize(
-    ("speedup", "words"), [(1.005, "within the runs&#39; spread"), (3.39, "so the machine was busy")]
-)
-def test_a_speed_that_says_little_gives_way_to_the_bound(tmp_path, speedup, words):
-    page = page_of(write_pair(tmp_path, speedup=speedup), tmp_path)
+@pytest.mark.parametrize("speedup", [1.005, 3.39])
+def test_a_speed_that_says_little_gives_way_to_the_attainable_bound(tmp_path, speedup):
+    runs = write_pair(tmp_path, speedup=speedup)
+    page = page_of(runs, tmp_path)
+    mixing, saved = attention_shares(RecordedRun.open(runs[1]))
+    # 3 layers of 64 channels at 64 tokens beside 512 tokens of vocabulary: 6 T against 72 C + 6 V / L a channel.
+    assert mixing == pytest.approx(64 / (64 + 12 * 64 + 512 / 3))
+    assert 0 < saved < 0.25
     assert "as fast" not in headline(page)
-    assert "≤ 1.33×" in tile(page, "Update speed")  # of 12 heads 3 make an update at most 4/3 times as fast
-    assert words in tile(page, "Update speed")
+    assert f"≤ {1 / (1 - saved):.2f}×" in tile(page, "Update speed")
 
 
 def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_itself(tmp_path):
@@ -98,25 +95,13 @@ def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
     assert not np.triu(picture, 1).any()
 
 
-def test_the_gap_is_of_the_same_batches_after_the_event(tmp_path):
+def test_the_gap_is_a_centred_mean_over_the_same_batches_after_the_event(tmp_path):
+    smooth = figures.moving_mean(np.array([1.0, 2.0, np.nan, 4.0, 10.0]), 3)
+    np.testing.assert_allclose(smooth, [1.5, 1.5, 3.0, 7.0, 7.0])
     ordinary, frozen = map(RecordedRun.open, write_pair(tmp_path, cost=0.5))
     updates, values = figures.loss_gap(ordinary, frozen)
     assert (updates[0], updates[-1]) == (31, 60)
     assert 0.2 < values[-1] < 1.0
-
-
-def test_a_moving_mean_is_centred_and_gives_missing_values_no_weight():
-    found = figures.moving_mean(np.array([1.0, 2.0, np.nan, 4.0, 10.0]), 3)
-    np.testing.assert_allclose(found, [1.5, 1.5, 3.0, 7.0, 7.0])
-
-
-def test_the_picture_for_documents_has_colours_of_its_own(tmp_path):
-    folders = write_pair(tmp_path)
-    runs = [RecordedRun.open(folder) for folder in folders]
-    text = figures.write_picture(tmp_path / "a.svg", runs, arm_names(runs), arm_colours(runs)).read_text()
-    assert text.startswith("<svg")
-    assert "prefers-color-scheme: dark" in text
-    assert "var(--frozen)" in text
 
 
 @pytest.mark.browser
@@ -129,11 +114,6 @@ def test_the_page_fits_a_phone_in_light_and_dark(page, tmp_path):
         page.set_viewport_size({"width": 400, "height": 800})
         page.goto(report.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
-        assert (
-            page.evaluate("getComputedStyle(document.body).backgroundColor")
-            == {
-                "light": "rgb(251, 250, 246)",
-                "dark": "rgb(16, 22, 28)",
-            }[scheme]
-        )
+        colours = {"light": "rgb(251, 250, 246)", "dark": "rgb(16, 22, 28)"}
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == colours[scheme]
     assert not complaints
