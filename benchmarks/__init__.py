@@ -1,15 +1,13 @@
 """Benchmarks for developers, on the paired protocol of `saf.bench`: `python -m benchmarks.NAME`, from a checkout."""
 
 from collections.abc import Callable, Sequence
-from json import dumps
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from saf.cli.output import show
 from saf.distributed import process_group
-from saf.records.files import to_json
-from saf.records.table import plain
 from saf.report.benchmarks import tables
 
 
@@ -21,10 +19,7 @@ def run(
     def command(settings: Any, out: Path | None = None, json: bool = False) -> dict[str, Any]:
         with process_group(getattr(settings, "device", "auto")):
             record = measure(settings, out=out)
-        for part in () if json else tables(record):
-            print(plain(part)) if isinstance(part, str) else part.print()
-        if json:
-            print(dumps(to_json(record), indent=2))
+        show(record, *tables(record), as_json=json)
         return record
 
     command.__annotations__["settings"] = tyro.conf.OmitArgPrefixes[kind]  # type: ignore[valid-type]

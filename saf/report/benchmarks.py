@@ -6,7 +6,6 @@ role: "control" is a second baseline, "free" is the arm as if mixing in its froz
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from saf.bench.protocol import PRUNED
@@ -31,47 +30,48 @@ _ROLES = {"keeping": "ordinary, every activation kept", "apart": "ordinary, each
 
 def tables(record: Record) -> list[Part]:
     """Return what a record measured: tables, why comparisons were refused, and what was left out."""
-    if record["kind"] not in SPEEDS:
-        return [*_plain(record["rows"]), *missing(record)]
-    parts: list[Part] = []
-    by_way: dict[str, list[dict[str, str]]] = {}
-    for row, cells in speed_cells(record):
-        by_way.setdefault(way(row), []).append(cells)
+    titled: dict[str, list[Mapping[str, str]]] = {}
     if record["kind"] == "finetune":
-        parts += [_means(record)]
+        title = f"{record['settings']['task']}: means over the orders of examples"
+        titled[title] = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
+    elif record["kind"] in SPEEDS:
+        for row, cells in speed_cells(record):
+            titled.setdefault(way(row), []).append(cells)
     else:
-        parts += [table_of(title, cells) for title, cells in by_way.items()]
+        for row in record["rows"]:
+            cells = {name: _value(value) for name, value in _flat(row) if name != "part"}
+            titled.setdefault(row.get("part", ""), []).append(cells)
     if record["memory"]:
-        parts.append(table_of("peak memory", [memory_cells(record, entry) for entry in record["memory"]]))
-    for group in groups(record):
-        if reason := refusal(group):
-            parts.append(f"Refused: {way(group[0])}, {shape(group[0]['point'])}: {reason}.")
-    return [*parts, *missing(record)]
+        titled["peak memory"] = [memory_cells(record, entry) for entry in record["memory"]]
+    refused = _refusals(record) if record["kind"] in SPEEDS else ()
+    return [*(_table(title, rows) for title, rows in titled.items()), *refused, *_missing(record)]
 
 
-def table_of(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return rows, mappings by column, as a table without its empty columns."""
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows]).used()
 
 
-def groups(record: Record) -> list[list[Record]]:
+def _groups(record: Record) -> list[list[Record]]:
     """Return a speed record's rows by subject, point, way of running and baseline, in order."""
-    groups_by_key: dict[Any, list[Record]] = {}
+    groups: dict[Any, list[Record]] = {}
     for row in record["rows"]:
-        groups_by_key.setdefault((subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
-    return list(groups_by_key.values())
+        groups.setdefault((_subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
+    return list(groups.values())
+
+
+def _control(group: Sequence[Record]) -> Record | None:
+    return next((row for row in group if row["role"] == "control"), None)
 
 
 def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
     """Yield each arm's row and the cells of its line in a table."""
-    for group in groups(record):
-        control = next((row for row in group if row["role"] == "control"), None)
+    for group in _groups(record):
         free = {row["rate"]: row for row in group if row["role"] == "free" and not row["refused"]}
         for row in group:
             if row["role"] not in ("control", "free"):
                 bound = free.get(row["rate"]) if row["backend"] and row["role"] != "pruned" else None
-                yield row, _cells(row, control, bound)
+                yield row, _cells(row, _control(group), bound)
 
 
 def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str
         share = (1 - 1 / ratio) / (1 - 1 / bound)
     return {
         "point": shape(row["point"]),
-        "baseline": kernel_name(row["baseline"].removeprefix("ordinary ")),
-        "arm": arm_name(row),
+        "baseline": _kernel_name(row["baseline"].removeprefix("ordinary ")),
+        "arm": _arm_name(row),
         **{
             f"{side}, ms (TFLOP/s)": f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
             for side in ("baseline", "arm")
@@ -104,8 +104,8 @@ def memory_cells(record: Record, entry: Record) -> dict[str, str]:
     """Return the cells of one arm's peak memory in a process of its own, and its change from ordinary attention."""
     kernel, change = entry["arm"].split()[-1], entry["change_percent"]
     several = len({each["arm"].split()[-1] for each in record["memory"]}) > 1
-    name = f"{edited_name(entry)}{f', live heads on {kernel_name(kernel)}' * several}" if entry["backend"] else ""
-    ordinary = _ROLES["keeping"] if " keeping " in entry["arm"] else f"ordinary, {kernel_name(kernel)}"
+    name = f"{_edited_name(entry)}{f', live heads on {_kernel_name(kernel)}' * several}" if entry["backend"] else ""
+    ordinary = _ROLES["keeping"] if " keeping " in entry["arm"] else f"ordinary, {_kernel_name(kernel)}"
     return {
         "point": shape(entry["point"]),
         "arm": name or ordinary,
@@ -114,25 +114,31 @@ def memory_cells(record: Record, entry: Record) -> dict[str, str]:
     }
 
 
-def refusal(group: Sequence[Record]) -> str | None:
-    """Return why the comparisons of a group are refused; None where they are not."""
-    control = next((row for row in group if row["role"] == "control"), None)
-    if control is None:
-        return "the control could not be measured" if any(row["refused"] for row in group) else None
-    equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
-    return f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%" if control["refused"] else None
+def _refusals(record: Record) -> Iterator[str]:
+    """Yield a line for each group of comparisons that is refused, with its reason."""
+    for group in _groups(record):
+        control, reason = _control(group), ""
+        if control is None:
+            reason = "the control could not be measured" * any(row["refused"] for row in group)
+        elif control["refused"]:
+            equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
+            reason = f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%"
+        if reason:
+            yield f"Refused: {way(group[0])}, {shape(group[0]['point'])}: {reason}."
 
 
-def missing(record: Record) -> list[str]:
-    """Return a line for each thing that a record lacks: an end before its time, what was left out."""
+def _missing(record: Record) -> Iterator[str]:
+    """Yield a line for each thing that a record lacks: an end before its time, what was left out."""
+    if record.get("finished") is False:
+        yield "Not finished: what was measured before the benchmark was stopped."
     reasons: dict[str, list[str]] = {}
     for entry in record.get("left_out") or ():
         reasons.setdefault(entry["why"].rstrip("."), []).append(entry["what"])
-    early = ["Not finished: what was measured before the benchmark was stopped."] * (record.get("finished") is False)
-    return [*early, *(f"Left out: {'; '.join(what)}: {why}." for why, what in reasons.items())]
+    for why, what in reasons.items():
+        yield f"Left out: {'; '.join(what)}: {why}."
 
 
-def subject(row: Record) -> str:
+def _subject(row: Record) -> str:
     """Return what a row is about: a model, or a part of a layer."""
     if row.get("alone"):
         return f"{row['alone']} head{'s' * (row['alone'] > 1)} alone"
@@ -142,7 +148,7 @@ def subject(row: Record) -> str:
 def way(row: Record, unusual: str = "") -> str:
     """Return subject and way of running: rows that share them share a table."""
     words = [_WORDS.get(word, word.replace("-", " ")) for word in row["variant"].split()]
-    return ", ".join(filter(None, [subject(row), unusual, *words, row["point"].get("precision", "")]))
+    return ", ".join(filter(None, [_subject(row), unusual, *words, row["point"].get("precision", "")]))
 
 
 def shape(point: Record) -> str:
@@ -150,18 +156,18 @@ def shape(point: Record) -> str:
     return "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
 
 
-def arm_name(row: Record) -> str:
+def _arm_name(row: Record) -> str:
     """Return what an arm is: a share of frozen heads with their backend, or another attention kernel."""
-    return edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {kernel_name(row['kernel'])}")
+    return _edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {_kernel_name(row['kernel'])}")
 
 
-def edited_name(row: Record) -> str:
+def _edited_name(row: Record) -> str:
     """Return what an arm's heads are: a share of them frozen, on a backend, or pruned."""
     share = f"{100 * row['rate']:g}%"
     return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
 
 
-def kernel_name(kernel: str) -> str:
+def _kernel_name(kernel: str) -> str:
     """Return an attention kernel's name as its makers write it."""
     return _KERNELS.get(kernel, kernel)
 
@@ -185,7 +191,7 @@ def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]
         error = f" ± {statistics.stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
         seen = [each for name in (rows[0]["baseline"], arm) if (each := kernels.get(name))]
         cells = {
-            "arm": edited_name(rows[0]),
+            "arm": _edited_name(rows[0]),
             "speedup, mean ± SE": f"{statistics.fmean(ratios):.3f}×{error}",
             "orders": str(len(ratios)),
             "ordinary, ms": number(statistics.fmean(row["baseline_ms"] for row in rows)),
@@ -195,17 +201,6 @@ def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]
         }
         lines.append((rows[0], {name: text or MISSING for name, text in cells.items()}))
     return lines
-
-
-def _means(record: Record) -> Table:
-    lines = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
-    return table_of(f"{record['settings']['task']}: means over the orders of examples", lines)
-
-
-def _plain(rows: Sequence[Record]) -> Iterator[Table]:
-    for part, group in groupby(rows, key=lambda row: row.get("part", "")):
-        flat = [{name: _value(value) for name, value in _flat(row) if name != "part"} for row in group]
-        yield table_of(part, flat)
 
 
 def _flat(value: Record, path: str = "") -> Iterator[tuple[str, Any]]:
