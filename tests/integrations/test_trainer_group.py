@@ -83,11 +83,6 @@ CASES = {
         # Without the search for weights that a pass leaves out: all must have a gradient, or not be waited for.
         {"family": "qwen3", "ddp_find_unused_parameters": False, "gradient_checkpointing": True},
     ),
-    "undone": (
-        saf.FreezeConfig(count=4, max_fit_kl=99),
-        saf.ValidationBudget(budget=0.0, begin=2, every=3),
-        {"torch_compile": True, "torch_compile_backend": "eager"},
-    ),
 }
 
 
@@ -136,7 +131,6 @@ def test_two_processes_train_and_freeze_as_one_does(name, group, tmp_path):
     weights, events, losses = told(group / name)
     mine = [[one.kind, one.update, one.heads] for one in freezing.events]
     assert events == json.loads(json.dumps(mine))
-    assert [kind for kind, *_ in events][:2] == (["freeze"] if name != "undone" else ["freeze", "undo"])
     assert losses == pytest.approx([each["loss"] for each in run.state.log_history if "loss" in each], rel=2e-3)
     for key, mine in run.model.named_parameters():
         torch.testing.assert_close(weights[key], mine.detach(), rtol=5e-3, atol=2e-3)
