@@ -39,7 +39,6 @@ class Freeze:
     """Text for the record of the event."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Prune(Freeze):
     """Remove heads that are chosen as by `Freeze`; where the settings prune, a run replaces every Freeze by this."""
 
@@ -71,15 +70,10 @@ class Outcome:
     loss_before: float
     """Loss on the controller's windows just before, nats per target."""
     loss_after: float
-    seconds: float
-    """Duration of the event without evaluations."""
     lowest_score: float | None = None
     """Lowest score of the frozen heads; None without any."""
     deferred: tuple[Head, ...] = ()
     """Heads that a freeze with `first` chose and left live, by ascending score."""
-
-
-# --- the interface
 
 
 @dataclass(kw_only=True)
@@ -139,12 +133,7 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class TimedProposer(Proposer):
-    """Propose to choose all heads at the first of fixed moments, then to freeze group after group of those deferred.
-
-    >>> proposer = OneTime(at=50).start(updates=100, heads=144, limit=36)
-    >>> proposer.propose(49), [event.kind for event in proposer.propose(50)]
-    ([], ['freeze'])
-    """
+    """Propose to choose all heads at the first of fixed moments, then to freeze group after group of those deferred."""
 
     moments: tuple[int, ...]
     groups: int = 0
@@ -185,11 +174,6 @@ class OneTime:
         _check_moments(self, "at")
 
     def first_update(self, updates: int) -> int:
-        """Return the update of the event.
-
-        >>> OneTime(at=0.5).first_update(5_000)
-        2500
-        """
         return _update_at("at", self.at, updates)
 
     def start(self, *, updates: int, heads: int, limit: int) -> TimedProposer:
@@ -215,8 +199,7 @@ class Gradual:
 
     def __post_init__(self):
         _check_moments(self, "begin", "end")
-        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
-            raise InputError(f"schedule.groups must be a whole number from 1, got {self.groups!r}")
+        _check(self, lambda value: value >= 1, "a whole number from 1", "groups")
         if type(self.begin) is type(self.end) and self.begin > self.end:
             raise InputError(f"schedule.end must be at least begin, got {self}")
 
@@ -272,13 +255,13 @@ class ValidationBudget:
     """Largest share of all heads that the settings of freezing may ask for."""
 
     def __post_init__(self):
-        _check_numbers(self, lambda value: value >= 0, "at least 0", "budget")
+        _check(self, lambda value: value >= 0, "at least 0", "budget")
         _check_moments(self, "begin", "every")
-        _check_numbers(self, lambda value: value > 0, "above 0", "every")
-        _check_numbers(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
+        _check(self, lambda value: value > 0, "above 0", "every")
+        _check(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
 
     def checks(self, updates: int) -> tuple[int, ...]:
-        """Return the update of each check.
+        """Return the update of each check, none after the last: heads frozen then would not be trained with.
 
         >>> ValidationBudget(budget=0.01).checks(5_000)[:3]
         (2500, 2750, 3000)
@@ -287,23 +270,16 @@ class ValidationBudget:
         if first >= updates:
             raise InputError(f"schedule.begin must be before the last of {updates} updates, got update {first}")
         begin, every = _exact(self.begin, updates), max(_exact(self.every, updates), 1.0)
-        most = math.ceil((updates - begin) / every) + 1
-        moments = {round(begin + number * every) for number in range(1, most)}
-        # Heads frozen after the last update would not be trained with.
-        return tuple(sorted({first, *(moment for moment in moments if moment < updates)}))
+        later = (round(begin + number * every) for number in range(1, math.ceil((updates - begin) / every) + 1))
+        return tuple(sorted({first, *(moment for moment in later if moment < updates)}))
 
     def first_update(self, updates: int) -> int:
         return _update_at("begin", self.begin, updates)
 
     def start(self, *, updates: int, heads: int, limit: int) -> "ValidationBudgetProposer":
-        _check_cap(self.cap, heads=heads, limit=limit)
-        return ValidationBudgetProposer(
-            name=self.name,
-            limit=limit,
-            checks=self.checks(updates),
-            allowed=math.log1p(self.budget),
-            group=max(1, round(self.group * heads)),
-        )
+        group, checks = _group_within_cap(self, heads, limit), self.checks(updates)
+        nats = math.log1p(self.budget)
+        return ValidationBudgetProposer(name=self.name, limit=limit, checks=checks, allowed=nats, group=group)
 
 
 @dataclass(kw_only=True)
@@ -385,15 +361,14 @@ class TrainLoss:
     """Largest share of all heads that the settings of freezing may ask for."""
 
     def __post_init__(self):
-        _check_numbers(self, lambda value: value > 0, "above 0", "multiplier")
-        _check_numbers(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
+        _check(self, lambda value: value > 0, "above 0", "multiplier")
+        _check(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
 
     def first_update(self, updates: int) -> None:
         """Return None: the loss decides."""
 
     def start(self, *, updates: int, heads: int, limit: int) -> "TrainLossProposer":
-        _check_cap(self.cap, heads=heads, limit=limit)
-        group = max(1, round(self.group * heads))
+        group = _group_within_cap(self, heads, limit)
         return TrainLossProposer(name=self.name, limit=limit, multiplier=self.multiplier, updates=updates, group=group)
 
 
@@ -454,14 +429,13 @@ def _noise(losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A group that was frozen and is not yet absorbed; `seen`, `fast` and `descent` are the averages at the event."""
+    """A group that was frozen and is not yet absorbed, with the averages at its event."""
 
     event: int
-    """Number of the event in the run."""
+    lowest_score: float | None
     seen: int
     fast: float
     descent: float
-    lowest_score: float | None
 
 
 @dataclass(kw_only=True)
@@ -598,13 +572,11 @@ def _update_at(name: str, value: float, updates: int) -> int:
 
 
 def _check_moments(schedule: "Schedule", *names: str) -> None:
-    def usable(value: Any) -> bool:
-        return value >= 0 and (isinstance(value, Integral) or value <= 1)
-
-    _check_numbers(schedule, usable, "a whole number of updates from 0, or a share in [0, 1]", *names)
+    expected = "a whole number of updates from 0, or a share in [0, 1]"
+    _check(schedule, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), expected, *names)
 
 
-def _check_numbers(schedule: "Schedule", usable: Callable[[Any], bool], expected: str, *names: str) -> None:
+def _check(schedule: "Schedule", usable: Callable[[Any], bool], expected: str, *names: str) -> None:
     """Raise InputError unless settings are usable finite numbers: NaN would silently never fire."""
     for name in names:
         value: Any = getattr(schedule, name)
@@ -613,11 +585,14 @@ def _check_numbers(schedule: "Schedule", usable: Callable[[Any], bool], expected
             raise InputError(f"schedule.{name} must be {expected}, got {value!r}")
 
 
-def _check_cap(cap: float, *, heads: int, limit: int) -> None:
-    if limit > cap * heads:
+def _group_within_cap(schedule: ValidationBudget | TrainLoss, heads: int, limit: int) -> int:
+    """Return the number of heads in a group; raise InputError where more are to be frozen than the cap allows."""
+    if limit > schedule.cap * heads:
         raise InputError(
-            f"heads to freeze must be at most schedule.cap={cap:g} of {heads}, got {limit}; lower the rate or raise it"
+            f"heads to freeze must be at most schedule.cap={schedule.cap:g} of {heads}, got {limit}; lower the rate or "
+            "raise it"
         )
+    return max(1, round(schedule.group * heads))
 
 
 # --- the registry
@@ -635,11 +610,7 @@ SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (OneTime, Gr
 
 
 def schedule_to_dict(schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule's name and settings as JSON values.
-
-    >>> schedule_to_dict(OneTime(at=0.25))
-    {'name': 'one_time', 'at': 0.25}
-    """
+    """Return a schedule's name and settings as JSON values."""
     return {"name": schedule.name, **asdict(schedule)}
 
 

@@ -257,7 +257,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
         return Outcome(
             number=number,
             heads=change.heads,
-            seconds=sum(seconds.values()),
             lowest_score=change.lowest_score,
             deferred=change.deferred,
             **losses,

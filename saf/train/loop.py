@@ -494,7 +494,6 @@ def _apply_event_(run: Run, event: Event) -> Outcome:
     return Outcome(
         number=number,
         heads=change.heads,
-        seconds=seconds,
         lowest_score=change.lowest_score,
         deferred=change.deferred,
         **losses,

@@ -89,7 +89,6 @@ class Simulated:
             heads=HeadSet(frozen),
             loss_before=3.0,
             loss_after=3.0 + added,
-            seconds=1.0,
             lowest_score=score(frozen[0]) + self.shift if frozen else None,
             deferred=deferred,
         )
@@ -98,7 +97,7 @@ class Simulated:
         heads = self.in_force.pop(event.event)[1]
         self.shift -= HEADS if self.rescored else 0
         self.live = sorted([*self.live, *heads])
-        return Outcome(number=number, heads=HeadSet(heads), loss_before=3.1, loss_after=3.0, seconds=1.0)
+        return Outcome(number=number, heads=HeadSet(heads), loss_before=3.1, loss_after=3.0)
 
     def short(self) -> list[tuple]:
         """Return update, kind and number of heads of every event."""
