@@ -3,12 +3,12 @@
 The recipe for folders of transformers is in saf/hf/folders.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.checkpoint import Checkpoint, save_checkpoint
@@ -19,7 +19,6 @@ from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
-from saf.models import GPT
 from saf.models.description import STATE, recorded_layouts
 from saf.opening import ModelFolder, find_model, open_data, trained_data
 from saf.records.files import read_json
@@ -144,28 +143,20 @@ def freeze_checkpoint(
         raise InputError("heal is of models of transformers: go on from the new checkpoint by `saf pretrain --parent`")
     if settings.bos:
         raise InputError("bos is of models of transformers; those of this project are trained without such a token")
-    config, checkpoint = settings.config, _open(settings)
-    device = pick_device(settings.device)
+    checkpoint = _open(settings)
     batches, heldout = _batches(settings, checkpoint)
-    model = checkpoint.model(device)
+    model = checkpoint.model(pick_device(settings.device))
     optimizer = checkpoint.optimizer(model)
-    needed = _needed(checkpoint, model, config)
-    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
-    with autocast(device, settings.precision):
-        for plan in _plans(model, batches, config, needed, limit):
-            say(plan)
-        report = freeze_(
-            model,
-            batches,
-            config,
-            optimizer=optimizer,
-            heldout=heldout,
-            accept_loss=settings.accept_loss,
-            score_inputs=needed,
-            capture_bytes=limit,
-            progress=countdown("calibrating", "layers"),
-            joint_progress=countdown("measuring", "heads"),
-        )
+    inputs: dict[str, Any] = {}
+    if "gradient" in settings.config.needs:
+        inputs["gradient"] = recorded_gradient(model, checkpoint.state)
+        if inputs["gradient"] is None:
+            raise InputError(
+                f"{checkpoint.path} holds no average of Q/K gradients, which this score reads; "
+                "train its run with --track-gradients, or choose another score"
+            )
+    given: dict[str, Any] = {"optimizer": optimizer, "score_inputs": inputs, "accept_loss": settings.accept_loss}
+    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, **given)
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
@@ -179,6 +170,31 @@ def freeze_checkpoint(
         record=lambda folder: report.save(folder, update=checkpoint.update),
     )
     return report, written, checkpoint.hash
+
+
+def freeze_opened(
+    settings: CheckpointFreezing,
+    model: nn.Module,
+    batches: list[Tensor],
+    heldout: list[Tensor],
+    *,
+    say: Callable[[str], Any],
+    countdown: Callable[[str, str], Progress],
+    **options: Any,
+) -> FreezeReport:
+    """Freeze heads of an open model as the settings and the `options` of `freeze_` say; tell first what is held."""
+    config, inputs = settings.config, options.get("score_inputs", {})
+    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
+    with autocast(pick_device(settings.device), settings.precision):
+        plan = plan_calibration(model, batches, collect=calibration_collect(config, inputs), capture_bytes=limit)
+        say(str(plan))
+        if names := collect_for(config.pattern, config.storage):
+            shape = {"sequences": plan.sequences, "length": plan.length}
+            together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
+            size = byte_size(collection_bytes(names, heads=together, **shape))
+            say(f"for the patterns, {', '.join(names)} of up to {together} heads at a time: {size} on the CPU")
+        options |= {"progress": countdown("calibrating", "layers"), "joint_progress": countdown("measuring", "heads")}
+        return freeze_(model, batches, config, heldout=heldout, capture_bytes=limit, **options)
 
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
@@ -216,30 +232,3 @@ def _check_separate(data: TokenData, source: ModelFolder, config: FreezeConfig) 
     check_separate(data, data.calibration_source, trained)
     if "outputs" in config.needs or config.jointly:
         check_separate(data, "controller", trained)
-
-
-def _needed(checkpoint: Checkpoint, model: GPT, config: FreezeConfig) -> dict[str, Any]:
-    """Return what the chosen score reads besides the statistics: the recorded average of Q/K gradients, or nothing."""
-    if "gradient" not in config.needs:
-        return {}
-    gradient = recorded_gradient(model, checkpoint.state)
-    if gradient is None:
-        raise InputError(
-            f"{checkpoint.path} holds no average of Q/K gradients, which this score reads; "
-            "train its run with --track-gradients, or choose another score"
-        )
-    return {"gradient": gradient}
-
-
-def _plans(
-    model: GPT, batches: list[Tensor], config: FreezeConfig, needed: dict[str, Any], limit: int | None
-) -> Iterator[str]:
-    """Yield what is held at once: by the calibration, and by a second one when the pattern reads more of its heads."""
-    plan = plan_calibration(model, batches, collect=calibration_collect(config, needed), capture_bytes=limit)
-    yield str(plan)
-    if not (names := collect_for(config.pattern, config.storage)):
-        return
-    shape = {"sequences": plan.sequences, "length": plan.length}
-    together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
-    size = byte_size(collection_bytes(names, heads=together, **shape))
-    yield f"for the patterns, {', '.join(names)} of the heads chosen, up to {together} at a time: {size} on the CPU"

@@ -60,7 +60,6 @@ class FreezeReport:
     worst_layer: tuple[int, float] | None = None
     """Of a rise beyond the guard's limit that was accepted: the layer whose heads cost most, frozen alone, and by which
     share perplexity rises with them."""
-
     healing: Healing | None = None
     """Losses after training beside the ordinary model trained alike; None without."""
 
@@ -123,16 +122,15 @@ class FreezeReport:
             "joint_cost": {} if self.joint_cost is None else self.joint_cost.to_dict(),
             "healing": {} if self.healing is None else asdict(self.healing),
         }
+        return values | {name: value for name, value in optional.items() if value} | self._losses()
+
+    def _losses(self) -> dict[str, Any]:
         worst = self.worst_layer and list(self.worst_layer)
         losses = {"loss_before": self.loss_before, "loss_after": self.loss_after, "worst_layer": worst}
-        measured = {name: value for name, value in losses.items() if value is not None}
-        return values | {name: value for name, value in optional.items() if value} | measured
+        return {name: value for name, value in losses.items() if value is not None}
 
     def known(self) -> dict[str, Any]:
         """Return the part of `to_dict` that a model's configuration keeps: its heads, and how they were chosen."""
-        names = ["heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"]
-        values = self.to_dict()
-        names += [name for name in ("loss_before", "loss_after", "worst_layer") if name in values]
         # A rate has its default where another setting sets the number.
         by_rate = all(self.config[name] is None for name in ("count", "heads", "match_heads"))
         return {
@@ -140,7 +138,12 @@ class FreezeReport:
             "pattern": self.config["pattern"],
             "named": self.config["heads"] is not None,
             "rate": self.config["rate"] if by_rate else None,
-            **{name: values[name] for name in names},
+            "heads": self.heads.to_list(),
+            "requested": self.requested,
+            "score_name": self.config["score"],
+            "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
+            **{name: getattr(self.statistics, name) for name in ("num_sequences", "length", "sequences_hash")},
+            **self._losses(),
         }
 
     def tensors(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 `state_of` returns these data. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_`
 freezes a model that has its weights, and warns where these are not the saved ones. Where another library fills in the
-weights, `resize_` comes before and `adopt_` afterwards.
+weights, `resize_` comes before and `restore_(resized=True)` afterwards.
 """
 
 import warnings
@@ -45,17 +45,23 @@ def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def restore_(
-    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
+    model: nn.Module,
+    state: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    backend: str | None = None,
+    resized: bool = False,
 ) -> None:
     """Give a model without frozen heads the layout and patterns of `state_of`, before its weights are loaded.
 
-    Weights are only resized to the layout, so load them afterwards, and make the optimiser then. Without `backend`
-    each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the model
-    unchanged, for a state of another schema or shape of model, or without some pattern.
+    Weights are only resized to the layout, unless `resize_` did that; so load them afterwards, and make the optimiser
+    then. Without `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises
+    CheckpointError, with the model unchanged, for a state of another schema or shape of model, or without some pattern.
     """
     edits = _plan(model, state, tensors, backend)
     for number, edit in edits:
-        _resize_(edit.site, edit.layout)
+        if not resized:
+            _resize_(edit.site, edit.layout)
         edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
     edited_([edit.site for _, edit in edits])
 
@@ -63,7 +69,7 @@ def restore_(
 @torch.inference_mode(False)
 @torch.no_grad()
 def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayout]]:
-    """Give the weights of a model, perhaps on the meta device, the shapes of `state_of`; `adopt_` does the rest.
+    """Give the weights of a model, perhaps on the meta device, the shapes of `state_of`; `restore_` does the rest.
 
     Returns the layers with edited heads, with their layouts. Raises CheckpointError as `restore_` does.
     """
@@ -74,16 +80,6 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
         check_plain_weights(site)
         _resize_(site, layout)
     return edited
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def adopt_(model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Give a model whose weights have the shapes of `resize_` the layout and the patterns of `state_of`."""
-    edits = _plan(model, state, tensors, None)
-    for number, edit in edits:
-        edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
-    edited_([edit.site for _, edit in edits])
 
 
 @torch.inference_mode(False)

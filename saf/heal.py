@@ -85,7 +85,7 @@ def heal_(
     model.train()
     for update, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * share_of_rate(update, len(batches))
+            group["lr"] = learning_rate * _share_of_rate(update, len(batches))
         for ids in rows_at_once(language, batch.split(1)):
             with autocast(language.device, precision):
                 loss = language.next_token_loss(ids[:, :-1], ids[:, 1:])
@@ -99,12 +99,8 @@ def heal_(
     model.train(was_training)
 
 
-def share_of_rate(update: int, updates: int) -> float:
-    """Return the share of the learning rate at an update: a tenth of warm-up, then a cosine to a tenth.
-
-    >>> [round(share_of_rate(update, 20), 2) for update in (0, 1, 2, 19)]
-    [0.5, 1.0, 1.0, 0.1]
-    """
+def _share_of_rate(update: int, updates: int) -> float:
+    """Return the share of the learning rate at an update: a tenth of warm-up, then a cosine to a tenth."""
     warmup = max(1, updates // 10)
     if update < warmup:
         return (update + 1) / warmup

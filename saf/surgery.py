@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -190,8 +190,8 @@ def check_editable(model: nn.Module, optimizer: Any = None) -> None:
 def editable(model: nn.Module) -> Adapter:
     """Return the adapter of a model; raise UnsupportedError where an edit would reach beyond its layer.
 
-    A data-parallel wrapper would average gradients of the old shapes. An attention weight may share its memory with
-    another layer, role or module, or be a parameter of another model.
+    A data-parallel wrapper would average gradients of the old shapes, and an attention weight may share its memory
+    with another layer, role or module of the model.
     """
     inner: object = model
     while isinstance(inner, nn.Module):
@@ -203,7 +203,6 @@ def editable(model: nn.Module) -> Adapter:
         inner = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
     adapter = adapter_for(model)
     _check_memory(adapter)
-    _check_owners(adapter)
     return adapter
 
 
@@ -228,39 +227,6 @@ def _check_memory(adapter: Adapter) -> None:
             )
         if last > end:
             end, owner, before = last, name, projection
-
-
-_sole_owners: WeakSet[nn.Module] = WeakSet()
-"""Models whose attention weights were found in no other module; the search takes some 0.1 s, so it is made once."""
-
-
-def _check_owners(adapter: Adapter) -> None:
-    """Raise UnsupportedError where a module outside the model has an attention weight as its parameter, too.
-
-    A module from before gc.freeze() is not found.
-    """
-    if adapter.model in _sole_owners:
-        return
-    ids = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
-    own = {id(module._parameters) for module in adapter.model.modules()}
-
-    def stranger() -> str | None:
-        for each in gc.get_objects():
-            kind = type(each)
-            if issubclass(kind, nn.Module) and not issubclass(kind, nn.ParameterList | nn.ParameterDict):
-                parameters = vars(each).get("_parameters", {})
-                if id(parameters) not in own and any(id(one) in ids for one in parameters.values()):
-                    return kind.__name__
-        return None
-
-    if stranger() is not None:
-        gc.collect()  # a model that was dropped may be there still
-        if (name := stranger()) is not None:
-            raise UnsupportedError(
-                f"an attention weight must be of this model alone, got one that a {name} outside it has too: give each "
-                "a copy (copy.deepcopy)"
-            )
-    _sole_owners.add(adapter.model)
 
 
 def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from saf.calibration import plan_calibration
 from saf.data import (
     ShuffledWindows,
     TextData,
@@ -25,10 +24,9 @@ from saf.data import (
 )
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.model_facts import PARENT, precision_in_use
-from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, no_countdown
-from saf.freeze_config import calibration_collect, check_heads
+from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, freeze_opened, no_countdown
+from saf.freeze_config import check_heads
 from saf.freeze_report import FreezeReport
-from saf.freezing import freeze_
 from saf.heads import HeadLayout
 from saf.heal import heal_beside_twin
 from saf.heldout import MAX_RISE, halves
@@ -231,19 +229,8 @@ def freeze_folder(
     for field, rate in source.attention_dropout().items():
         say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {settings.out}")
     batches, heldout = _batches(settings, data, model, bos)
-    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
-    with autocast(device, settings.precision):
-        say(str(plan_calibration(model, batches, collect=calibration_collect(config, {}), capture_bytes=limit)))
-        report = freeze_(
-            model,
-            batches,
-            config,
-            heldout=heldout,
-            accept_loss=settings.accept_loss or settings.heal is not None,
-            capture_bytes=limit,
-            progress=countdown("calibrating", "layers"),
-            joint_progress=countdown("measuring", "heads"),
-        )
+    accept = settings.accept_loss or settings.heal is not None
+    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, accept_loss=accept)
     if settings.heal is not None:
         ordinary = source.model(device, dtype)
         windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)

@@ -17,7 +17,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_peft_available
 
 from saf.errors import CheckpointError, UnsupportedError
-from saf.frozen_state import adopt_, resize_
+from saf.frozen_state import resize_, restore_
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
@@ -190,7 +190,7 @@ def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> No
         layouts.append(None if holder is None else getattr(holder, LAYOUT))
         if holder is not None:
             delattr(site.attention, NAME)
-    adopt_(model, state, tensors)
+    restore_(model, state, tensors, resized=True)
     for site, layout in zip(sites, layouts, strict=True):
         own = state_of(site.attention)
         compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, layout)

@@ -20,9 +20,7 @@ def test_what_scores_and_patterns_keep_is_stated(saf, arms, tmp_path):
     first, second = err.splitlines()[:2]
     # The mean's rows of 8 heads at 16 positions of 32 keys; two 32 x 32 arrays of each head.
     assert first.endswith("; 16 KiB collected on the CPU")
-    assert second == (
-        "for the patterns, logit_mean, logit_variance of the heads chosen, up to 8 at a time: 64 KiB on the CPU"
-    )
+    assert second == ("for the patterns, logit_mean, logit_variance of up to 8 heads at a time: 64 KiB on the CPU")
 
 
 def test_too_little_memory_is_refused_by_its_option(saf, arms, tmp_path):
