@@ -21,7 +21,6 @@ def test_storage_of_the_papers_heads():
     assert report.dense_packed / 1e9 == pytest.approx(2.416, rel=1e-3)
     assert report.compact == 36 * 3 * 4096 * 4
     assert report.ratio == pytest.approx(4096 / 3)
-    assert str(report) == "dense by layer 8.05 GB, dense packed 2.42 GB, compact 0.00177 GB"
     assert saf.storage_report(heads, length=4096, num_heads=12, dtype=torch.bfloat16).dense_packed == (
         report.dense_packed // 2
     )
@@ -47,7 +46,6 @@ def test_a_model_tells_what_its_tables_hold():
     tensors = [tensor for layer in layers for tensor in [*layer.buffers(), *layer.parameters()]]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert report.allocated == sum(storages.values()) >= LENGTH * LENGTH * (4 + 2) + 2 * LENGTH * 4
-    assert f"allocated {report.allocated / 1e9:.3g} GB" in str(report)
     for wrong in ({"heads": model, "length": 8}, {"heads": [(0, 1)]}):
         with pytest.raises(InputError, match="model"):
             saf.storage_report(**wrong)

@@ -38,7 +38,7 @@ def test_the_lowest_heads_are_frozen_with_fits_of_their_mean():
     statistics = saf.calibrate(model, [ids])
     report = saf.freeze_(model, [ids[:3], ids[3:]], saf.FreezeConfig(rate=0.25))
     assert report.heads == saf.select(saf.score(statistics), 0.25)
-    assert len(report.heads) == 3
+    assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     chosen = [
         torch.stack([getattr(statistics, name)[head] for head in report.heads])
         for name in ("eta_abs", "eta_rel", "row_entropy")
@@ -138,14 +138,12 @@ def test_random_controls_match_a_score_or_a_list_by_layer():
     chosen = saf.freeze_(make(), [ids], saf.FreezeConfig(rate=0.5, max_fit_kl=100)).heads
     for options in ({"match": "variance"}, {"match_heads": chosen.to_list()}):
         drawn = set()
-        for seed in range(3):
+        for seed in range(2):
             config = saf.FreezeConfig(rate=0.5, score="random", seed=seed, max_fit_kl=100, **options)
             heads = saf.freeze_(make(), [ids], config).heads
-            assert [len(heads.in_layer(layer)) for layer in range(3)] == [
-                len(chosen.in_layer(layer)) for layer in range(3)
-            ]
+            assert all(len(heads.in_layer(layer)) == len(chosen.in_layer(layer)) for layer in range(3))
             drawn.add(heads)
-        assert len(drawn) == 3
+        assert len(drawn) == 2
 
 
 def test_max_heads_freezes_the_first_and_names_the_others():
@@ -241,16 +239,7 @@ def test_lengths_that_differ_from_the_models_warn_at_the_caller():
     assert pruned(ids).shape[1] == 48
 
 
-def test_batches_as_loaders_give_them():
-    ids = tokens()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids), batch_size=3)
-    assert saf.freeze_(make(), loader).heads == saf.freeze_(make(), [ids]).heads
-
-
-COMPARE = ["variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change"]
-
-
-@pytest.mark.parametrize("score", COMPARE)
+@pytest.mark.parametrize("score", ["variance", "forward_kl", "gradient_veto", "residual_cosine"])
 def test_copies_of_one_sequence_choose_no_heads(score):
     model, one = make(), tokens(1)
     inputs, before = gradients(model, tokens()), copy_of(model)
@@ -277,28 +266,20 @@ def test_attention_that_no_input_changes_chooses_no_heads(score, dtype):
     ("options", "message"),
     [
         ({"rate": 1.2}, "from 0 to 1"),
-        ({"score": "magic"}, "score must be one of variance, .* got 'magic'"),
-        ({"pattern": "median"}, "pattern must be one of"),
-        ({"backend": "fussed"}, "backend must be one of auto, toeplitz, linear, fused, reference, got 'fussed'"),
-        ({"fitter": "newton"}, "fitter must be one of"),
+        *(({name: "magic"}, f"{name} must be one of") for name in ("score", "pattern", "backend", "fitter", "storage")),
         ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
         ({"max_fit_kl": 0}, "positive"),
-        ({"storage": "sparse"}, "storage must be one of compact, exponential"),
-        ({"storage": "dense", "fitter": "adam"}, "every entry, and nothing is fitted: leave fitter out"),
         ({"storage": "dense_bfloat16", "max_fit_kl": 0.1}, "nothing is fitted: leave max_fit_kl out"),
         ({"pattern": "structured_random", "fitter": "adam"}, "compact by nature, and nothing is fitted"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
         ({"match": "variance"}, "match has no effect where heads are chosen by 'variance' anyway"),
-        ({"score": "random", "match": "variance", "max_per_layer": 2}, "leave max_per_layer out"),
         ({"max_per_layer": 0}, "at least 1, got 0"),
-        ({"count": -1}, "at least 0, got -1"),
         ({"seed": -1}, "integer from 0 on"),
         ({"heads": ((0, 1),), "count": 1, "max_per_layer": 1}, "leave count and max_per_layer out"),
         ({"heads": ((0, 1), (0, 1))}, "names each head once"),
         ({"match_heads": ((0, 1),), "match": "forward_kl"}, "match_heads sets .* leave match out"),
         ({"storage": "exponential", "pattern": "structured_random"}, "not fitted"),
         ({"storage": "exponential", "trainable": True}, "storage='compact'"),
-        ({"storage": "exponential", "fitter_options": {"bands": 64}}, "got bands"),
         ({"fitter_options": {"band": 64}}, "got band"),
         ({"storage": "exponential", "operation": "prune"}, "pruned heads have no patterns: leave storage out"),
     ],
@@ -316,7 +297,6 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
     for model, config, given, error, message in (
         (ready, {"count": 4}, {}, InputError, "count must be at most the 3 live heads of 12, got 4"),
         (ready, {"heads": ready_heads(ready)}, {}, InputError, "are frozen or pruned already"),
-        (make(), {"heads": ((3, 0),)}, {}, InputError, r"3 layers of 4 heads; got \[\(3, 0\)\]"),
         (make(), {"exclude": ((0, 4),)}, {}, InputError, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
         (make(), {"rate": 1.0, "operation": "prune"}, {}, InputError, "pruning must leave the model a head"),
         (make(), {"count": 4, "max_per_layer": 1, "strict": True}, {}, InputError, "max_per_layer leave 3"),
@@ -340,12 +320,9 @@ def ready_heads(model):
     return tuple((layer, head) for layer in range(3) for head in model.blocks[layer].attention.layout.frozen)[:1]
 
 
-def test_the_report_prints_saves_and_tells_how_many_more_and_in_all(tmp_path):
+def test_the_report_is_recorded_and_counts_the_heads_of_events_before(tmp_path):
     model, ids = make(), tokens()
     report = saf.freeze_(model, [ids])
-    assert str(report).startswith("3 of 12 heads frozen by variance\n┏")
-    assert repr(report) == "<FreezeReport: 3 of 12 heads frozen by variance; print() shows the table>"
-    assert set(report.seconds) == {"capture", "statistics", "score", "select", "fit", "install"}
     report.save(tmp_path, update=7)
     (event,) = read_events(tmp_path)
     assert (event.kind, event.number, event.update, event.heads) == ("freeze", 1, 7, report.heads.to_list())

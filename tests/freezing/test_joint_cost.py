@@ -18,13 +18,18 @@ def config(budget, **settings):
     return saf.FreezeConfig(budget=budget, max_fit_kl=9, **{"rate": 0.5, **settings})
 
 
-@pytest.mark.parametrize("budget", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize("budget", [0.02, 0.5])
 def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):  # noqa: F811
-    model, choosing, reporting, steps = fluent(), text[:2], text[2:], []
+    model, choosing, reporting, steps, runs = fluent(), text[:2], text[2:], [], []
+    hooks = [model.blocks[0].attention.register_forward_pre_hook(lambda *_: runs.append("lowest layer"))]
+    hooks.append(model.norm.register_forward_pre_hook(lambda *_: runs.append("whole model")))
     options = {"accept_loss": True, "joint_progress": lambda *step: steps.append(step)}
     report = saf.freeze_(model, [tokens()], config(budget), heldout=[text], **options)
     assert steps == sorted(steps)
     assert (steps[0][0], *steps[-1]) == (0, TOTAL + TOTAL // 2, TOTAL + TOTAL // 2)
+    assert runs.count("lowest layer") < runs.count("whole model") / 2  # outputs below a trial are kept
+    for hook in hooks:
+        hook.remove()
     joint = report.joint_cost
     assert set(joint.accepted) == set(report.heads)
     assert 0 < len(report.heads) <= TOTAL // 2
@@ -87,18 +92,6 @@ def test_a_loss_that_fails_leaves_the_model_alone(text, call):  # noqa: F811
         saf.freeze_(model, [tokens()], config(0.5), heldout=[text])
     hook.remove()
     assert_same(everything(model), before)
-
-
-def test_frozen_within_a_budget_it_is_saved_and_undone(text, tmp_path):  # noqa: F811
-    model = fluent()
-    before, ids = everything(model), text[:, :-1]
-    expected = model(ids)
-    saf.freeze_(model, [tokens()], config(0.3), heldout=[text], accept_loss=True)
-    saf.save(model, tmp_path / "heads")
-    assert torch.equal(saf.load(tmp_path / "heads")(ids), model(ids))
-    saf.uninstall_(model)
-    assert_same(everything(model), before)
-    assert torch.equal(model(ids), expected)
 
 
 @pytest.mark.parametrize(

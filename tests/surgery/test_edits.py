@@ -1,10 +1,10 @@
-"""What edits do to gradients, in inference mode, inside wrappers and when they fail half way."""
+"""What edits do to gradients, in inference mode, to averaged weights and when they fail half way."""
 
 import copy
 
 import pytest
 import torch
-from torch import distributed
+from torch.optim.swa_utils import AveragedModel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
@@ -13,7 +13,8 @@ from saf.heads import HeadSet
 from saf.models import GPT
 from saf.patterns import TrainablePattern
 from saf.surgery import install_, uninstall_
-from tests.surgery.test_install import LENGTH, SHAPE, SOME, make, patterns, update
+from tests.surgery.test_install import SOME
+from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, update
 
 TOKENS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(9))
 
@@ -51,11 +52,21 @@ def test_heads_frozen_in_inference_mode_can_be_trained_afterwards():
     saf.frozen_attention(value, ordinary).sum().backward()
 
 
-@pytest.fixture
-def group(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+def test_averaged_weights_are_saved_with_their_heads_and_open_again(tmp_path):
+    """Which heads are frozen, and how, is no number to average."""
+    model, trainer = make()
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    averaged, weights = AveragedModel(model, use_buffers=True), []
+    for _ in range(3):
+        update(model, trainer)
+        averaged.update_parameters(model)
+        weights.append(model.state_dict()["norm.weight"].clone())
+    saf.save(averaged.module, tmp_path / "saved")
+    again = saf.load(tmp_path / "saved")
+    assert torch.equal(again(TOKENS), averaged(TOKENS))
+    torch.testing.assert_close(again.state_dict()["norm.weight"], torch.stack(weights).mean(0))
+    uninstall_(again, SOME)
+    model.load_state_dict(averaged.module.state_dict())
 
 
 def mixed_state():

@@ -8,44 +8,26 @@ import torch
 from saf.errors import UnsupportedError
 from saf.frozen_state import restore_, state_of
 from saf.heads import HeadSet
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
 from saf.models.adapter import adapter_for
-from saf.patterns import CompactPattern, DensePattern, TrainablePattern
+from saf.patterns import DensePattern, TrainablePattern
 from saf.surgery import install_, pattern_parameters, uninstall_
+from tests.surgery.trained_model import LENGTH, SHAPE, assert_equal, patterns, snapshot, update
+from tests.surgery.trained_model import make as make_trained
 
-LENGTH = 24
-SHAPE = GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=LENGTH)
 SOME = HeadSet([(0, 1), (0, 3), (1, 2)])
 TOKENS = torch.randint(0, 40, (4, LENGTH + 1), generator=torch.Generator().manual_seed(5))
 
 
-def make(*, split: bool = False, **options) -> tuple[GPT, torch.optim.AdamW]:
-    """A model after two updates; `split` gives the optimiser groups of matrices and of vectors without decay."""
-    torch.manual_seed(3)
-    model = GPT(SHAPE).double()
-    groups = list(model.parameters())
-    if split:
-        groups = [
-            {"params": [p for p in groups if p.dim() > 1]},
-            {"params": [p for p in groups if p.dim() < 2], "weight_decay": 0.0},
-        ]
-    trainer = torch.optim.AdamW(groups, **{"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1, **options})
-    for _ in range(2):
-        update(model, trainer)
-    return model, trainer
+def make(**options):
+    return make_trained(**{"betas": (0.8, 0.9), "weight_decay": 0.1, **options})
 
 
-def update(model: GPT, trainer: torch.optim.Optimizer) -> float:
-    loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
-    loss.backward()
-    trainer.step()
-    trainer.zero_grad()
-    return loss.item()
-
-
-def patterns(count: int, seed: int = 0) -> CompactPattern:
-    generator = torch.Generator().manual_seed(seed)
-    return CompactPattern.from_parameters(*torch.randn(2, count, LENGTH, generator=generator, dtype=torch.float64))
+def split(parameters, **options) -> torch.optim.AdamW:
+    """An optimiser with groups of matrices and of vectors without decay."""
+    parameters = list(parameters)
+    vectors = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]}, vectors], **options)
 
 
 def trained_of(model: GPT) -> dict[tuple[int, int], TrainablePattern]:
@@ -60,17 +42,6 @@ def trained_of(model: GPT) -> dict[tuple[int, int], TrainablePattern]:
 
 def groups_of(trainer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in trainer.param_groups]
-
-
-def snapshot(model: GPT, trainer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        taken |= {f"{name}.{key}": t.clone() for key, t in trainer.state.get(parameter, {}).items()}
-    return taken
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_training_starts_from_the_fixed_patterns():
@@ -102,7 +73,7 @@ def test_the_first_step_is_that_of_adam_from_zero_moments():
 
 
 def test_they_join_a_group_without_decay_so_that_schedules_reach_them():
-    model, trainer = make(split=True)
+    model, trainer = make(optimizer=split)
     schedule = torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 0.5**step)
     before = groups_of(trainer)
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
@@ -122,7 +93,7 @@ def test_a_scheduler_that_could_not_reach_them_is_refused_or_given_a_group_befor
     before = snapshot(model, trainer)
     with pytest.raises(UnsupportedError, match="before making the scheduler, call"):
         install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
-    assert equal(snapshot(model, trainer), before)
+    assert_equal(snapshot(model, trainer), before)
     model, trainer = make()
     trainer.add_param_group({"params": [], "weight_decay": 0.0})
     schedule = torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 0.5**step)
@@ -140,7 +111,7 @@ def test_uninstall_is_the_exact_inverse():
     before, groups = snapshot(model, trainer), groups_of(trainer)
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
     uninstall_(model, optimizer=trainer)
-    assert equal(snapshot(model, trainer), before)
+    assert_equal(snapshot(model, trainer), before)
     assert groups_of(trainer) == groups
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
     update(model, trainer)
@@ -160,7 +131,7 @@ def test_events_of_both_kinds_share_a_layer():
     install_(model, HeadSet([(0, 0), (1, 0)]), patterns(2, 3), optimizer=trainer, trainable=True)
     assert list(trained_of(model)) == [(0, 0), (0, 2), (1, 0)]
     assert trained_of(model)[0, 2] is first
-    assert equal(trainer.state[first.alpha], moments)
+    assert_equal(trainer.state[first.alpha], moments)
     assert len(trainer.param_groups) == 2
     assert len(trainer.param_groups[1]["params"]) == 6
     update(model, trainer)
@@ -183,7 +154,7 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     update(model, trainer)
     state, tensors = state_of(model)
     retained = {name: tensor.clone() for name, tensor in tensors.items()}
-    assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2]]
+    assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2], []]
     other = GPT(SHAPE).double()
     restore_(other, state, tensors)
     for head, one in trained_of(model).items():
@@ -200,8 +171,8 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     again = torch.optim.AdamW(groups)
     again.load_state_dict(copy.deepcopy(trainer.state_dict()))
     assert update(model, trainer) == update(other, again)
-    assert equal(snapshot(model, trainer), snapshot(other, again))
-    assert equal(tensors, retained), "what was taken does not follow the training"
+    assert_equal(snapshot(model, trainer), snapshot(other, again))
+    assert_equal(tensors, retained)  # what was taken does not follow the training
 
 
 def test_what_cannot_be_trained_is_refused_and_changes_nothing():
@@ -219,5 +190,5 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing():
     half = GPT(SHAPE).half()
     with pytest.raises(UnsupportedError, match="float16 has too little range"):
         install_(half, SOME, patterns(3), trainable=True)
-    assert equal(snapshot(model, trainer), before)
+    assert_equal(snapshot(model, trainer), before)
     assert groups_of(trainer) == groups

@@ -1,6 +1,5 @@
 """Data-parallel wrappers that hold a model as it was before an edit refuse to train it on."""
 
-import copy
 import gc
 
 import pytest
@@ -59,9 +58,8 @@ def there_and_back(model, optimizer):
 @pytest.mark.parametrize(
     ("edit", "family", "unused"),
     [
-        *((edit, "gpt", True) for edit in (freeze, prune, there_and_back)),
-        (freeze, "gpt", False),
-        (there_and_back, "llama", True),
+        *((edit, "gpt", True) for edit in (prune, there_and_back)),
+        (freeze, "llama", False),
     ],
 )
 def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, family, unused, group):
@@ -89,39 +87,20 @@ def test_a_wrapper_from_before_an_edit_says_so_and_one_made_anew_trains(edit, fa
         update(wrapper, optimizer)  # though a newer one exists
 
 
-def compiled_inside(model):
-    return DistributedDataParallel(torch.compile(model, backend="eager", fullgraph=True))
-
-
-def compiled_outside(model):
-    return torch.compile(DistributedDataParallel(model, find_unused_parameters=True), backend="eager")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapped", [compiled_inside, compiled_outside])
-def test_a_compiled_model_says_so_too(wrapped, group):
+def test_a_compiled_wrapper_says_so_too_whatever_is_collected(group):
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def updated(wrapper):
-        optimizer.zero_grad()
-        loss = wrapper(tokens()[:, :-1], tokens()[:, 1:])
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    wrapper = wrapped(model)
-    updated(wrapper)
+    wrapper = torch.compile(DistributedDataParallel(model, find_unused_parameters=True), backend="eager")
+    wrapper(tokens()).sum().backward()
     gc.freeze()  # as training loops do
     freeze(model, optimizer)
     assert gc.get_freeze_count() == 0  # or the wrapper would hold its buckets for ever
     with pytest.raises(InputError, match="wrap the model again"):
-        updated(wrapper)
-    alike = copy.deepcopy(model)
-    assert updated(wrapped(model)) == pytest.approx(alike(tokens()[:, :-1], tokens()[:, 1:]).item(), rel=1e-6)
-    with pytest.raises(InputError, match="wrap the model again"):  # whose program is the newer one's
-        updated(wrapper)
+        wrapper(tokens())
+    newer = torch.compile(DistributedDataParallel(model), backend="eager")
+    assert torch.equal(newer(tokens()), model(tokens()))
 
 
 def test_a_model_without_a_wrapper_trains_on_in_a_group(group):
