@@ -1,13 +1,10 @@
 """`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from saf.checkpoint import step_folders, verify
 from saf.data import TokenData
@@ -157,7 +154,7 @@ def _frozen_heads(path: Path) -> dict[str, Any]:
 
 
 def _patterns_by_layer(path: Path, layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each layer with frozen heads, the kinds of their patterns, their length, bytes and SHA-256.
+    """Return, for each layer with frozen heads, the kinds of their patterns, their length and bytes.
 
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
@@ -166,7 +163,7 @@ def _patterns_by_layer(path: Path, layers: Sequence[Mapping[str, Any]]) -> list[
         if not layer["frozen"]:
             continue
         kinds: Counter[str] = Counter()
-        digest, length, size = hashlib.sha256(), 0, 0
+        length = size = 0
         for head in layer["frozen"]:
             try:
                 pattern = read_pattern(tensors, f"{number}.{head}.", trainable=False)
@@ -176,14 +173,8 @@ def _patterns_by_layer(path: Path, layers: Sequence[Mapping[str, Any]]) -> list[
                 ) from error
             kinds[pattern.kind] += 1
             length = pattern.length
-            for name in pattern.parts:
-                tensor = tensors[f"{number}.{head}.{name}"]
-                size += tensor.nbytes
-                digest.update(f"{head}.{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        by_layer.append(
-            {"layer": number, "kinds": dict(kinds), "length": length, "bytes": size, "sha256": digest.hexdigest()}
-        )
+            size += sum(tensors[f"{number}.{head}.{name}"].nbytes for name in pattern.parts)
+        by_layer.append({"layer": number, "kinds": dict(kinds), "length": length, "bytes": size})
     return by_layer
 
 

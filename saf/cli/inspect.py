@@ -150,7 +150,7 @@ def _layers(contents: Contents) -> list[Part]:
     if "patterns" not in contents:
         return [Table.of("frozen heads", ["layer", "heads"], rows)]
     for row, patterns in zip(rows, contents["patterns"], strict=True):
-        row += [_counts(patterns["kinds"]), str(patterns["length"]), patterns["sha256"][:16]]
+        row += [_counts(patterns["kinds"]), str(patterns["length"]), byte_size(patterns["bytes"])]
     sizes = ", ".join(f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items())
-    columns = ["layer", "heads", "patterns", "length", "SHA-256"]
+    columns = ["layer", "heads", "patterns", "length", "size"]
     return [Table.of("frozen heads", columns, rows, [f"patterns in float32: {sizes}"])]

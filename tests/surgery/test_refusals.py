@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.nn.utils import parametrizations, prune
 
 import saf
-from saf.errors import InputError, SafWarning, UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.models.adapter import adapter_for
 from tests.transformers_models import make, tokens
 
@@ -177,14 +177,10 @@ def test_hooks_by_the_number_of_a_head_until_they_are_removed(family, name, kind
     VERBS["install_"](model)
 
 
-def test_hooks_around_layers_are_no_matter_and_later_ones_on_projections_are_warned_of(recwarn):
+def test_hooks_around_layers_are_no_matter():
     model, reached = make("llama"), []
     model.model.layers[0].register_forward_hook(lambda *_: reached.append("layer"))
     attentions(model)[0].register_forward_hook(lambda *_: reached.append("attention"))
     saf.install_(model, [(0, 1)], PATTERN)
     model(tokens(), use_cache=False)
     assert reached == ["attention", "layer"]
-    assert not [one for one in recwarn if issubclass(one.category, SafWarning)]
-    attentions(model)[0].o_proj.register_forward_pre_hook(lambda *_: None)
-    with pytest.warns(SafWarning, match="hooks on o_proj of layer 0"):
-        model(tokens(), use_cache=False)
