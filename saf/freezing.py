@@ -28,7 +28,7 @@ from saf.calibration import (
     heads_at_a_time,
     read_sequences,
 )
-from saf.calibration.capture import check_heads as check_measurable
+from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options
@@ -215,7 +215,7 @@ def _read(
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
-        check_measurable(adapter, config.heads)
+        measurable_heads(adapter, config.heads)
     config.check_calibration(sequences=sequences.num_different)
     if heldout is not None or "gates" in config.needs:
         adapter.check_next_token()

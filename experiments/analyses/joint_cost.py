@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from experiments import paper
 from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
 from saf.calibration import calibrate
-from saf.calibration.capture import check_heads
+from saf.calibration.capture import measurable_heads
 from saf.evaluate.paired import paired_delta_ppl
 from saf.freeze_config import FreezeConfig
 from saf.freezing import fit_heads
@@ -38,7 +38,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """
     opened = settings.open()
     first, second = head_set(settings.first), head_set(settings.second)
-    check_heads(adapter_for(opened.model), first | second)
+    measurable_heads(adapter_for(opened.model), first | second)
     ids, config = opened.calibration(), FreezeConfig()
     with opened.autocast:
         statistics = calibrate(opened.model, ids)

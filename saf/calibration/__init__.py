@@ -1,10 +1,11 @@
 """Calibration measures the attention of a model in one exact pass, and the other inputs of scores by collectors.
 
 `calibrate` (`driver`) reads the batches (`sequences`), runs the model and copies queries and keys (`capture`), and
-measures them layer by layer: in plain PyTorch (`streaming`) or by Triton kernels (`tiles`). `dense` is the float64
-oracle. `gradients` and `outputs` measure the further inputs of some scores.
+measures them layer by layer: in plain PyTorch (`streaming`) or by Triton kernels (`tiles`). `collectors` measure the
+further inputs of some scores.
 """
 
+from saf.calibration.collectors import QKGradient, gate_gradients, head_outputs
 from saf.calibration.driver import (
     CalibrationPlan,
     calibrate,
@@ -13,8 +14,6 @@ from saf.calibration.driver import (
     heads_at_a_time,
     plan_calibration,
 )
-from saf.calibration.gradients import QKGradient, gate_gradients
-from saf.calibration.outputs import head_outputs
 from saf.calibration.sequences import Batch, Sequences, read_batches, read_sequences
 from saf.calibration.streaming import collection_bytes, latter_half
 

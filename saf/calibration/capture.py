@@ -41,7 +41,7 @@ def check_vocabulary(adapter: Adapter, ids: Iterable[Tensor]) -> None:
         raise InputError(f"token ids of batches must lie in [0, {known}); got {low if low < 0 else high}")
 
 
-def check_heads(adapter: Adapter, heads: Iterable[Head] | None) -> HeadSet:
+def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> HeadSet:
     """Return the heads to measure, for None all live ones of layers that can be frozen.
 
     Raises InputError for a head that is not live, UnsupportedError for one whose layer stays ordinary, or where all do.

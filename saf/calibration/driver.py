@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import Slots, capture, check_heads, check_vocabulary, evaluation_mode
+from saf.calibration.capture import Slots, capture, check_vocabulary, evaluation_mode, measurable_heads
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.calibration.streaming import (
     Collection,
@@ -70,44 +71,39 @@ def calibrate(
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
-    chosen = check_heads(adapter, heads)
-    plan = _plan(adapter, sequences, chosen, collect, positions, capture_bytes)
-    dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
-    count, length = plan.sequences, plan.length
-    collection = None
-    if collect:
-        collection = Collection(collect, chosen, sequences=count, length=length, positions=positions, dtype=dtype)
-    shape = len(adapter.sites()), adapter.sites()[0].layout.num_heads
+    plan = _plan(adapter, sequences, measurable_heads(adapter, heads), collect, positions, capture_bytes)
+    shape = {"sequences": plan.sequences, "length": plan.length, "positions": positions, "dtype": _wide(adapter)}
+    collection = Collection(collect, plan.heads, **shape) if collect else None
+    sites = adapter.sites()
+    by_head = len(sites), sites[0].layout.num_heads
     statistics = {
-        name: torch.full((*shape, length) if name.startswith("eta") else shape, torch.nan, dtype=torch.float64)
+        name: torch.full((*by_head, plan.length) if name.startswith("eta") else by_head, torch.nan, dtype=torch.float64)
         for name in LayerStatistics._fields
     }
-    layers = [layer for group in plan.groups for layer in group]
-    if progress is not None:
-        progress(0, len(layers))
+    num_layers, progress = len(plan.layer_bytes), progress or (lambda done, layers: None)
+    progress(0, num_layers)
     with torch.no_grad(), evaluation_mode(model):
         measured = _measure(adapter, plan, sequences, collection, timer or Stopwatch())
         for done, (layer, values) in enumerate(measured, 1):
-            for name, tensor in zip(LayerStatistics._fields, values, strict=True):
-                statistics[name][layer, chosen.in_layer(layer)] = tensor
-            if progress is not None:
-                progress(done, len(layers))
+            for name, tensor in values.items():
+                statistics[name][layer, plan.heads.in_layer(layer)] = tensor
+            progress(done, num_layers)
     return AttentionStatistics(
         **statistics,
-        length=length,
-        num_sequences=count,
+        length=plan.length,
+        num_sequences=plan.sequences,
         sequences_hash=sequences.hash,
         lengths=sequences.unequal,
         collected=collection.tensors if collection else {},
-        collected_heads=chosen if collection else HeadSet(),
+        collected_heads=plan.heads if collection else HeadSet(),
         positions=collection.positions if collection else (),
     )
 
 
 def _measure(
     adapter: Adapter, plan: "CalibrationPlan", sequences: Sequences, collection: Collection | None, timer: Stopwatch
-) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield the plan's layers with the values of their `LayerStatistics`, on the CPU."""
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the plan's layers with the fields of their `LayerStatistics`, on the CPU."""
     sites = adapter.sites()
     for group in plan.groups:
         slots = {layer: Slots.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
@@ -123,11 +119,11 @@ def _measure(
                     scale=sites[layer].scale,
                     soft_cap=sites[layer].soft_cap,
                     lengths=sequences.lengths,
-                    take=collection.of_layer(layer) if collection else None,
+                    take=partial(collection.take, layer) if collection else None,
                 )
-                values = [each.cpu() for each in measured]
+                values = {name: each.cpu() for name, each in measured._asdict().items()}
                 del query, key
-            if not all(bool(each.isfinite().all()) for each in values):
+            if not all(bool(each.isfinite().all()) for each in values.values()):
                 raise DivergenceError(f"the attention of layer {layer} is not finite; check the model's weights")
             yield layer, values
 
@@ -146,9 +142,9 @@ def calibrate_together(
     if count == 1:
         return calibrate(model, batches, timer=timer, **options)
     with all_ranks_or_raise():
-        live = list(check_heads(adapter_for(model), None))
-        own = HeadSet(live[rank * len(live) // count : (rank + 1) * len(live) // count])
-        measured = calibrate(model, batches, heads=own, timer=timer, **options)
+        live = list(measurable_heads(adapter_for(model)))
+        share = HeadSet(live[rank * len(live) // count : (rank + 1) * len(live) // count])
+        measured = calibrate(model, batches, heads=share, timer=timer, **options)
     with timer("gather"):
         return AttentionStatistics.join(all_gather(measured))
 
@@ -178,12 +174,10 @@ class CalibrationPlan:
         return max((sum(self.layer_bytes[layer] for layer in group) for group in self.groups), default=0)
 
     def __str__(self) -> str:
-        measured = f"{self.sequences} x {self.length:,} tokens"
-        if self.lengths:
-            measured = sequences_in_words(self.sequences, self.length, self.lengths)
         collected = f"; {byte_size(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
         return (
-            f"calibration of {len(self.heads)} heads on {measured}: queries and keys of "
+            f"calibration of {len(self.heads)} heads on "
+            f"{sequences_in_words(self.sequences, self.length, self.lengths)}: queries and keys of "
             f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
             f"{len(self.groups)} x{collected}"
         )
@@ -204,8 +198,8 @@ def plan_calibration(
     memory (on a CPU at most 4 GiB), but always of one layer that fits into it. Raises InputError where one layer does
     not fit, or the collected tensors do not.
     """
-    adapter, sequences = adapter_for(model), read_sequences(batches)
-    return _plan(adapter, sequences, check_heads(adapter, heads), collect, positions, capture_bytes)
+    adapter = adapter_for(model)
+    return _plan(adapter, read_sequences(batches), measurable_heads(adapter, heads), collect, positions, capture_bytes)
 
 
 def _plan(
@@ -217,50 +211,84 @@ def _plan(
     capture_bytes: int | None,
 ) -> CalibrationPlan:
     """Plan for sequences and heads that are checked already."""
+    count, length = len(sequences.lengths), sequences.length
     if sequences.unequal and (whole := [name for name in collect if "N" in COLLECTIONS.get(name, "")]):
         raise InputError(
             f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
-            f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
+            f"{length} tokens; pass sequences of one length, or collect the mean"
         )
-    sites, device, count, length = adapter.sites(), adapter.device, len(sequences.lengths), sequences.length
-    itemsize = ((_autocast_dtype(device) if adapter.dtype == torch.float32 else None) or adapter.dtype).itemsize
-    layer_bytes = {}
-    for layer in sorted({layer for layer, _ in heads}):
-        slots = Slots.of(sites[layer], heads.in_layer(layer))
-        layer_bytes[layer] = count * length * (len(slots.queries) + len(slots.keys)) * sites[layer].head_dim * itemsize
-    largest = max(layer_bytes.values(), default=0)
-    limit = _limit(device, largest) if capture_bytes is None else capture_bytes
-    if limit is not None and largest > limit:
-        bound = "free memory" if capture_bytes is None else "capture_bytes"
-        raise InputError(
-            f"queries and keys of one layer must be at most {byte_size(limit)} ({bound}), got {byte_size(largest)}; "
-            "pass fewer sequences, or measure fewer heads (heads=)"
-        )
-    collected, spare = 0, None
+    layer_bytes = _layer_bytes(adapter, heads, count * length)
+    collected = 0
     if collect:
-        shape = {"heads": len(heads), "sequences": count, "length": length}
         rows = len(latter_half(length) if positions is None else positions)
-        collected = collection_bytes(collect, **shape, positions=rows, itemsize=_itemsize(adapter))
+        shape = {"heads": len(heads), "sequences": count, "length": length, "positions": rows}
+        collected = collection_bytes(collect, **shape, itemsize=_wide(adapter).itemsize)
         spare = free_bytes(torch.device("cpu"))
-    if spare is not None and collected > spare:
-        raise InputError(
-            f"not enough memory: {byte_size(collected)} to collect, {byte_size(spare)} free on the CPU; measure fewer "
-            "heads at a time (heads=)"
-        )
+        if spare is not None and collected > spare:
+            raise InputError(
+                f"not enough memory: {byte_size(collected)} to collect, {byte_size(spare)} free on the CPU; measure "
+                "fewer heads at a time (heads=)"
+            )
     return CalibrationPlan(
         heads=heads,
         sequences=count,
         length=length,
         lengths=sequences.unequal,
-        groups=_groups(layer_bytes, limit),
+        groups=_groups(layer_bytes, _limit(adapter.device, layer_bytes, capture_bytes)),
         layer_bytes=layer_bytes,
         collected_bytes=collected,
     )
 
 
+def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int]:
+    """Return the bytes of each layer's queries and keys, in the dtype that the model computes them in."""
+    sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device.type
+    if dtype == torch.float32 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    slots = {layer: Slots.of(sites[layer], heads.in_layer(layer)) for layer in sorted({at for at, _ in heads})}
+    return {
+        layer: tokens * (len(each.queries) + len(each.keys)) * sites[layer].head_dim * dtype.itemsize
+        for layer, each in slots.items()
+    }
+
+
+def _limit(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> int | None:
+    """Return the most bytes of queries and keys at once, None where free memory is unknown.
+
+    By default a share of the free memory; one layer may take all of it. Raises InputError where one does not fit.
+    """
+    largest = max(layer_bytes.values(), default=0)
+    most = free_bytes(device) if capture_bytes is None else capture_bytes
+    if most is not None and largest > most:
+        raise InputError(
+            f"queries and keys of one layer must be at most {byte_size(most)} "
+            f"({'free memory' if capture_bytes is None else 'capture_bytes'}), got {byte_size(largest)}; "
+            "pass fewer sequences, or measure fewer heads (heads=)"
+        )
+    if capture_bytes is not None:
+        return capture_bytes
+    usual = [] if most is None else [int(SHARE * most)]
+    usual += [CPU_BYTES] if device.type == "cpu" else []
+    return max(min(usual), largest) if usual else None
+
+
+def _groups(layer_bytes: dict[int, int], limit: int | None) -> list[list[int]]:
+    """Split layers into consecutive groups of at most `limit` bytes."""
+    groups: list[list[int]] = []
+    held = 0
+    for layer, size in layer_bytes.items():
+        if groups and (limit is None or held + size <= limit):
+            groups[-1].append(layer)
+            held += size
+        else:
+            groups.append([layer])
+            held = size
+    return groups
+
+
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
-    itemsize = _itemsize(adapter_for(model))
+    itemsize = _wide(adapter_for(model)).itemsize
     each = collection_bytes(collect, heads=1, sequences=sequences, length=length, itemsize=itemsize)
     free = free_bytes(torch.device("cpu"))
     limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
@@ -279,39 +307,6 @@ def free_bytes(device: torch.device) -> int | None:
         return None
 
 
-def _itemsize(adapter: Adapter) -> int:
-    """Return the bytes of a collected number: float64 models are measured in float64, others in float32."""
-    return 8 if adapter.dtype == torch.float64 else 4
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of float32 products in an open autocast context; None outside one."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
-
-
-def _limit(device: torch.device, largest: int) -> int | None:
-    """Return the most bytes of queries and keys at once by default; None where free memory is unknown.
-
-    The `largest` layer may take all of the free memory.
-    """
-    free = free_bytes(device)
-    if free is None:
-        return max(CPU_BYTES, largest) if device.type == "cpu" else None
-    limit = int(SHARE * free)
-    return max(min(limit, CPU_BYTES) if device.type == "cpu" else limit, min(largest, free))
-
-
-def _groups(layer_bytes: dict[int, int], limit: int | None) -> list[list[int]]:
-    """Split layers into consecutive groups of at most `limit` bytes."""
-    groups: list[list[int]] = []
-    held = 0
-    for layer, size in layer_bytes.items():
-        if groups and (limit is None or held + size <= limit):
-            groups[-1].append(layer)
-            held += size
-        else:
-            groups.append([layer])
-            held = size
-    return groups
+def _wide(adapter: Adapter) -> torch.dtype:
+    """Return the dtype of collected numbers: float64 models are measured in float64, others in float32."""
+    return torch.float64 if adapter.dtype == torch.float64 else torch.float32

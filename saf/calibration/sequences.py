@@ -28,8 +28,6 @@ class Sequences:
     """Tokens of each sequence."""
     targets: list[Tensor] | None = None
     """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
-    padded: bool = False
-    """Whether the user's batches had padding."""
 
     @property
     def length(self) -> int:
@@ -46,8 +44,7 @@ class Sequences:
         """Number of sequences that neither equal a longer one nor are its beginning, which has the same attention."""
         different: list[Tensor] = []
         for row, _ in self.rows():
-            if not any(torch.equal(row, longer[: len(row)]) for longer in different):
-                different.append(row)
+            different += [] if any(torch.equal(row, longer[: len(row)]) for longer in different) else [row]
         return len(different)
 
     @property
@@ -119,17 +116,14 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
         _repack(ids, lengths, order, padding=0),
         tuple(lengths[at] for at in order),
         _repack(targets, lengths, order, padding=IGNORED) if targets else None,
-        padded=sum(lengths) < sum(batch.numel() for batch in ids),
     )
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
-    """Read the token ids of batches of one length without padding; raise InputError for others."""
+    """Read the token ids of sequences of one length, without padding; raise InputError for others."""
     sequences = read_sequences(batches)
-    if sequences.padded:
-        raise InputError("batches must not be padded here; pass sequences of one full length")
     if sequences.unequal:
-        raise InputError(f"sequences must have one full length here; got {sequences.lengths[-1]} to {sequences.length}")
+        raise InputError(f"sequences must have one length here; got {sequences.lengths[-1]} to {sequences.length}")
     return sequences.ids
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from saf.errors import InputError
 from saf.heads import HeadSet
@@ -71,33 +72,8 @@ class Strip:
 
     @cached_property
     def sharp(self) -> FlooredSums:
-        """Sums of the sharp mean, the softmax of the mean logits."""
+        """Sums of the sharp mean, the softmax of the mean logits, Eq. (16)."""
         return floored_sums(self.logits.mean(0).softmax(-1), self.causal)
-
-
-def unsupported_reason(
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    dim: int,
-    *,
-    unequal: bool = False,
-    whole_rows: bool = False,
-    soft_cap: float | None = None,
-) -> str:
-    """Return why the kernels cannot measure queries and keys of these dtypes with `dim` channels; empty if they can."""
-    if device.type != "cuda" or not has_triton():
-        return f"the kernels need CUDA tensors and Triton, the queries are on {device}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the kernels need a GPU of compute capability 8.0 or later"
-    if dtypes[0] not in TRITON_DTYPES or dtypes[0] != dtypes[1]:
-        return f"queries and keys must be both bfloat16, float16 or float32, got {dtypes[0]} and {dtypes[1]}"
-    if dim > MAX_DIM:
-        return f"heads must have at most {MAX_DIM} channels, got {dim}"
-    if soft_cap is not None:
-        return f"the kernels have no soft cap of logits, got {soft_cap:g}"
-    if unequal:
-        return "the kernels need sequences of one length"
-    return "the kernels hold no whole rows, which are to be collected" if whole_rows else ""
 
 
 def measure_layer(
@@ -123,14 +99,14 @@ def measure_layer(
     (float64 for float64 inputs) and summed in float64.
     """
     count, heads, length, dim = query.shape
-    limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
-    dtypes, spans = (query.dtype, key.dtype), spans_of(lengths or [length] * count)
-    special = {"unequal": len(spans) > 1, "whole_rows": take is not None, "soft_cap": soft_cap}
-    if not (strip_elements or unsupported_reason(query.device, dtypes, dim, **special)):
+    spans = spans_of(lengths or [length] * count)
+    if not (strip_elements or take or soft_cap or len(spans) > 1) and _kernels_run(query, key):
         from saf.calibration.tiles import measure_by_kernel
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
-    rows, together = _cut(count, length, limit)
+    limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
+    rows = max(1, min(ROWS, length, limit // (count * length)))
+    together = max(1, limit // (count * rows * length))  # heads that share a strip
     wide, parts = torch.float64 if query.dtype == torch.float64 else torch.float32, []
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, together):
@@ -141,30 +117,23 @@ def measure_layer(
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _cut(count: int, length: int, limit: int) -> tuple[int, int]:
-    """Return the rows of a strip and how many heads share one, so that it has at most `limit` entries if it can."""
-    rows = max(1, min(ROWS, length, limit // (count * length)))
-    return rows, max(1, limit // (count * rows * length))
+def _kernels_run(query: Tensor, key: Tensor) -> bool:
+    """Return whether the kernels can measure these queries and keys, whole sequences without a soft cap of logits."""
+    if query.device.type != "cuda" or not has_triton() or torch.cuda.get_device_capability(query.device) < (8, 0):
+        return False
+    return query.dtype in TRITON_DTYPES and key.dtype == query.dtype and query.shape[-1] <= MAX_DIM
 
 
-class Span(NamedTuple):
-    """Rows `start` to `end`, which the same `count` sequences reach."""
-
-    start: int
-    end: int
-    count: int
-
-
-def spans_of(lengths: Sequence[int]) -> list[Span]:
-    """Cut the rows of sequences, longest first, where one of them ends.
+def spans_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cut the rows of sequences, longest first, where one of them ends; return (start, end, sequences that reach them).
 
     >>> spans_of([5, 5, 2])
-    [Span(start=0, end=2, count=3), Span(start=2, end=5, count=2)]
+    [(0, 2, 3), (2, 5, 2)]
     """
     ends = sorted(set(lengths))
-    starts = [0, *ends[:-1]]
     return [
-        Span(start, end, sum(length > start for length in lengths)) for start, end in zip(starts, ends, strict=True)
+        (start, end, sum(length > start for length in lengths))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
 
 
@@ -172,14 +141,14 @@ def _measure_heads(
     query: Tensor,
     key: Tensor,
     soft_cap: float | None,
-    spans: Sequence[Span],
+    spans: Sequence[tuple[int, int, int]],
     rows: int,
     some: slice,
     take: Callable[[Strip], None] | None,
 ) -> LayerStatistics:
     """Measure heads that share strips, from scaled queries and keys `[N, heads, T, D]`."""
     _, heads, length, _ = query.shape
-    compared = max((span.end for span in spans if span.count > 1), default=length)
+    compared = max((end for _, end, count in spans if count > 1), default=length)
     zeros = query.new_zeros(heads, dtype=torch.float64)
     variance, forward_kl, entropy = zeros, zeros, zeros
     eta_abs, eta_rel = (query.new_zeros(heads, length, dtype=torch.float64) for _ in range(2))
@@ -188,10 +157,10 @@ def _measure_heads(
         for start in range(first, last, rows):
             end = min(start + rows, last)
             causal = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
-            products = query[:count, :, start:end] @ key[:count, :, :end].mT
+            products = query[:count, :, start:end] @ key[:count, :, :end].mT  # Eq. (5)
             logits = capped(products, soft_cap).masked_fill_(~causal, -torch.inf)
-            pattern = logits.softmax(-1)
-            mean = pattern.mean(0)
+            pattern = logits.softmax(-1)  # Eq. (6)
+            mean = pattern.mean(0)  # Eq. (S.2)
             if take is not None:
                 take(Strip(some, start, end, length, causal, logits, pattern, mean))
             if count > 1:
@@ -215,11 +184,11 @@ def _divergence(pattern: Tensor, mean: Tensor) -> Tensor:
 
 
 def floored_sums(mean: Tensor, causal: Tensor) -> FlooredSums:
-    """Floor causal entries of rows `[heads, R, W]` at 1e-9, normalise the rows again, and sum them, Eq. (4)."""
+    """Floor causal entries of rows `[heads, R, W]` at 1e-9, normalise the rows again, and sum them."""
     floored = mean.clamp(min=FLOOR).mul_(causal)
-    floored = floored.div_(floored.sum(-1, keepdim=True))
+    floored = floored.div_(floored.sum(-1, keepdim=True))  # Eq. (S.3)
     entropy = -torch.xlogy(floored, floored).sum((1, 2), dtype=torch.float64)
-    return FlooredSums(floored.sum(1, dtype=torch.float64), diagonal_sums(floored), entropy)
+    return FlooredSums(floored.sum(1, dtype=torch.float64), diagonal_sums(floored), entropy)  # Eq. (S.4)
 
 
 def diagonal_sums(strip: Tensor) -> Tensor:
@@ -229,12 +198,27 @@ def diagonal_sums(strip: Tensor) -> Tensor:
     distances.
     """
     heads, rows, width = strip.shape
-    padded = torch.nn.functional.pad(strip.flip(1, 2), (0, rows))
+    padded = pad(strip.flip(1, 2), (0, rows))
     aligned = padded.as_strided((heads, rows, width), (rows * (width + rows), width + rows + 1, 1))
     return aligned.sum(1, dtype=torch.float64)
 
 
 # --- collected tensors
+
+
+def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
+    """Return at most `count` positions, evenly over the latter half of `length`, with the last one."""
+    return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
+
+
+def collected_shapes(
+    collect: Sequence[str], *, heads: int, sequences: int, length: int, positions: int
+) -> dict[str, list[int]]:
+    """Return the shape of each tensor in `collect`; raise InputError for an unknown name."""
+    if unknown := set(collect) - set(COLLECTIONS):
+        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
+    sizes = {"F": heads, "N": sequences, "T": length, "R": positions}
+    return {name: [sizes[dimension] for dimension in COLLECTIONS[name]] for name in collect}
 
 
 def collection_bytes(
@@ -247,20 +231,12 @@ def collection_bytes(
     itemsize: int = 4,
 ) -> int:
     """Return the bytes of the tensors in `collect`; raise InputError for an unknown name."""
-    if unknown := set(collect) - set(COLLECTIONS):
-        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
-    sizes = {"F": heads, "N": sequences, "T": length, "R": positions}
-    entries = {name: math.prod(sizes[dimension] for dimension in COLLECTIONS[name]) for name in collect}
-    return sum(count * (8 if name.startswith("sharp") else itemsize) for name, count in entries.items())
-
-
-def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
-    """Return at most `count` positions, evenly over the latter half of `length`, with the last one."""
-    return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
+    shapes = collected_shapes(collect, heads=heads, sequences=sequences, length=length, positions=positions)
+    return sum(math.prod(shape) * (8 if name.startswith("sharp") else itemsize) for name, shape in shapes.items())
 
 
 class Collection:
-    """The tensors named by `calibrate(collect=...)`; `of_layer` fills those of one layer."""
+    """The tensors named by `calibrate(collect=...)`; `take` fills them strip by strip."""
 
     def __init__(
         self,
@@ -277,45 +253,39 @@ class Collection:
             raise InputError(f"positions must ascend within [0, {length}); got {rows}")
         self.positions = rows if any("R" in COLLECTIONS[name] for name in collect) else ()
         self._heads = heads
-        sizes = {"F": len(heads), "N": sequences, "T": length, "R": len(rows)}
+        shapes = collected_shapes(collect, heads=len(heads), sequences=sequences, length=length, positions=len(rows))
         self.tensors = {
             name: torch.full(
-                [sizes[dimension] for dimension in COLLECTIONS[name]],
+                shape,
                 -torch.inf if name == "logit_rows" else 0.0,
                 dtype=torch.float64 if name.startswith("sharp") else dtype,
             )
-            for name in collect
+            for name, shape in shapes.items()
         }
 
-    def of_layer(self, layer: int) -> Callable[[Strip], None]:
-        """Return the function that reads the strips of a layer."""
+    def take(self, layer: int, strip: Strip) -> None:
+        """Read a strip of a layer."""
         chosen = self._heads.in_layer(layer)
         first = self._heads.index((layer, chosen[0]))
-        tensors = {name: tensor[first : first + len(chosen)] for name, tensor in self.tensors.items()}
-
-        def take(strip: Strip) -> None:
-            heads, rows, keys = strip.heads, slice(strip.start, strip.end), slice(0, strip.end)
-            at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
-            picked = [self.positions[number] - strip.start for number in at]
-            for name, tensor in tensors.items():
-                values, shape = _VALUES[name](strip), COLLECTIONS[name]
-                if name == "sharp_row_entropy":
-                    tensor[heads] += values.to(tensor) / strip.length
-                elif name.startswith("sharp"):
-                    tensor[heads, keys] += values.to(tensor)
-                elif "R" in shape:
-                    if at:
-                        tensor[heads][..., at, keys] = values[..., picked, :].to(tensor)
-                elif shape == "FT":
-                    tensor[heads, rows] = values.to(tensor)
-                else:
-                    tensor[heads, rows, keys] = values.to(tensor)
-
-        return take
+        rows, keys = slice(strip.start, strip.end), slice(0, strip.end)
+        at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        picked = [self.positions[number] - strip.start for number in at]
+        for name, whole in self.tensors.items():
+            tensor, shape = whole[first : first + len(chosen)][strip.heads], COLLECTIONS[name]
+            if "R" in shape and at:
+                tensor[..., at, keys] = _VALUES[name](strip)[..., picked, :].to(tensor)
+            elif name == "sharp_row_entropy":
+                tensor += strip.sharp.entropy.to(tensor) / strip.length
+            elif name.startswith("sharp"):
+                tensor[:, keys] += _VALUES[name](strip).to(tensor)
+            elif shape == "FT":
+                tensor[:, rows] = _VALUES[name](strip).to(tensor)
+            elif shape == "FTT":
+                tensor[:, rows, keys] = _VALUES[name](strip).to(tensor)
 
 
 def _variance(values: Tensor, mean: Tensor) -> Tensor:
-    """Return the variance over sequences about their mean, dividing by N - 1."""
+    """Return the variance over sequences about their mean, dividing by N - 1, Eq. (S.2)."""
     return (values - mean).square_().sum(0) / max(len(values) - 1, 1)
 
 
@@ -331,9 +301,8 @@ _VALUES: dict[str, Callable[[Strip], Tensor]] = {
     "logit_variance": lambda strip: _variance(_logits(strip), _logits(strip).mean(0)),
     "sharp_eta_abs": lambda strip: strip.sharp.eta_abs,
     "sharp_eta_rel": lambda strip: strip.sharp.eta_rel,
-    "sharp_row_entropy": lambda strip: strip.sharp.entropy,
     "mean_rows": lambda strip: strip.mean,
     "rows": lambda strip: strip.pattern.transpose(0, 1),
     "logit_rows": lambda strip: strip.logits.transpose(0, 1),
 }
-"""Values of each name of `COLLECTIONS` in a strip: of its rows, or the summands of its rows."""
+"""Values of the names of `COLLECTIONS` in a strip: of its rows, or the summands of its rows."""

@@ -1,4 +1,10 @@
-"""`measure_by_kernel` computes a layer's statistics in Triton: tiles outside, all sequences inside each."""
+"""The Triton kernels of calibration: `measure_by_kernel` takes tiles outside, all sequences inside each.
+
+Row log-sum-exps come first, then one causal tile of every sequence at a time. BM: query rows of a program or tile. BN:
+keys of a step or tile. D0 + D1: channels in two steps of powers of two, D of them in use. Logarithms are to base 2.
+"""
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# The device language's constants and ranges are not what their annotations say.
 
 import math
 from collections.abc import Sequence
@@ -6,9 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from saf.calibration.kernels import lse_kernel, tile_kernel
 from saf.calibration.streaming import MAX_DIM, LayerStatistics
 from saf.errors import InputError
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
@@ -129,14 +136,7 @@ class _Sums(NamedTuple):
 class _Loop:
     """Operands of one layer, and launches over them."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        kv_head: Sequence[int],
-        scale: float,
-        config: TileConfig,
-    ):
+    def __init__(self, query: Tensor, key: Tensor, kv_head: Sequence[int], scale: float, config: TileConfig):
         query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
         self.count, self.heads, self.length, dim = query.shape
         self.device, self.config, self.scale = query.device, config, scale
@@ -197,3 +197,228 @@ def _add_marginals(etas: Tensor, sums: _Sums, weight: Tensor) -> None:
     for turn in range(turns):
         lined[:, turn : turn + blocks] += total[:, turn]
     etas[1, :, : blocks * width] += lined[:, turns - 1 : turns - 1 + blocks].flatten(1)
+
+
+# --- device code
+
+FAR = tl.constexpr(1e4)
+"""exp2 of minus this is zero in float32, and unlike for infinity, differences are numbers."""
+TINY = tl.constexpr(1e-37)
+"""Lower bound of the arguments of logarithms, just above the smallest normal float32."""
+NOTHING = tl.constexpr(-126.0)
+"""A number below the logarithm of TINY."""
+UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "offset", "num_tiles"]
+"""Arguments of either kernel whose values are not compiled in."""
+
+
+@triton.jit
+def load_rows(pointer, start, stride, T, D: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr):
+    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
+    o_r = tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    if EVEN and D >= DP:
+        return tl.load(p)
+    if D >= DP:
+        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
+    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _online(
+    row_sum, row_max, b_q, b_q1, k_ptr, lo, hi, o_i, T, scale, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take key blocks in [lo, hi) into running row sums, which are relative to running row maxima."""
+    for j0 in tl.range(lo, hi, BN, num_stages=STAGES):
+        b_k = load_rows(k_ptr, j0, k_stride_t, T, D, BN, D0, EVEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if D1 > 0:
+            b_k = load_rows(k_ptr + D0, j0, k_stride_t, T, D - D0, BN, D1, EVEN)
+            b_s = tl.dot(b_q1, tl.trans(b_k), b_s, input_precision=PRECISION)
+        b_s = b_s * scale
+        if MASK:
+            b_s = tl.where(o_i[:, None] >= (j0 + tl.arange(0, BN))[None, :], b_s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(b_s, 1))
+        row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(b_s - new_max[:, None]), 1)
+        row_max = new_max
+    return row_sum, row_max
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def lse_kernel(
+    q_ptr, k_ptr, kv_ptr, lse_ptr, H, T, scale,
+    q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the row log-sum-exps of one (sequence, head, query block), float32 [N, H, T]."""
+    # One pattern's blocks are neighbours and share its keys in cache; those with the longest sum come first.
+    blocks = tl.cdiv(T, BM)
+    i0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
+    pattern = tl.program_id(0) // blocks
+    i_n = (pattern // H).to(tl.int64)
+    i_h = (pattern % H).to(tl.int64)
+    q_ptr += i_n * q_stride_n + i_h * q_stride_h
+    k_ptr += i_n * k_stride_n + tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
+    o_i = i0 + tl.arange(0, BM)
+    b_q = load_rows(q_ptr, i0, q_stride_t, T, D, BM, D0, EVEN)
+    b_q1 = b_q
+    if D1 > 0:
+        b_q1 = load_rows(q_ptr + D0, i0, q_stride_t, T, D - D0, BM, D1, EVEN)
+    row_sum = tl.zeros((BM,), dtype=tl.float32)
+    row_max = tl.full((BM,), float("-inf"), tl.float32)
+    row_sum, row_max = _online(
+        row_sum, row_max, b_q, b_q1, k_ptr, 0, i0, o_i, T, scale, k_stride_t,
+        D, D0, D1, BN, False, True, PRECISION, STAGES,
+    )  # fmt: skip
+    row_sum, row_max = _online(
+        row_sum, row_max, b_q, b_q1, k_ptr, i0, tl.minimum(i0 + BM, T), o_i, T, scale, k_stride_t,
+        D, D0, D1, BN, True, EVEN, PRECISION, STAGES,
+    )  # fmt: skip
+    tl.store(lse_ptr + (i_n * H + i_h) * T + o_i, row_max + tl.log2(row_sum), mask=o_i < T)
+
+
+@triton.jit
+def _products(
+    q_ptr, k_ptr, i0, j0, T, q_stride_t, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Multiply the queries and keys of one sequence: [BM, BN]."""
+    b_q = load_rows(q_ptr, i0, q_stride_t, T, D, BM, D0, EVEN_Q)
+    b_k = load_rows(k_ptr, j0, k_stride_t, T, D, BN, D0, EVEN_K)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    if D1 > 0:
+        b_q = load_rows(q_ptr + D0, i0, q_stride_t, T, D - D0, BM, D1, EVEN_Q)
+        b_k = load_rows(k_ptr + D0, j0, k_stride_t, T, D - D0, BN, D1, EVEN_K)
+        b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
+    return b_s
+
+
+@triton.jit
+def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
+    """Find row and key block of tile t at or past row block `first`: on the diagonal, or else wholly below it."""
+    if DIAGONAL:
+        i = first + t // RATIO
+        j = i * RATIO + t % RATIO
+    else:
+        t += RATIO * (first * (first - 1) // 2)
+        pair = t // RATIO
+        i = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
+        i = tl.where(i * (i - 1) // 2 > pair, i - 1, i)
+        i = tl.where(i * (i + 1) // 2 <= pair, i + 1, i)
+        j = (pair - i * (i - 1) // 2) * RATIO + t % RATIO
+    return i, j
+
+
+@triton.jit
+def _write_marginals(
+    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor,
+    i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Write sums over rows, columns and diagonals of a tile of the floored mean."""
+    RATIO: tl.constexpr = BM // BN
+    # A comparison, not a maximum, which would turn NaN into the floor.
+    b_f = tl.where(b_mean < floor, floor, b_mean)
+    p_row = row_ptr + (i_h * num_j + i_j) * (num_i * BM) + (o_i - first * BM)
+    tl.store(p_row + tl.cast(H, tl.int64) * num_j * (num_i * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
+    b_f = tl.where(inside, b_f, 0.0)
+    tl.store(p_row, tl.sum(b_f, 1))
+    i_band = i_i - first
+    tl.store(column_ptr + (i_h * num_i + i_band) * T + o_j, tl.sum(b_f, 0), mask=o_j < T)
+
+    # Row r of the skewed tile holds at c the entry whose distance is c modulo BN.
+    o_r = tl.arange(0, BM)[:, None]
+    o_c = tl.arange(0, BN)[None, :]
+    o_k = (o_r - o_c) & (BN - 1)
+    b_f = tl.gather(b_f, o_k, 1)
+    turn = (o_r - o_k - o_c) // BN + 1
+    place = i_i * RATIO - i_j + RATIO - 1
+    for k in tl.static_range(RATIO + 1):
+        p = diagonal_ptr + (((i_h * num_i + i_band) * (RATIO + 1) + k) * num_j + place) * BN + tl.arange(0, BN)
+        tl.store(p, tl.sum(tl.where(turn == k, b_f, 0.0), 0))
+
+
+@triton.jit
+def _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, stride):
+    """Write a tile's sums of squared deviations from the mean and of A log2(A / mean); return the mean [BM, BN]."""
+    count = tl.cast(N, tl.float32)
+    b_shift = total / count
+    b_mean = b_a0 + b_shift
+    # log(mean / A_0): exactly zero if nothing deviates, and without A_0's logarithm unless A_0 vanishes.
+    b_ratio = tl.where(
+        b_a0 > TINY, tl.log2(1 + b_shift / tl.maximum(b_a0, TINY)), tl.log2(tl.maximum(b_mean, TINY)) - b_l0
+    )
+    b_ratio = tl.where(total == 0, 0.0, b_ratio)
+    deviation = square - tl.sum(total * b_shift, 1)
+    divergence = gain - tl.sum(count * b_mean * b_ratio, 1)
+    tl.store(p_scalar, tl.sum(deviation))
+    tl.store(p_scalar + stride, tl.sum(divergence))
+    return b_mean
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def tile_kernel(
+    q_ptr, k_ptr, kv_ptr, lse_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
+    N, H, T, scale, floor, first, num_i, num_j, offset, num_tiles,
+    q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
+
+    Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
+    of rows F and F log F of the floored mean, `row [2, H, J, rows]`; of its columns,
+    `column [H, I, T]`; and of its diagonals likewise, `diagonal [H, I, RATIO + 1, J, BN]`.
+    """
+    RATIO: tl.constexpr = BM // BN
+    t = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_i, i_j = _place(t, first, DIAGONAL, RATIO)
+    i0 = i_i * BM
+    j0 = i_j * BN
+    o_i = i0 + tl.arange(0, BM)
+    o_j = j0 + tl.arange(0, BN)
+    q_ptr += i_h * q_stride_h
+    k_ptr += tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
+    p_lse = lse_ptr + i_h * T + o_i
+    lse_stride = tl.cast(H, tl.int64) * T
+    past = o_i[:, None] >= o_j[None, :]
+
+    b_lse = tl.load(p_lse, mask=o_i < T, other=FAR)
+    b_s = _products(q_ptr, k_ptr, i0, j0, T, q_stride_t, k_stride_t, D, D0, D1, BM, BN,
+                    EVEN, EVEN or not DIAGONAL, PRECISION)  # fmt: skip
+    b_l0 = b_s * scale - b_lse[:, None]
+    if DIAGONAL:
+        b_l0 = tl.where(past, b_l0, -FAR)
+    b_a0 = tl.exp2(b_l0)
+    # Where A_0 vanishes any number is right, if both sums use the same; a large one would cost their digits. Not a
+    # maximum, which would turn NaN into a number.
+    b_l0 = tl.where(b_l0 < NOTHING, NOTHING, b_l0)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    square = tl.zeros((BM,), dtype=tl.float32)
+    gain = tl.zeros((BM,), dtype=tl.float32)
+    for n in tl.range(1, N, num_stages=STAGES):
+        n64 = tl.cast(n, tl.int64)
+        b_lse = tl.load(p_lse + n64 * lse_stride, mask=o_i < T, other=FAR)
+        b_s = _products(
+            q_ptr + n64 * q_stride_n, k_ptr + n64 * k_stride_n, i0, j0, T, q_stride_t, k_stride_t,
+            D, D0, D1, BM, BN, EVEN, EVEN or not DIAGONAL, PRECISION,
+        )  # fmt: skip
+        b_l = b_s * scale - b_lse[:, None]
+        if DIAGONAL:
+            b_l = tl.where(past, b_l, -FAR)
+        b_a = tl.exp2(b_l)
+        b_d = b_a - b_a0
+        total += b_d
+        square += tl.sum(b_d * b_d, 1)
+        gain += tl.sum(b_a * (b_l - b_l0), 1)
+
+    p_scalar = scalar_ptr + i_h * num_tiles + offset + t
+    b_mean = _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, tl.cast(H, tl.int64) * num_tiles)
+    _write_marginals(
+        b_mean, past & (o_i < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor,
+        i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM, BN,
+    )  # fmt: skip

@@ -23,7 +23,8 @@ def fit_dense(
     fits = [_newton(target, tolerance, max_steps) for target in targets]
     parameters = torch.stack([one for one, _ in fits]) if fits else targets
     steps = torch.tensor([taken for _, taken in fits], dtype=torch.int64, device=eta_abs.device)
-    return *parameters.chunk(2, -1), steps
+    alpha, rho = parameters.chunk(2, -1)
+    return alpha, rho, steps
 
 
 def _newton(target: Tensor, tolerance: float, max_steps: int) -> tuple[Tensor, int]:

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from saf.calibration import read_batches, read_sequences
-from saf.calibration.capture import check_heads as check_measurable
-from saf.calibration.capture import check_vocabulary
+from saf.calibration.capture import check_vocabulary, measurable_heads
 from saf.distributed import all_ranks_or_raise, rank_and_size
 from saf.errors import CheckpointError, InputError, LossError, SafWarning, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
@@ -297,7 +296,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         adapter = adapter_for(model)
         check_heads(self.config, [site.layout for site in adapter.sites()], allow_empty=self.config.asks_for_none)
         if self.config.heads is not None:
-            check_measurable(adapter, self.config.heads)
+            measurable_heads(adapter, self.config.heads)
         if self.config.operation != "freeze" or self.config.asks_for_none:
             return
         # The last token of a held-out sequence is a target alone.

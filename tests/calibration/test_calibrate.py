@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from saf.calibration import calibrate
-from saf.calibration.dense import dense_statistics
 from saf.calibration.streaming import diagonal_sums, measure_layer
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import HeadSet
@@ -19,6 +18,7 @@ from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
 from saf.statistics import AttentionStatistics
 from saf.surgery import install_
+from tests.calibration.oracle import dense_statistics
 
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.calibration import QKGradient, gate_gradients
-from saf.calibration.gradients import head_norms
+from saf.calibration.collectors import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT

@@ -73,20 +73,21 @@ def far_operands(count, length, dim):
 
 def interpreted(case: dict) -> dict:
     """Return errors relative to the largest entry, and the largest score."""
-    from saf.calibration import dense, tiles
+    from saf.calibration import tiles
+    from tests.calibration import oracle
 
     shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
     query, key = far_operands(**shape) if case.get("far") else operands(**shape)
     block_m, block_n = case.get("blocks", (64, 32))
     config = tiles.TileConfig(block_m=block_m, block_n=block_n)
     kv_head = [1, 0, 0, 1]
-    usual = tiles.FLOOR, dense.FLOOR
-    tiles.FLOOR = dense.FLOOR = case.get("floor", usual[0])
+    usual = tiles.FLOOR
+    tiles.FLOOR = oracle.FLOOR = case.get("floor", usual)
     try:
         run = tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
-        exact = dense.dense_statistics(query, key, kv_head=kv_head)
+        exact = oracle.dense_statistics(query, key, kv_head=kv_head)
     finally:
-        tiles.FLOOR, dense.FLOOR = usual
+        tiles.FLOOR = oracle.FLOOR = usual
     errors = {}
     for name, actual, expected in zip(exact._fields, run, exact, strict=True):
         assert actual.shape == expected.shape
@@ -115,8 +116,7 @@ def compiled() -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from saf.calibration.kernels import UNSPECIALIZED, lse_kernel, tile_kernel
-    from saf.calibration.tiles import choose_tile_config, tile_constants
+    from saf.calibration.tiles import UNSPECIALIZED, choose_tile_config, lse_kernel, tile_constants, tile_kernel
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not program.exists():

@@ -9,7 +9,7 @@ def test_a_calibration_is_stated_before_it_starts_and_shown_while_it_goes_on(saf
     code, _, err = saf(*words(arms, tmp_path / "quarter"))
     assert code == 0
     first, last = err.splitlines()
-    assert first.startswith("calibration of 8 heads on 4 x 32 tokens: ")
+    assert first.startswith("calibration of 8 heads on 4 sequences of 32 tokens: ")
     assert last == "calibrating 2/2 layers, 0s left"
 
 

@@ -1,4 +1,4 @@
-"""`dense_statistics` computes statistics from whole `T x T` patterns in float64: the oracle of calibration."""
+"""Statistics from whole `T x T` patterns in float64, written as the paper writes them."""
 
 from collections.abc import Sequence
 

@@ -1,0 +1,331 @@
+"""Collectors measure the inputs of scores beside the statistics: Q/K gradients, gates, and outputs of heads.
+
+`QKGradient` averages gradients of queries and keys while a model trains, `gate_gradients` measures those of gates on
+the heads' outputs, `head_outputs` the contributions of heads to the residual stream, with their own and mean patterns.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from saf.calibration.capture import check_vocabulary, evaluation_mode
+from saf.calibration.sequences import IGNORED, Batch, read_batches, read_sequences
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.models.adapter import Adapter, Rows, Site, adapter_for, find_rows, rows_of, unwrap
+from saf.ops.live import capped, score_scale
+from saf.scores import HeadOutputs
+from saf.statistics import AttentionStatistics
+
+BETA = 0.9
+"""Weight of the past in the average, as in the paper."""
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class QKGradient:
+    """Exponential average of each head's relative query and key gradient norm, Eq. (9).
+
+    Call `update()` after `backward` and before the optimiser's step. Nothing waits for the device. Factors common to
+    all heads (clipping, loss scaling, accumulation) cancel; an update with a gradient that is not finite is skipped.
+
+    >>> gradient = QKGradient(model)                                     # doctest: +SKIP
+    >>> loss.backward(); gradient.update(); optimizer.step()             # doctest: +SKIP
+    >>> saf.score(statistics, "qk_gradient", gradient=gradient.scores()) # doctest: +SKIP
+    """
+
+    def __init__(self, model: nn.Module, *, beta: float = BETA):
+        if not 0 <= beta < 1:
+            raise InputError(f"beta is the weight of the past, in [0, 1); got {beta}")
+        self.model = model
+        self.beta = beta
+        self.updates = 0
+        # NaN until a head's first update, which the average starts from.
+        self._average = _missing(adapter_for(model).sites())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the gradients of this update; raise InputError when there are none."""
+        norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])
+        self._average = self._average.to(norms.device)
+        mean = norms.nanmean()
+        relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
+        blended = self.beta * self._average + (1 - self.beta) * relative  # Eq. (9)
+        new = torch.where(self._average.isnan(), relative, blended)
+        self._average = torch.where(mean.isfinite() & norms.isfinite(), new, self._average)
+        self.updates += 1
+
+    def scores(self) -> Tensor:
+        """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
+        return _live_only(self._average.cpu().clone(), adapter_for(self.model).sites())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return average and settings as JSON values."""
+        rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
+        return {"beta": self.beta, "updates": self.updates, "average": rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict()`; raise CheckpointError for another shape of model or beta."""
+        rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
+        average = torch.tensor(rows, dtype=torch.float64)
+        if average.shape != self._average.shape or state["beta"] != self.beta:
+            raise CheckpointError(
+                f"state must be of heads {list(self._average.shape)} with beta={self.beta}; "
+                f"got {list(average.shape)} with beta={state['beta']}"
+            )
+        self._average, self.updates = average, state["updates"]
+
+
+def head_norms(site: Site) -> Tensor:
+    """Return query plus key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN for frozen heads.
+
+    With grouped queries a query head has the key gradient of its group.
+    """
+    layout, parts = site.layout, [rows_of(site, role) for role in ("query", "key")]
+    norms = [torch.full((), torch.nan, dtype=torch.float64, device=parts[0].parameter.device)] * layout.num_heads
+    if layout.live:
+        by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
+        for head, query, group in zip(layout.live, by_slot, layout.key_head, strict=True):
+            norms[head] = query + by_group[group]  # Eq. (8)
+    # Stacked rather than indexed: an index would be copied to the device and waited for.
+    return torch.stack(norms)
+
+
+def _block_norms(rows: Rows, head_dim: int) -> Tensor:
+    """Return the norm of each head's block of a projection's gradient; raise InputError when there is none."""
+    if rows.parameter.grad is None:
+        raise InputError(
+            "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
+        )
+    blocks = rows.of(rows.parameter.grad).movedim(rows.dimension, 0).unflatten(0, (-1, head_dim))
+    wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
+
+
+# --- gates
+
+
+def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
+    """Return I of Eq. (19), the mean of absolute gate gradients over sequences: `[L, H]`, NaN for frozen heads.
+
+    A gate multiplies a head's output just before the output projection. Its gradient is exactly the inner product of
+    the head's block of output weights with that block's gradient, in every model family.
+
+    Args:
+        model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
+        batches: As for `calibrate`, with `targets [B, T]` where the loss is of other tokens than every next one (-100
+            does not count). Each sequence runs by itself, without padding.
+        loss: `loss(model, ids)`, ids `[1, T]`, returns the mean loss per token; by default at targets or next tokens.
+
+    Raises:
+        InputError: As in `calibrate`; a sequence without a target; both targets and `loss`.
+    """
+    adapter, sequences = adapter_for(model), read_sequences(batches)
+    if loss is not None and sequences.targets is not None:
+        raise InputError("targets have no effect with loss=; leave one of them out")
+    sites = adapter.sites()
+    weights = [site.projections()["output"][0] for site in sites]
+    total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
+    with torch.enable_grad(), evaluation_mode(model), _requiring_gradients(weights):
+        check_vocabulary(adapter, sequences.ids)
+        for row, targets in sequences.rows():
+            value = _loss(adapter, row, targets) if loss is None else loss(adapter.model, row[None].to(adapter.device))
+            gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
+            total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
+    return _live_only(total / len(sequences.lengths), sites)  # Eq. (19)
+
+
+def _loss(adapter: Adapter, row: Tensor, targets: Tensor | None) -> Tensor:
+    """Return the mean loss of a sequence at its targets, or at every next token."""
+    if targets is None:
+        if len(row) < 2:
+            raise InputError(f"a next-token loss needs sequences of two tokens or more; got {len(row)}")
+        row, targets = row[:-1], row[1:]
+    elif bool((targets == IGNORED).all()):
+        raise InputError(f"every sequence needs a target that counts, got only {IGNORED} in one")
+    return adapter.next_token_loss(row[None].to(adapter.device), targets[None].to(adapter.device))
+
+
+def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
+    """Return the derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
+    weight, dimension = site.projections()["output"]
+    product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
+    slots = torch.tensor(site.layout.slots, dtype=torch.long, device=product.device)
+    by_slot = product.reshape(len(slots), -1).sum(1) if len(slots) else product.new_zeros(0)
+    return product.new_zeros(site.layout.num_heads).index_copy_(0, slots, by_slot)
+
+
+@contextmanager
+def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let parameters require gradients, and restore their own settings afterwards."""
+    fixed = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in fixed:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in fixed:
+            parameter.requires_grad_(False)
+
+
+def _missing(sites: Sequence[Site]) -> Tensor:
+    """Return NaN for every head, `[L, H]` float64."""
+    return torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+
+
+def _live_only(values: Tensor, sites: Sequence[Site]) -> Tensor:
+    """Return `[L, H]` with NaN where heads are frozen or pruned."""
+    result = _missing(sites)
+    for layer, site in enumerate(sites):
+        result[layer, site.layout.live] = values[layer, site.layout.live]
+    return result
+
+
+# --- outputs
+
+
+def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
+    """Measure the contributions of all live heads to the residual stream, with their own and with their mean pattern.
+
+    Args:
+        model: A supported model, run in evaluation mode; it stays as it was.
+        batches: Held-out sequences `[B, T]` of the calibration length.
+        statistics: Of `calibrate(..., collect=("mean_rows",))`: the rows of the mean pattern and their positions.
+
+    Returns:
+        Sums and norms at the statistics' positions of every sequence; NaN for heads without `mean_rows`.
+
+    Raises:
+        InputError: Statistics without `mean_rows`, or sequences of another length.
+        UnsupportedError: A model with a norm behind its attention layers.
+    """
+    adapter, batches = adapter_for(model), read_batches(batches)
+    sites = adapter.sites()
+    check_vocabulary(adapter, batches)
+    if "mean_rows" not in statistics.collected:
+        raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics have none")
+    if batches[0].shape[1] != statistics.length:
+        raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
+    if any(site.norm_after for site in sites):
+        raise UnsupportedError(
+            "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
+            "such as 'variance'"
+        )
+    layers = [_Layer(unwrap(model), site, number, statistics) for number, site in enumerate(sites)]
+    with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
+        for layer in layers:
+            layer.hook(stack)
+        for batch in batches:
+            adapter.run(batch.to(adapter.device))
+    samples = sum(map(len, batches)) * len(statistics.positions)
+    return HeadOutputs(
+        gram=torch.stack([layer.all_heads(layer.gram, 2) for layer in layers]),
+        change=torch.stack([layer.all_heads(layer.samples("change", samples)) for layer in layers]),
+        residual_change=torch.stack([layer.all_heads(layer.samples("residual_change", samples)) for layer in layers]),
+        residual=torch.stack([layer.samples("residual", samples) for layer in layers]),
+        output=torch.stack([layer.samples("output", samples) for layer in layers]),
+        hidden_size=layers[0].weight.shape[-1],
+    )
+
+
+class _Layer:
+    """Sums of one layer, added up sequence by sequence by hooks around its attention."""
+
+    def __init__(self, model: nn.Module, site: Site, number: int, statistics: AttentionStatistics):
+        self.site, self.live, self.rows = site, list(site.layout.live), list(statistics.positions)
+        self.decoder_layer = _decoder_layer(model, site.attention)
+        weight, dimension = site.projections()["output"]
+        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
+        self.weight = by_slot[: len(self.live)].to(self.wide)
+        mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)
+        if known := [head for head in self.live if (number, head) in statistics.collected_heads]:
+            slots = [self.live.index(head) for head in known]
+            mean[slots] = statistics.take("mean_rows", [(number, head) for head in known]).to(self.wide)
+        self.mean = mean.to(weight.device)
+        self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=weight.device)
+        self.parts: dict[str, list[Tensor]] = {"change": [], "residual_change": [], "residual": [], "output": []}
+        self._seen: dict[str, Tensor] = {}
+
+    def hook(self, stack: ExitStack) -> None:
+        """Add every forward pass until the stack is closed."""
+
+        def input_hook(name: str) -> Any:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+            return hook
+
+        def see_queries(query: Tensor, key: Tensor) -> None:
+            self._seen |= {"query": query.detach(), "key": key.detach()}
+
+        def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
+            if "query" in self._seen:  # a layer without live heads has none
+                self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
+            self._seen = {}
+
+        for module, name in ((self.decoder_layer, "residual"), (self.site.attention, "normed")):
+            stack.callback(module.register_forward_pre_hook(input_hook(name), with_kwargs=True).remove)
+        stack.enter_context(self.site.capture(see_queries))
+        stack.callback(self.site.attention.register_forward_hook(attention_output).remove)
+
+    def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
+        """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
+        layout, wide, rows = self.site.layout, self.wide, self.rows
+        groups, keys = list(layout.kv_head[: len(self.live)]), list(layout.key_head)
+        with torch.autocast(query.device.type, enabled=False):
+            for n in range(len(query)):
+                self._add_sequence(
+                    query[n][:, rows].to(wide),
+                    key[n][keys].to(wide),
+                    _values(self.site, normed[n], wide)[groups],
+                    residual[n][rows].to(wide),
+                    output[n][rows].to(wide),
+                )
+
+    def _add_sequence(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
+        scale = score_scale(self.site.scale, query.shape[-1])
+        logits = capped(query @ key.mT * scale, self.site.soft_cap)
+        position = torch.arange(key.shape[1], device=key.device)
+        future = position > torch.tensor(self.rows, device=key.device)[:, None]
+        pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        contribution = (pattern @ value) @ self.weight
+        change = ((self.mean - pattern) @ value @ self.weight).double()
+        flat = contribution.flatten(1).double()
+        after = (residual + output).double()
+        self.gram += flat @ flat.T
+        self.parts["change"].append(change.norm(dim=-1).cpu())
+        self.parts["residual_change"].append((change * after).sum(-1).cpu())
+        self.parts["residual"].append(after.norm(dim=-1).cpu())
+        self.parts["output"].append(output.double().norm(dim=-1).cpu())
+
+    def samples(self, name: str, samples: int) -> Tensor:
+        """Return the values of all samples, `[live, S]` or `[S]`; NaN for a layer without live heads."""
+        if self.parts[name]:
+            return torch.cat(self.parts[name], -1)
+        shape = (0, samples) if "change" in name else (samples,)
+        return torch.full(shape, torch.nan, dtype=torch.float64)
+
+    def all_heads(self, tensor: Tensor, dimensions: int = 1) -> Tensor:
+        """Spread `[live, ...]` over all heads along the first dimensions, NaN elsewhere."""
+        heads, index = self.site.layout.num_heads, torch.tensor(self.live, dtype=torch.long)
+        whole = torch.full([heads] * dimensions + list(tensor.shape[dimensions:]), torch.nan, dtype=torch.float64)
+        whole[(index[:, None], index) if dimensions == 2 else index] = tensor.cpu()
+        return whole
+
+
+def _decoder_layer(model: nn.Module, attention: nn.Module) -> nn.Module:
+    """Return the module that holds an attention layer, and takes the residual stream."""
+    name = next(name for name, module in model.named_modules() if module is attention)
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the values `[H_kv, T, D]` of the projections' input `[T, channels]`, computed in `wide`."""
+    rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
+    weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
+    values = normed.to(wide) @ weight.to(wide).T
+    if bias is not None:
+        values = values + bias.of(bias.parameter).to(wide)
+    return values.unflatten(-1, (-1, site.head_dim)).transpose(-3, -2)
