@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from saf.bench import Update
 from saf.bench.models import ModelPlan, heads_per_layer, random_tokens, synthetic_patterns
 from saf.bench.protocol import Arm, Point, Session
 from saf.bench.speed import SPAWN
-from saf.bench.whole import CLIP, PRELOADED, Preloaded, updates_in_a_row
+from saf.bench.whole import CLIP, PRELOADED, updates_in_a_row
 from saf.heads import Head, HeadSet
 from saf.machine import Execution
 from saf.train.step import Updater, build_optimizer
@@ -89,7 +90,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
         torch.Generator().manual_seed(0), execution.device,
     )  # fmt: skip
     updater = Updater(
-        model=model, optimizer=build_optimizer(model), batches=Preloaded(tokens), execution=execution,
+        model=model, optimizer=build_optimizer(model), batches=cycle(tokens), execution=execution,
         accumulation=accumulation, clip=CLIP,
     )  # fmt: skip
     results: dict[str, Any] = {"start": stand_still(updater) | {"frozen": 0}}

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,7 @@ from saf.bench.models import ModelPlan
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import ModelSpeed, measure, require
 from saf.bench.timing import GRAPH, kernels_of
-from saf.bench.whole import LEARNING_RATE, Preloaded, UpdateSubject, micro_batch_flops, way_of
+from saf.bench.whole import LEARNING_RATE, UpdateSubject, micro_batch_flops, way_of
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
@@ -98,7 +99,7 @@ class Finetuning(ModelSpeed):
         for seed in self.orders:
             task.settings = replace(config, seed=seed)
             training = task.training(0, torch.device("cpu"))
-            batches[f"{self.task} order-{seed}"] = [training.take() for _ in range(self.repeats * accumulation)]
+            batches[f"{self.task} order-{seed}"] = list(islice(training, self.repeats * accumulation))
         return batches
 
     def cases(self) -> list[Point]:
@@ -136,7 +137,7 @@ class FinetuneSubject(UpdateSubject):
                 self.timed_block(variant)
 
     def timed_block(self, variant: str) -> float:
-        self.updaters[way_of(variant)].batches = Preloaded(self.orders[variant.removesuffix(f" {GRAPH}")])
+        self.updaters[way_of(variant)].batches = cycle(self.orders[variant.removesuffix(f" {GRAPH}")])
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from experiments.figures import draw, draw_costs
 from experiments.recipe import recipe
 from experiments.scales import scale_named
 from experiments.tables import RecipeTable, Record, markdown, measured_table, read_records
-from saf.evaluate.compare_tables import arm_names, arms_table, compare_all
+from saf.evaluate.tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
 from saf.records.run import RecordedRun

@@ -330,7 +330,7 @@ def complete_record(run: Run) -> None:
     elif "recall" not in result:  # which has accuracies alone
         evaluation, losses = read_evaluation(recorded.folder)
         extra |= {name: evaluation[name] for name in ("windows_hash", "by_position")}
-        extra["window_losses"] = losses.windows.tolist()
+        extra["window_losses"] = losses.tolist()
     if "examples" in (data := recorded.config["data"]):
         batch = math.prod(recorded.config["train"][name] for name in ("batch_size", "accumulation"))
         examples = result["updates"] * batch

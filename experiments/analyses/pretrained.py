@@ -385,7 +385,7 @@ def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
     for name, text in zip(TEXTS, (_data(opened), other), strict=True):
         with tempfile.TemporaryDirectory() as folder:
             record = evaluate_perplexity(opened.model, text, out=Path(folder), tokens=False, **shape)
-            losses = read_evaluation(folder)[1].windows.tolist()
+            losses = read_evaluation(folder)[1].tolist()
         measured[name] = {"loss": record["loss"], "perplexity": record["perplexity"], "windows": losses}
     if settings.tasks:
         from saf.hf.lm_eval import ask

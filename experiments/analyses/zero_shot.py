@@ -31,7 +31,8 @@ from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
 from saf.evaluate.model_facts import precision_in_use
-from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, counts_text, paired_tasks
+from saf.evaluate.tables import counts_text
+from saf.evaluate.zero_shot import AnswersByTask, TaskAnswers, TooLong, paired_tasks
 from saf.freeze_config import FreezeConfig
 from saf.freezing import FittedHead, accept_fits, fit_heads, head_order
 from saf.heads import Head, HeadSet

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -120,18 +121,6 @@ class NextTokenLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Preloaded:
-    """Micro-batches that are on the device already, in place of the loader."""
-
-    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]):
-        self._batches, self._taken = batches, 0
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Return the next inputs and targets."""
-        self._taken += 1
-        return self._batches[self._taken % len(self._batches)]
-
-
 class UpdateSubject:
     """Updates of one model with its optimiser, by the trainer's own code."""
 
@@ -153,7 +142,7 @@ class UpdateSubject:
             way: Updater(
                 model=model,
                 optimizer=optimizer,
-                batches=Preloaded(batches),
+                batches=cycle(batches),
                 execution=execution,
                 accumulation=accumulation,
                 clip=CLIP,

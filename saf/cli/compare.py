@@ -10,8 +10,8 @@ import tyro
 from saf.cli.output import show
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, compare_runs
-from saf.evaluate.compare_tables import pair_tables, perplexity_change, verdict
 from saf.evaluate.paired import RESAMPLES
+from saf.evaluate.tables import pair_tables, perplexity_change, verdict
 from saf.hf.card import folder_hash, record_cost_
 from saf.records.events import heads_in_words
 from saf.records.files import write_json

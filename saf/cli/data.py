@@ -76,7 +76,7 @@ def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any
     tokenizer, duplicates = index["tokenizer"], index["duplicates"]
     facts = {
         "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
-        "calibration": _calibration(index),
+        "too few": _calibration(index),
         "left out": f"{duplicates['repeated']:,} repeated, {duplicates['also_held_out']:,} also held out, "
         f"{duplicates['nearly_held_out']:,} nearly (but for white space and case), {duplicates['empty']:,} empty "
         "documents",
@@ -98,15 +98,16 @@ def _partition(name: str, info: Mapping[str, Any]) -> list[Any]:
     return [name, info["documents"], info["tokens"], f"{info['bytes'] / 1e6:.2f}", density, entropy]
 
 
-def _calibration(index: Mapping[str, Any]) -> str:
-    """Count the windows of calibration at the presets' contexts, and say what to do where they are too few."""
-    needed = TrainConfig.calibration_sequences
+def _calibration(index: Mapping[str, Any]) -> str | None:
+    """Say for which presets' contexts freezing would find too few calibration windows; None where for none."""
     source = "train" if index["calibration_from"] == "train" else "calibration"
-    tokens = index["partitions"][source]["tokens"]
-    first, *longer = sorted({shape.max_length for shape in PRESETS.values()})
-    windows = [f"{tokens // first:,} windows of {first:,} tokens", *(f"{tokens // n:,} of {n:,}" for n in longer)]
-    words = f"{', '.join(windows)}, in the {source} partition; freezing takes {needed} of the model's context"
-    if tokens // longer[-1] >= needed:
-        return words
+    needed, tokens = TrainConfig.calibration_sequences, index["partitions"][source]["tokens"]
+    lengths = sorted({shape.max_length for shape in PRESETS.values()})
+    few = [f"{tokens // n:,} windows of {n:,} tokens" for n in lengths if tokens // n < needed]
+    if not few:
+        return None
     more = "more text" if source == "train" else "more text, a larger --heldout-fraction or --calibration-from train"
-    return f"{words}: if these are too few, prepare {more}, or train with fewer --calibration-sequences"
+    return (
+        f"{', '.join(few)} in the {source} partition; freezing takes {needed} of the model's context: prepare {more}, "
+        "or train with fewer --calibration-sequences"
+    )

@@ -15,7 +15,8 @@ from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.model_facts import model_facts, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.evaluate.zero_shot import TooLong, zero_shot_record, zero_shot_tables
+from saf.evaluate.tables import zero_shot_tables
+from saf.evaluate.zero_shot import TooLong, zero_shot_record
 from saf.machine import device_name, pick_device
 from saf.opening import OpenedModel, open_model
 from saf.records.table import Part, Table

@@ -1,13 +1,10 @@
 """A prepared data folder, opened and checked, and windows of its tokens in an order that one integer determines."""
 
 import json
-import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer
-from saf.errors import DataError, InputError, SafError
+from saf.errors import DataError, InputError, check_name
 from saf.records.files import check_file, entries_hash, read_json, write_json
 
 PARTITIONS = ("train", "calibration", "controller", "report")
@@ -25,23 +22,19 @@ TOKENIZER_FILE = "tokenizer.json"
 DIGEST_BYTES = 16
 """128 bits of BLAKE2 a document: no two of a corpus collide, and a million documents take 16 MB."""
 _AGAIN = "prepare it again"
-# A file is remembered as checked once it has not changed for this long: some file systems step times by two seconds.
-_SETTLED_SECONDS = 2.0
 # The independent random streams of one seed.
 _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
 
 
-def fingerprint_of(index: dict[str, Any]) -> str:
-    """SHA-256 of a data folder's tokenizer and of every token in order; paths play no part."""
+def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """Write index.json with its schema, fingerprint and a hash of all of it, and return what was written.
+
+    The fingerprint is the SHA-256 of the tokenizer and of every token in order; paths play no part.
+    """
     sums = {name: [info["sha256"]] if info["tokens"] else [] for name, info in index["partitions"].items()}
     # The first entry is a constant: checkpoints and results name data by their fingerprint.
     text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
-    return sha256(text.encode()).hexdigest()
-
-
-def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
-    """Write index.json with its schema, fingerprint and a hash of all of it, and return what was written."""
-    index = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": fingerprint_of(index), **index}))
+    index = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}))
     index["hash"] = entries_hash(index)
     write_json(folder / INDEX_FILE, index)
     return index
@@ -51,9 +44,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Read a data folder's index.json; raise DataError when it is missing or was changed."""
     path = folder / INDEX_FILE
     if not path.is_file():
-        problem = "not a data folder, it has no index.json" if folder.is_dir() else "no such data folder here"
-        problem = "is a file" if folder.is_file() else problem
-        raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
+        raise DataError(f"{folder}: not a data folder, it has no {INDEX_FILE}; give --data one of `saf data prepare`")
     index = read_json(path, error=DataError, advice=_AGAIN)
     if index.get("schema") != SCHEMA:
         raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")
@@ -72,29 +63,6 @@ def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
     return files
 
 
-class Tokens(Protocol):
-    """Token ids in one dimension: anything with a length whose slices turn into NumPy arrays."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, key: slice, /) -> Any: ...
-
-
-class MappedTokens:
-    """A partition's tokens on disk, memory-mapped; slices are int64 arrays."""
-
-    def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self._mapped = path, np.memmap(path, dtype.newbyteorder("<"), mode="r")
-
-    def __len__(self) -> int:
-        return len(self._mapped)
-
-    def __getitem__(self, key: slice | int) -> Any:
-        return self._mapped[key].astype(np.int64)
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return self._mapped.astype(dtype or np.int64)
-
-
 class TokenData:
     """The tokens of a prepared data folder; `TokenData.open(folder).tokens("train")` is an array of token ids."""
 
@@ -109,35 +77,37 @@ class TokenData:
         """Id of the token that ends every document."""
         self.calibration_source = "train" if index["calibration_from"] == "train" else "calibration"
         """The partition that calibration text is drawn from."""
+        self._checked = set[str]()
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = False) -> "TokenData":
-        """Open a data folder and check the size and SHA-256 of each file; raise DataError for a missing or changed one.
+        """Open a data folder and check the size of each file; raise DataError for a missing or changed one.
 
-        A small file in the user's cache folder remembers checked files by size, times and inode; they are read again
-        only when one of these changes, or with `verify`.
+        The SHA-256 of a file is checked when the file is first used, with `verify` that of all files now.
         """
-        folder = Path(folder)
-        data = cls(folder, read_index(folder))
-        files = files_of(data.index)
-        for name, (size, _) in files.items():
-            check_file(folder / name, size=size, error=DataError, advice=_AGAIN)
-        state = {name: _file_state(folder / name) for name in files}
-        cache = _cache_file(folder)
-        if not verify and _read_cache(cache) == state:
-            return data
-        for name, (_, digest) in files.items():
-            check_file(folder / name, sha256=digest, error=DataError, advice=_AGAIN)
-        if (eot_id := data.tokenizer().eot_id) != data.eot_id:  # CONFIG_FILE names it, and has no sum
-            raise DataError(f"{folder}: end-of-text must have id {data.eot_id}, {CONFIG_FILE} names {eot_id}; {_AGAIN}")
-        if time.time_ns() - max(max(times) for _, _, _, *times in state.values()) >= _SETTLED_SECONDS * 1e9:
-            with suppress(OSError):  # without a cache folder, files are read each time
-                write_json(cache, {"folder": str(folder.resolve()), "files": state})
+        data = cls(Path(folder), read_index(Path(folder)))
+        for name, (size, _) in files_of(data.index).items():
+            check_file(data.folder / name, size=size, error=DataError, advice=_AGAIN)
+            if verify:
+                data._file(name)
+        if verify:
+            data.tokenizer()
         return data
+
+    def _file(self, name: str) -> Path:
+        """The path of a file; raise DataError where its content is not what was prepared."""
+        if name not in self._checked:
+            check_file(self.folder / name, sha256=files_of(self.index)[name][1], error=DataError, advice=_AGAIN)
+            self._checked.add(name)
+        return self.folder / name
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
-        return Tokenizer.load(self.folder / TOKENIZER_FILE)
+        tokenizer = Tokenizer.load(self._file(TOKENIZER_FILE))
+        if tokenizer.eot_id != self.eot_id:  # CONFIG_FILE names it, and has no sum
+            eot = f"end-of-text must have id {self.eot_id}, {CONFIG_FILE} names {tokenizer.eot_id}"
+            raise DataError(f"{self.folder}: {eot}; {_AGAIN}")
+        return tokenizer
 
     def num_tokens(self, partition: str) -> int:
         """Number of tokens of a partition."""
@@ -147,39 +117,24 @@ class TokenData:
         """Entropy of a partition's token frequencies, nats; raise DataError when it is empty."""
         return self._info(partition, allow_empty=False)["unigram_entropy"]
 
-    def tokens(self, partition: str) -> Tokens:
-        """A partition's tokens; raise DataError when it has none."""
+    def tokens(self, partition: str) -> np.ndarray:
+        """A partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
         self._info(partition, allow_empty=False)
-        return MappedTokens(self.folder / f"{partition}.bin", np.dtype(self.index["dtype"]))
+        dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
+        return np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
 
     def digests(self, partition: str) -> np.ndarray:
         """The digest of each document of a partition, uint8 `[documents, 16]`."""
         self._info(partition)
-        return np.fromfile(self.folder / f"{partition}.digests", np.uint8).reshape(-1, DIGEST_BYTES)
+        return np.fromfile(self._file(f"{partition}.digests"), np.uint8).reshape(-1, DIGEST_BYTES)
 
     def _info(self, partition: str, *, allow_empty: bool = True) -> dict[str, Any]:
-        if partition not in PARTITIONS:
-            raise InputError(f"partition must be one of {', '.join(PARTITIONS)}, got {partition!r}")
+        check_name("partition", partition, PARTITIONS)
         info = self.index["partitions"][partition]
         if not allow_empty and not info["tokens"]:
             advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
             raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
         return info
-
-
-def _file_state(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_ino, status.st_dev, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _cache_file(folder: Path) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")).absolute()
-    return cache / "saf" / "data" / f"{sha256(os.fsencode(folder.resolve())).hexdigest()[:32]}.json"
-
-
-def _read_cache(path: Path) -> Any:
-    with suppress(SafError):
-        return read_json(path).get("files")
 
 
 class TextData(TokenData):
@@ -197,11 +152,9 @@ class TextData(TokenData):
         super().__init__(files[0] if len(files) == 1 else files[0].parent, index)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
         return self._tokenizer
 
-    def tokens(self, partition: str) -> Tokens:
-        """All tokens, `[N]` int64."""
+    def tokens(self, partition: str) -> np.ndarray:
         return self._ids
 
 
@@ -215,18 +168,21 @@ def check_separate(data: TokenData, partition: str, reported: TokenData) -> None
         )
 
 
-def _generator(stream: int, seed: int, number: int) -> np.random.Generator:
+# --- windows
+
+
+def generator(stream: int, seed: int, number: int) -> np.random.Generator:
     """A counter-based generator: the same numbers for one stream, seed and number wherever it is made."""
     key, counter = np.array([seed, number], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-def _count_windows(tokens: Tokens, length: int) -> int:
+def _count_windows(tokens: np.ndarray, length: int) -> int:
     """Number of windows of `length + 1` tokens that start every `length` tokens; raise for none."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}")
     if (windows := (len(tokens) - 1) // length) < 1:
-        name = getattr(tokens, "path", "the text")
+        name = getattr(tokens, "filename", "the text")
         raise DataError(
             f"a window of length {length} needs {length + 1} tokens, {name} has {len(tokens):,}; give more text or a "
             "smaller length"
@@ -234,11 +190,11 @@ def _count_windows(tokens: Tokens, length: int) -> int:
     return windows
 
 
-def _read(tokens: Tokens, starts: np.ndarray, size: int) -> Tensor:
+def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> Tensor:
     """Windows of `size` tokens from these starts, `[N, size]` int64."""
     out = np.empty((len(starts), size), dtype=np.int64)
-    for row, start in enumerate(starts.tolist()):
-        out[row] = np.asarray(tokens[start : start + size])
+    for row, start in enumerate(starts):
+        out[row] = tokens[start : start + size]
     return torch.from_numpy(out)
 
 
@@ -248,12 +204,12 @@ class ShuffledWindows:
     A window has `length + 1` tokens: inputs are `w[:, :-1]`, targets `w[:, 1:]`. Windows start every `length` tokens,
     so a token shared by two neighbours is a target once and an input once.
 
-    >>> windows = ShuffledWindows(torch.arange(9), length=2, seed=0)
+    >>> windows = ShuffledWindows(np.arange(9), length=2, seed=0)
     >>> windows.num_windows, windows.batch(0, 3).shape
     (4, torch.Size([3, 3]))
     """
 
-    def __init__(self, tokens: Tokens, *, length: int, seed: int):
+    def __init__(self, tokens: np.ndarray, *, length: int, seed: int):
         """Raise DataError when there are fewer tokens than one window."""
         self.num_windows = _count_windows(tokens, length)
         self.tokens, self.length, self.seed = tokens, length, seed
@@ -269,15 +225,15 @@ class ShuffledWindows:
             epoch, place = divmod(number, self.num_windows)
             if epoch != self._epoch:
                 self._epoch = epoch
-                self._order = _generator(_SHUFFLED, self.seed, epoch).permutation(self.num_windows)
-            starts.append(self._order[place] * self.length)
-        return _read(self.tokens, np.array(starts, dtype=np.int64), self.length + 1)
+                self._order = generator(_SHUFFLED, self.seed, epoch).permutation(self.num_windows)
+            starts.append(int(self._order[place]) * self.length)
+        return _read(self.tokens, starts, self.length + 1)
 
 
 class RandomWindows:
     """Windows that start anywhere, each start drawn from (seed, position); an epoch is only a count of tokens."""
 
-    def __init__(self, tokens: Tokens, *, length: int, seed: int):
+    def __init__(self, tokens: np.ndarray, *, length: int, seed: int):
         """Raise DataError when there are fewer tokens than one window."""
         self.num_windows = _count_windows(tokens, length)
         self.tokens, self.length, self.seed = tokens, length, seed
@@ -285,11 +241,12 @@ class RandomWindows:
     def batch(self, position: int, size: int) -> Tensor:
         """Windows number `position` to `position + size - 1`, int64 `[size, length + 1]`."""
         most = len(self.tokens) - self.length
-        starts = [_generator(_RANDOM, self.seed, position + step).integers(most) for step in range(size)]
-        return _read(self.tokens, np.array(starts, dtype=np.int64), self.length + 1)
+        numbers = range(position, position + size)
+        starts = [int(generator(_RANDOM, self.seed, number).integers(most)) for number in numbers]
+        return _read(self.tokens, starts, self.length + 1)
 
 
-def sequential_windows(tokens: Tokens, length: int, limit: int | None = None) -> Tensor:
+def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:
     """The first `limit` windows in order, or all, int64 `[windows, length + 1]`; raise DataError for less than one."""
     windows = _count_windows(tokens, length)
     if limit is not None and limit < 1:
@@ -316,8 +273,7 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     stream of its own, so training keeps its order. Raises DataError when the partition has fewer windows.
     """
     source = data.calibration_source if source is None else source
-    if source not in ("calibration", "train"):
-        raise InputError(f"calibration windows come from 'calibration' or 'train', got {source!r}")
+    check_name("source of calibration windows", source, ("calibration", "train"))
     if length < 1 or count < 1:
         raise InputError(f"length and count must be at least 1, got {length} and {count}")
     tokens = data.tokens(source)
@@ -326,5 +282,4 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
             f"calibration needs {count} windows of length {length} = {count * length:,} tokens, the {source} partition "
             f"has {len(tokens):,}, {windows} windows; ask for fewer or shorter ones, or prepare more text"
         )
-    order = _generator(_CALIBRATION, seed, 0).permutation(windows)
-    return _read(tokens, order[:count] * length, length)
+    return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)

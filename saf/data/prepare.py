@@ -5,15 +5,14 @@ in the order of their keys, balanced by tokens. So nearly all held-out documents
 """
 
 import heapq
-import os
 import platform
 import struct
 import sys
 import warnings
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from hashlib import blake2b, sha256
 from importlib.metadata import version
@@ -24,16 +23,16 @@ from typing import Any, Literal
 import numpy as np
 
 from saf.data.loader import DIGEST_BYTES, PARTITIONS, TOKENIZER_FILE, TokenData, files_of, read_index, write_index
-from saf.data.reading import Source, is_blank
+from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import locked, new_folder
+from saf.records.files import file_hash, locked, new_folder
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
-# What one thread tokenises at once: small, because tokenising takes some 150 times a text's size in memory. That also
-# limits a document.
-_BATCH_CHARACTERS, _BATCH_TEXTS, _LONGEST_DOCUMENT = 2**19, 1024, 2**23
+# What is tokenised at once: little, because tokenising takes some 150 times a text's size in memory. That also limits a
+# document: a longer one is cut.
+_BATCH_CHARACTERS, _BATCH_TEXTS, _LONGEST_DOCUMENT = 2**21, 4096, 2**23
 _BLOCK = 2**20
 # Longest piece of a document in the tokenizer's sample, and how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
@@ -68,8 +67,6 @@ class PrepareConfig:
     """Train bpe to this size of vocabulary, end-of-text token included."""
     tokenizer_bytes: int = 16 * 2**20
     """Train bpe on at most this many bytes of text."""
-    max_documents: int | None = None
-    """Stop reading the sources, and the held-out sources, after this many documents."""
     max_bytes: int | None = None
     """Stop reading the sources, and the held-out sources, after this many bytes of text; one longer document is cut
     there."""
@@ -79,13 +76,14 @@ class PrepareConfig:
     """Cut documents into pieces of at most this many characters, each a document of its own."""
     seed: int = 0
     """Random seed for the order of documents and for the choice of those held out."""
-    workers: int | None = None
-    """Tokenise with this many threads, by default one a CPU core; the result does not depend on it."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "tokenizer_bytes", "max_documents", "max_bytes", "split_characters", "workers"):
+        for name in ("vocab_size", "tokenizer_bytes", "max_bytes", "split_characters"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        for name in ("vocab_size", "tokenizer_bytes"):
+            if self.tokenizer != "bpe" and getattr(self, name) != getattr(PrepareConfig, name):
+                raise InputError(f"--{name.replace('_', '-')} must be left out with --tokenizer {self.tokenizer}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed must be in [0, 2^63), got {self.seed}")
         check_name("--calibration-from", self.calibration_from, ("heldout", "train"))
@@ -142,10 +140,6 @@ def prepare(
     config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
     if not (names := _names(sources)):
         raise InputError("sources must name at least one source of text, got none")
-    for name in ("vocab_size", "tokenizer_bytes"):
-        if config.tokenizer != "bpe" and getattr(config, name) != getattr(PrepareConfig, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} must be left out with --tokenizer, got {getattr(config, name)}")
     out = Path(out).resolve()
     groups = {
         group: [Source(name, text_field=config.text_field, max_bytes=config.max_bytes) for name in members]
@@ -177,8 +171,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise DataError(f"{out}: a finished data folder is there; name another --out, or add --overwrite")
     if foreign := sorted({path.name for path in out.iterdir()} - files_of(index).keys()):
-        names = ", ".join(foreign[:5]) + ", ..." * (len(foreign) > 5)
-        raise DataError(f"{out} also holds what `saf data prepare` did not write: {names}; move it, or choose another")
+        raise DataError(f"{out} also holds what `saf data prepare` did not write: {foreign[0]}; move it, or its kind")
 
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
@@ -189,12 +182,12 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     tokenizer.save_config(folder / CONFIG_FILE)
     sizes = [source.size for sources in groups.values() for source in sources]
     task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
-    reader = _Reader(groups, config, lambda count: bar.advance(task, count))
+    corpus = _Corpus(groups, config)
     spool = _Spool(folder / "spool.bin", tokenizer)
-    spool.fill(_encoded(reader.texts(), tokenizer, config.workers))
+    spool.fill(_encoded(corpus.texts(lambda count: bar.advance(task, count)), tokenizer))
     bar.add_task("writing", total=None)
-    documents, tokens = reader.documents, np.array(spool.tokens)
-    partition = _assign(documents, tokens, config)
+    documents = np.frombuffer(corpus.rows, _DOCUMENT)
+    partition = _assign(documents, np.array(spool.tokens), config)
     near = _leave_out_near_(partition, documents["loose"])
     partitions = {}
     for number, name in enumerate(PARTITIONS):
@@ -209,85 +202,78 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
             **spool.write(order, folder / f"{name}.bin"),
         }
     spool.path.unlink()
-    settings = {name: value for name, value in asdict(config).items() if name not in ("workers", "heldout")}
+    kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given"
+    vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
+    left_out = [
+        {"source": source.name, "file": file, "reason": reason}
+        for source in chain(*groups.values())
+        for file, reason in sorted(source.left_out.items())
+    ]
     index = {
         "dtype": spool.dtype.name,
-        "tokenizer": {
-            "kind": config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given",
-            "sha256": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eot_id": tokenizer.eot_id,
-            "trained_on": trained_on,
-        },
+        "tokenizer": {"kind": kind, "sha256": tokenizer.fingerprint, **vocabulary},
         "partitions": partitions,
         "calibration_from": config.calibration_from,
-        "sources": reader.sources["train"],
-        "heldout": reader.sources["heldout"],
-        "duplicates": {**reader.skipped, "nearly_held_out": near},
-        "left_out": [
-            {"source": source.name, "file": file, "reason": reason}
-            for source in chain(*groups.values())
-            for file, reason in sorted(source.left_out.items())
-        ],
-        "settings": {**settings, "heldout_fraction": config.fraction},
+        "sources": corpus.sources["train"],
+        "heldout": corpus.sources["heldout"],
+        "duplicates": {**corpus.skipped, "nearly_held_out": near},
+        "left_out": left_out,
+        "settings": {**asdict(config), "heldout_fraction": config.fraction},
         "versions": {name: version(name) for name in ("numpy", "tokenizers")} | {"python": platform.python_version()},
     }
     return write_index(folder, index)
 
 
-class _Reader:
-    """Read the distinct documents of all sources; record the facts of each document and of each source."""
+# --- documents
 
-    def __init__(self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]):
-        self.groups, self.config, self.advance = groups, config, advance
+
+class _Corpus:
+    """The distinct documents of all sources, with the facts of each document and of each source."""
+
+    def __init__(self, groups: dict[str, list[Source]], config: PrepareConfig):
+        self.groups, self.config = groups, config
         self.sources: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
         self.skipped = Counter(repeated=0, also_held_out=0, empty=0)
-        self._rows = bytearray()
+        self.rows = bytearray()
+        """A `_DOCUMENT` for each."""
 
-    @property
-    def documents(self) -> np.ndarray:
-        return np.frombuffer(self._rows, _DOCUMENT)
-
-    def texts(self) -> Iterator[str]:
+    def texts(self, advance: Callable[[int], Any]) -> Iterator[str]:
+        """Yield the documents and record their facts; `advance` is called with the bytes of each."""
         seen: dict[bytes, str] = {}
         for group, sources in self.groups.items():  # held-out text first: a document that is in both stays held out
-            for text in _read(sources, self.config, self.sources[group], self.skipped, self.advance):
-                digest = _digest(text)
+            for text in _read(sources, self.config, self.sources[group], self.skipped):
+                size, digest = len(text.encode()), _digest(text)
+                advance(size)
                 if digest in seen:
                     self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
                     continue
                 seen[digest] = group
-                row = (_order_key(digest, self.config.seed), len(text.encode()), group == "heldout")
-                self._rows += struct.pack("<Qq?16s16s", *row, digest, _loose_digest(text))
-                if len(text) > _LONGEST_DOCUMENT:
-                    raise DataError(
-                        f"a document must have at most {_LONGEST_DOCUMENT:,} characters, got {len(text):,} "
-                        f"({text[:40]!r}); cut it with --split-characters"
-                    )
+                row = (_order_key(digest, self.config.seed), size, group == "heldout")
+                loose = _digest("".join(text.split()).casefold())
+                self.rows += struct.pack("<Qq?16s16s", *row, digest, loose)
                 yield text
 
 
 def _read(
-    sources: Sequence[Source],
-    config: PrepareConfig,
-    facts: list[dict[str, Any]],
-    skipped: Counter[str],
-    advance: Callable[[int], Any] = int,
+    sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]], skipped: Counter[str]
 ) -> Iterator[str]:
-    """Yield the documents of several sources, split if asked, until `max_documents` or `max_bytes` is reached."""
-    documents = size = 0
+    """Yield the documents of several sources, cut where long, until `max_bytes` is reached; add each source's facts."""
+    longest, size = min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT), 0
     for source in sources:
         facts.append({"source": source.name, "documents": 0, "bytes": 0})
-        for whole in source.documents(advance):
-            for text in [whole] if config.split_characters is None else split_text(whole, config.split_characters):
-                if is_blank(text):
+        for whole in source.documents():
+            if len(whole) > longest == _LONGEST_DOCUMENT:
+                reason = f"documents longer than {longest:,} characters were cut (--split-characters)"
+                source.left_out[source.name] = reason
+            for text in split_text(whole, longest):
+                if not text.strip():
                     skipped["empty"] += 1
                     continue
-                documents, size = documents + 1, size + (bytes_ := len(text.encode()))
                 facts[-1]["documents"] += 1
-                facts[-1]["bytes"] += bytes_
+                facts[-1]["bytes"] += (bytes_ := len(text.encode()))
+                size += bytes_
                 yield text
-                if documents == config.max_documents or size >= (config.max_bytes or float("inf")):
+                if config.max_bytes is not None and size >= config.max_bytes:
                     return
 
 
@@ -313,38 +299,27 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def _loose_digest(text: str) -> bytes:
-    """Hash a text without white space and case."""
-    return _digest("".join(text.split()).casefold())
-
-
 def _order_key(digest: bytes, seed: int) -> int:
     """Return a document's key in the seeded order, uniform in [0, 2^64), from its content alone."""
     return int.from_bytes(blake2b(digest, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer, workers: int | None) -> Iterator[list[int]]:
-    """Yield the token ids of each text, in order, encoded a few batches ahead by several threads."""
-    if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    pending: deque[Future[list[list[int]]]] = deque()
+# --- tokens
+
+
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Yield the token ids of each text, in order; a batch is tokenised on all cores while the next one is read."""
     batch, size = list[str](), 0
-
-    def encode(batch: list[str]) -> list[list[int]]:
-        return [tokenizer.encode(text) for text in batch]  # a batch of the tokenizer's own would use all cores
-
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(tokenizer.encode_batch, batch)
         for text in texts:
             batch.append(text)
             size += len(text)
             if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_TEXTS:
-                pending.append(pool.submit(encode, batch))
-                batch, size = [], 0
-            if len(pending) > 2 * workers:
-                yield from pending.popleft().result()
-        for encoded in pending:
-            yield from encoded.result()
-        yield from encode(batch)
+                yield from ahead.result()
+                ahead, batch, size = pool.submit(tokenizer.encode_batch, batch), [], 0
+        yield from ahead.result()
+        yield from tokenizer.encode_batch(batch)
 
 
 class _Spool:
@@ -363,22 +338,23 @@ class _Spool:
                 self.tokens.append(len(ids) + 1)
 
     def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
+        """Write the documents of a partition and return its number of tokens, unigram entropy and SHA-256."""
         sizes = np.array(self.tokens) * self.dtype.itemsize
-        starts, digest = np.cumsum(sizes) - sizes, sha256()
+        starts, counts = np.cumsum(sizes) - sizes, np.zeros(self.vocab_size, dtype=np.int64)
         # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
         with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
             for document in order.tolist():
                 spool.seek(int(starts[document]))
-                data = spool.read(int(sizes[document]))
-                digest.update(data)
-                file.write(data)
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
+                file.write(spool.read(int(sizes[document])))
         with open(path, "rb") as file:
             while len(block := np.fromfile(file, self.dtype, _BLOCK)):
                 counts += np.bincount(block, minlength=self.vocab_size)
         share = counts[counts > 0] / max(counts.sum(), 1)
         entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
-        return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": digest.hexdigest()}
+        return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
+
+
+# --- partitions
 
 
 def _lowest_keys(fraction: float) -> int:
@@ -408,10 +384,9 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
     A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
     that leaves too little, the limit is a third. All arrays are `[documents]`.
     """
-    target = fraction * tokens.sum()
+    target, taken = fraction * tokens.sum(), np.empty(0, dtype=np.int64)
     order = np.argsort(keys, kind="stable")
     order = order[pool[order]]
-    taken = order[:0]
     for longest in _LONGEST_HELD_OUT:
         short = order[tokens[order] <= longest * target]
         # The document that crosses the target is taken if that lands nearer to it.
@@ -459,12 +434,9 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
             )
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
-        warnings.warn(
-            f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in training; "
-            "cut them with --split-characters, or name --heldout sources",
-            SafWarning,
-            stacklevel=4,
-        )
+        message = f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in "
+        message += "training; cut them with --split-characters, or name --heldout sources"
+        warnings.warn(message, SafWarning, stacklevel=4)
     return partition
 
 
@@ -480,6 +452,9 @@ def _leave_out_near_(partition: np.ndarray, loose: np.ndarray) -> int:
         raise DataError("every training document is also held out, apart from white space and case; give other text")
     partition[near] = -1
     return len(near)
+
+
+# --- the tokenizer
 
 
 def _choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple[Tokenizer, dict[str, int] | None]:

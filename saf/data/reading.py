@@ -16,6 +16,7 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from saf.errors import DataError, SafError
 from saf.records.run import kind_of
 
 Records = Iterator[tuple[int, dict[str, Any]]]
-"""Records of a file with their line numbers."""
+"""Records of a file with their line or row numbers."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Files of these suffixes must be readable. Any other file of a folder may turn out to be no text, and is then skipped.
 _TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
@@ -44,11 +45,6 @@ class MissingFieldError(DataError):
 def bare_suffix(path: Path) -> str:
     """Return a file's suffix in lower case, without that of its compression."""
     return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
-
-
-def is_blank(text: str) -> bool:
-    """Whether a text is empty or white space alone."""
-    return not text or text.isspace()
 
 
 # --- files
@@ -71,9 +67,8 @@ def _open(path: Path) -> Iterator[Any]:
             else:
                 yield file
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        if suffix not in _COMPRESSED or isinstance(error, PermissionError | FileNotFoundError):
-            raise DataError(f"{path}: cannot be read ({error})") from error
-        raise DataError(f"{path}: truncated or damaged {suffix} file ({error}); copy it again") from error
+        damage = f"truncated or damaged {suffix} file" if suffix in _COMPRESSED else "cannot be read"
+        raise DataError(f"{path}: {damage} ({error})") from error
 
 
 def _package(name: str, reader: Path | str) -> Any:
@@ -106,6 +101,21 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
 
 
+def read_records(path: Path, field: str) -> Records | None:
+    """Read the records of a file by its suffix; None for one of other text.
+
+    A .json file may be JSON Lines, a list of objects, or an object with `field`; anything else in it is other text.
+    """
+    suffix = bare_suffix(path)
+    if suffix in JSON_LINES:
+        return read_json_lines(path)
+    if suffix in (".csv", ".tsv"):
+        return _read_table(path)
+    if suffix == ".parquet":
+        return _read_parquet(path, field)
+    return _read_json(path, field) if suffix == ".json" else None
+
+
 def read_json_lines(path: Path) -> Records:
     """Yield the objects of a JSON Lines file; blank lines are skipped."""
     for number, line in read_lines(path):
@@ -119,55 +129,37 @@ def read_json_lines(path: Path) -> Records:
             yield number, record
 
 
-def read_json(path: Path, field: str) -> Records | None:
-    """Read the records of a .json file by its content: JSON Lines, an object or a list of objects; None for others.
-
-    It is JSON Lines where its first two lines are objects, or its only line is one with `field`.
-    """
-
-    def value(text: str) -> Any:
-        with suppress(ValueError, RecursionError):
-            return json.loads(text)
-
-    lines = (line for _, line in read_lines(path) if line.strip())
-    first, second = value(next(lines, "")), value(next(lines, ""))
-    if isinstance(first, dict) and (isinstance(second, dict) or field in first):
+def _read_json(path: Path, field: str) -> Records | None:
+    try:
+        whole = json.loads(read_text(path))
+    except (ValueError, RecursionError):
         return read_json_lines(path)
-    whole = value(read_text(path))
-    records = [whole] if isinstance(whole, dict) and field in whole else whole
-    if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
-        return enumerate(records, 1)
-    return None
+    records = whole if isinstance(whole, list) else [whole]
+    is_text = not records or not all(isinstance(record, dict) and field in record for record in records)
+    return None if is_text else enumerate(records, 1)
 
 
-def read_table(path: Path) -> Records:
+def _read_table(path: Path) -> Records:
     """Yield the rows of a .csv, or of an unquoted .tsv; the first line names the columns.
 
     Raises DataError for a row with more or fewer fields than there are names, and for a repeated name.
     """
-    number, field_limit = 1, csv.field_size_limit(2**31 - 1)
-
-    def lines() -> Iterator[str]:
-        nonlocal number
-        for number, line in read_lines(path):  # noqa: B007 (errors name it)
-            yield line
-
-    split = (line.rstrip("\r\n").split("\t") for line in lines() if line.strip())
-    rows = split if bare_suffix(path) == ".tsv" else filter(None, csv.reader(lines(), strict=True))
+    csv.field_size_limit(2**31 - 1)  # a field may be a book
+    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
+    rows = ((reader.line_num, row) for row in reader if row)
+    if bare_suffix(path) == ".tsv":
+        rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in read_lines(path) if line.strip())
     try:
-        names = next(rows, [])
+        _, names = next(rows, (1, []))
         if len(set(names)) < len(names):
             raise DataError(f"{path}, line 1: columns must have different names, got {', '.join(map(repr, names))}")
-        for row in rows:
+        for number, row in rows:
             if len(row) != len(names):
-                raise DataError(
-                    f"{path}, line {number}: a row must have {len(names)} fields, got {len(row)}; quote them"
-                )
+                fields = f"a row must have {len(names)} fields, got {len(row)}"
+                raise DataError(f"{path}, line {number}: {fields}; quote them")
             yield number, dict(zip(names, row, strict=True))
     except csv.Error as error:
-        raise DataError(f"{path}, line {number}: not a table ({error})") from error
-    finally:
-        csv.field_size_limit(field_limit)
+        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
 
 
 def _read_parquet(path: Path, field: str) -> Records:
@@ -175,10 +167,9 @@ def _read_parquet(path: Path, field: str) -> Records:
     arrow, parquet = _package("pyarrow", path), _package("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(path) as file:
-            columns, rows = file.schema_arrow.names, 0
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field] if field in columns else columns):
-                yield from enumerate(batch.to_pylist(), rows + 1)
-                rows += batch.num_rows
+            columns = [field] if field in file.schema_arrow.names else None
+            batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error
 
@@ -198,19 +189,12 @@ def _text_of(record: dict[str, Any], place: str, field: str) -> str:
 
 def _file_documents(path: Path, field: str, limit: int | None) -> Iterator[str]:
     """Yield the documents of one file: the `field` of each record; other text whole, or its first bytes."""
-    suffix, records, unit = bare_suffix(path), None, "line"
-    if suffix in JSON_LINES:
-        records = read_json_lines(path)
-    elif suffix == ".json":
-        records = read_json(path, field)
-    elif suffix in (".csv", ".tsv"):
-        records = read_table(path)
-    elif suffix == ".parquet":
-        records, unit = _read_parquet(path, field), "row"
+    records = read_records(path, field)
     if records is None:
         yield read_text(path, limit=limit)
-    else:
-        yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
+        return
+    unit = "row" if bare_suffix(path) == ".parquet" else "line"
+    yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
 
 
 # --- sources
@@ -230,14 +214,14 @@ class Source:
         self._files: list[Path] = []
         path = Path(name)
         if name == "python":
-            self._kind = "python"
+            self._read = _python_documents
         elif name and _is_saved_dataset(path):
-            self._kind = "saved dataset"
+            self._read = partial(self._dataset_documents, _load_saved)
         elif name and (path.exists() or path.is_symlink()):
-            self._kind = "files"
+            self._read = self._files_documents
             self._files = [path] if path.is_file() else list(self._walk(path)) if path.is_dir() else []
         elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
-            self._kind = "hub dataset"
+            self._read = partial(self._dataset_documents, _load_from_hub)
         else:
             raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, OWNER/NAME")
 
@@ -246,15 +230,11 @@ class Source:
         """Bytes of the files on disk; None for other sources."""
         return sum(file.stat().st_size for file in self._files) if self._files else None
 
-    def documents(self, advance: Callable[[int], Any] = int) -> Iterator[str]:
-        """Yield the documents; raise DataError when not one of them has text.
-
-        `advance` is called with numbers of bytes that add up to `size`.
-        """
-        read = {"files": lambda: self._folder_documents(advance), "python": _python_documents}
+    def documents(self) -> Iterator[str]:
+        """Yield the documents; raise DataError when not one of them has text."""
         any_text = False
-        for text in read.get(self._kind, self._dataset_documents)():
-            any_text = any_text or not is_blank(text)
+        for text in self._read():
+            any_text = any_text or bool(text.strip())
             if self.max_bytes is not None and len(data := text.encode()) > self.max_bytes:
                 self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (--max-bytes)"
                 text = data[: self.max_bytes].decode(errors="ignore")
@@ -278,28 +258,23 @@ class Source:
             else:
                 yield path
 
-    def _folder_documents(self, advance: Callable[[int], Any]) -> Iterator[str]:
+    def _files_documents(self) -> Iterator[str]:
         """Yield the documents of each file; a folder's file that turns out to be no text is skipped."""
         for file in self._files:
-            remaining, begun = file.stat().st_size, False
+            begun = False
             try:
                 for text in _file_documents(file, self.text_field, self.max_bytes):
                     begun = True
                     yield text
-                    read = min(remaining, len(text))  # a compressed file has more text than bytes
-                    remaining -= read
-                    advance(read)
             except DataError as error:
                 must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingFieldError)
                 if begun or must_be_text or file == Path(self.name):
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
-            advance(remaining)
 
-    def _dataset_documents(self) -> Iterator[str]:
+    def _dataset_documents(self, load: Callable[[Any, str], Any]) -> Iterator[str]:
         """Yield the text of each row of a dataset, downloaded as it is read."""
         package, row = _package("datasets", self.name), 0
-        load = _load_saved if self._kind == "saved dataset" else _load_from_hub
         try:
             for row, record in enumerate(load(package, self.name), 1):
                 yield _text_of(dict(record), f"{self.name}, row {row}", self.text_field)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saf.errors import CompareError, InputError, SafWarning
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.model_facts import PARENT
 from saf.evaluate.paired import RESAMPLES, delta_of_windows, paired_answers, paired_hits
-from saf.evaluate.perplexity import TokenLosses, read_evaluation
+from saf.evaluate.perplexity import read_evaluation
 from saf.evaluate.recall import RECALL, gate_problem, read_recall
 from saf.evaluate.zero_shot import paired_tasks, read_zero_shot
 from saf.heads import EDITED
@@ -37,6 +38,7 @@ _BUDGETS = ("update_budget", "time_budget_seconds")
 """By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
 _QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
 """Settings of recall that decide the queries of a test, beside its tokens and pairs."""
+_PAIR = ("ordinary", "frozen")
 _SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
 
 
@@ -54,29 +56,45 @@ def compare_runs(
 ) -> Record:
     """Compare two finished runs by what both are measured by; the record is written to `out`/compare.json if given.
 
-    Runs of text give delta-PPL with its interval, update times, memory and the cost of freezing. `update_time_ratio` is
-    ordinary / frozen, of separate processes: above 1 the frozen arm is faster. `update_time_bound` is its limit if
-    frozen heads cost nothing; `update_time_caveat` says why the ratio is unclear, "" where it is clear. Runs finetuned
-    on questions give what `paired_answers` returns, runs of recall a list of tests, each as `paired_hits` returns it.
+    Runs of text give delta-PPL with its interval, update times and memory. `update_time_ratio` is ordinary / frozen, of
+    separate processes: above 1 the frozen arm is faster; `update_time_caveat` says why it is unclear, "" where it is
+    clear. Runs finetuned on questions give what `paired_answers` returns, runs of recall a list of tests, each as
+    `paired_hits` returns it.
 
     Raises:
         CompareError: The runs differ in more than the freezing (`allow_differences` allows all but other held-out
-            windows or questions), or the second run froze nothing.
+            windows or questions), or the second run of text froze nothing.
         InputError: A run has not ended, or its files are not those of its result.
     """
-    arms = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
-    measures = [measure_of(run) for run in arms]
-    if measures[0] != measures[1]:
-        raise InputError(
-            f"both runs must be measured alike, got {arms[0].folder} by {measures[0]} and {arms[1].folder} by "
-            f"{measures[1]}"
-        )
-    options = {"allow_differences": allow_differences}
-    if measures[0] == "perplexity":
-        record = _compare_perplexity(arms[0], arms[1], **options, resamples=resamples, seed=seed)
+    one, other = (run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen))
+    results = [run.finished_result() for run in (one, other)]
+    measure = measure_of(one)
+    if measure_of(other) != measure:
+        measures = f"{one.folder} by {measure} and {other.folder} by {measure_of(other)}"
+        raise InputError(f"both runs must be measured alike, got {measures}")
+    of_text = measure == "perplexity"
+    if of_text and other.arm == "ordinary":
+        raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
+    lines = differences(one, other) if of_text else list(_setting_differences(one, other))
+    _check_alike(lines, allow_differences=allow_differences)
+    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
+    kind = "comparison" if of_text else f"{measure}_comparison"
+    finals = [result["provenance"]["checkpoints"].get("final") for result in results]
+    record = {
+        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, finals, strict=True))),
+        "ordinary": str(one.folder),
+        "frozen": str(other.folder),
+        "heads": len(other.edited_heads),
+        "num_heads": other.num_heads,
+        "heads_by_kind": [run.head_counts for run in (one, other)],
+        "update_seconds": [(result["update_seconds"] or {}).get("median") for result in results],
+        "differences": lines,
+    }
+    if of_text:
+        record |= _compare_perplexity(one, other, resamples=resamples, seed=seed)
+        record["update_time_caveat"] = speed_caveat(record)
     else:
-        compare = {"answers": _compare_answers, "recall": _compare_recall}[measures[0]]
-        record = compare(arms[0], arms[1], **options)
+        record |= _compare_answers(one, other) if measure == "answers" else _compare_recall(one, other)
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
@@ -88,45 +106,19 @@ def measure_of(run: RecordedRun) -> str:
     return "answers" if has_answers(run) else "recall" if "recall" in result else "perplexity"
 
 
-def _compare_perplexity(
-    ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool, resamples: int, seed: int
-) -> Record:
-    results = [run.finished_result() for run in (ordinary, frozen)]
-    if frozen.arm == "ordinary":
-        raise CompareError(f"{frozen.folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    lines = differences(ordinary, frozen)
-    _check_alike(lines, allow_differences=allow_differences)
+def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
     (record, losses), (other, frozen_losses) = map(_final_evaluation, (ordinary, frozen))
     if record["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
-    finals = (result["provenance"]["checkpoints"].get("final") for result in results)
-    heads, num_heads = len(frozen.edited_heads), frozen.num_heads
-    comparison = {
-        **result_header(
-            "comparison",
-            {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
-            checkpoints=dict(zip(("ordinary", "frozen"), finals, strict=True)),
-            data={record["partition"]: record["data_fingerprint"]},
-        ),
-        "ordinary": str(ordinary.folder),
-        "frozen": str(frozen.folder),
-        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
+    return {
+        **delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed),
         **compare_update_times(ordinary, frozen),
-        "peak_memory_ordinary": results[0].get("peak_memory_bytes"),
-        "peak_memory_frozen": results[1].get("peak_memory_bytes"),
-        "heads": heads,
-        "num_heads": num_heads,
-        "intervention_seconds": (results[1].get("intervention") or {}).get("seconds"),
-        "run_seconds_ordinary": {clock: ordinary.seconds(clock) for clock in ("everything", "warm")},
-        "run_seconds_frozen": {clock: frozen.seconds(clock) for clock in ("everything", "warm")},
-        "missing": {name: run.missing for name, run in (("ordinary", ordinary), ("frozen", frozen)) if run.missing},
-        "differences": lines,
-        "update_time_bound": free_heads_bound(heads, num_heads),
+        "peak_memory_ordinary": ordinary.finished_result().get("peak_memory_bytes"),
+        "peak_memory_frozen": frozen.finished_result().get("peak_memory_bytes"),
     }
-    return {**comparison, "update_time_caveat": speed_caveat(comparison)}
 
 
-def _final_evaluation(run: RecordedRun) -> tuple[Record, TokenLosses]:
+def _final_evaluation(run: RecordedRun) -> tuple[Record, Tensor]:
     """Read a run's evaluation; raise InputError unless its loss is that of result.json."""
     expected = run.finished_result()["report_loss"]
     record, losses = read_evaluation(run.folder)
@@ -138,26 +130,14 @@ def _final_evaluation(run: RecordedRun) -> tuple[Record, TokenLosses]:
     return record, losses
 
 
-def _compare_answers(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
-    answers = [read_answers(run) for run in (ordinary, frozen)]
-    changes = paired_answers(*answers)
-    lines = list(_setting_differences(ordinary, frozen))
-    _check_alike(lines, allow_differences=allow_differences)
+def _compare_answers(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     results = [run.finished_result() for run in (ordinary, frozen)]
-    return {
-        **_task_header("answers_comparison", ordinary, frozen, allow_differences=allow_differences),
-        "questions": len(answers[0]),
-        "accuracy": [result["accuracy"] for result in results],
-        "taken": [result["taken"] for result in results],
-        "answers": results[0]["answers"],
-        **changes,
-        "differences": lines,
-    }
+    shown: Record = {name: [result[name] for result in results] for name in ("accuracy", "taken")}
+    shown |= {name: results[0][name] for name in ("questions", "answers")}
+    return {**shown, **paired_answers(read_answers(ordinary), read_answers(frozen))}
 
 
-def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
-    lines = list(_setting_differences(ordinary, frozen))
-    _check_alike(lines, allow_differences=allow_differences)
+def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
     if others := [name for name in _QUERIES if left.get(name) != right.get(name)]:
         words = "; ".join(f"mqar.{name} is {left.get(name)!r} and {right.get(name)!r}" for name in others)
@@ -167,12 +147,10 @@ def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun, *, allow_differe
     runs = {"ordinary": ordinary, "frozen": frozen}
     problems = {name: gate_problem(run.finished_result()["recall"]) for name, run in runs.items()}
     return {
-        **_task_header("recall_comparison", ordinary, frozen, allow_differences=allow_differences),
         "tests": tests.pop(None),
         "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
         "not_learnt": {name: words for name, words in problems.items() if words},
         "without_hits": [str(run.folder) for run in runs.values() if not (run.folder / RECALL).is_file()],
-        "differences": lines,
     }
 
 
@@ -183,37 +161,18 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
     `paired_hits` need the hits of every example, and are None without. Raises CompareError where no test is shared.
     """
     first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
-    shared = [key for key in first if key in second]
-    if not shared:
-        names = [
-            "; ".join(f"{length} tokens with {n} pairs" for length, n in tests) or "none" for tests in (first, second)
-        ]
-        raise CompareError(f"the runs share no test of recall: one has {names[0]}, the other {names[1]}")
     results = []
-    for key in shared:
+    for key in [key for key in first if key in second]:
         one, other = first[key], second[key]
-        hits = [test.get("hits") for test in (one, other)]
         change: Record = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
-        if hits[0] is not None and hits[1] is not None:
-            change = paired_hits(hits[0], hits[1], one["pairs"])  # an example has a query for each of its pairs
+        if one.get("hits") is not None and other.get("hits") is not None:
+            change = paired_hits(one["hits"], other["hits"], one["pairs"])  # an example has a query for each pair
         accuracy = [one["accuracy"], other["accuracy"]]
         same = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
         results.append({**same, "accuracy": accuracy, **change, "difference": accuracy[1] - accuracy[0]})
+    if not results:
+        raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
     return results
-
-
-def _task_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow_differences: bool) -> Record:
-    pair = {"ordinary": ordinary, "frozen": frozen}
-    results = {name: run.finished_result() for name, run in pair.items()}
-    finals = {name: result["provenance"]["checkpoints"].get("final") for name, result in results.items()}
-    return {
-        **result_header(kind, {"allow_differences": allow_differences}, checkpoints=finals),
-        **{name: str(run.folder) for name, run in pair.items()},
-        "arms": [run.arm for run in pair.values()],
-        "heads": [len(run.edited_heads) for run in pair.values()],
-        "heads_by_kind": [run.head_counts for run in pair.values()],
-        "update_seconds": [(result["update_seconds"] or {}).get("median") for result in results.values()],
-    }
 
 
 # --- differences of runs
@@ -222,10 +181,7 @@ def _task_header(kind: str, ordinary: RecordedRun, frozen: RecordedRun, *, allow
 def _check_alike(lines: Sequence[str], *, allow_differences: bool) -> None:
     if lines and not allow_differences:
         listed = "\n  ".join(lines)
-        raise CompareError(
-            f"these runs differ in more than the freezing:\n  {listed}\n"
-            "Run both with the same settings, or allow the differences (--allow-differences)"
-        )
+        raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
@@ -233,15 +189,14 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     parents = {(run.config.get("parent") or {}).get("hash") for run in (ordinary, frozen)}
     budgets = [any(run.config["train"].get(name) for name in _BUDGETS) for run in (ordinary, frozen)]
     matched = len(parents) == 1 and None not in parents and all(budgets)
-    lines = list(
-        _setting_differences(ordinary, frozen, without=[f"train.{name}" for name in _BUDGETS] if matched else ())
-    )
+    without = [f"train.{name}" for name in _BUDGETS] if matched else []
     pairs = {"device": (ordinary.config.get("device"), frozen.config.get("device"))}
     for key in () if matched else ("updates", "tokens"):
         pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))
     for key in ("partition", "length", "precision", "data_fingerprint"):
         pairs[f"evaluation {key}"] = ((ordinary.evaluation or {}).get(key), (frozen.evaluation or {}).get(key))
-    return [*lines, *_difference_lines(pairs), *_parent_difference(ordinary, frozen)]
+    settings = _setting_differences(ordinary, frozen, without=without)
+    return [*settings, *_difference_lines(pairs), *_parent_difference(ordinary, frozen)]
 
 
 def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Sequence[str] = ()) -> Iterator[str]:
@@ -306,24 +261,24 @@ def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
         for run in (ordinary, frozen)
     )
     common = sorted(own.keys() & other.keys())
-    spreads = [quantiles([arm[update] for update in common]) if common else None for arm in (own, other)]
-    medians = [spread and spread[1] for spread in spreads]
+    (low, median, high), (low_frozen, median_frozen, high_frozen) = (
+        _quantiles([arm[update] for update in common]) for arm in (own, other)
+    )
     enough = len(common) >= _MINIMUM_TIMED_UPDATES
     return {
-        "update_seconds_ordinary": medians[0],
-        "update_seconds_frozen": medians[1],
-        "update_time_ratio": medians[0] / medians[1] if enough and medians[0] and medians[1] else None,
-        "update_seconds_spread_ordinary": spreads[0] and [spreads[0][0], spreads[0][2]],
-        "update_seconds_spread_frozen": spreads[1] and [spreads[1][0], spreads[1][2]],
+        "update_seconds_ordinary": median,
+        "update_seconds_frozen": median_frozen,
+        "update_time_ratio": median / median_frozen if enough and median and median_frozen else None,
+        "update_seconds_spread_ordinary": [low, high] if common else None,
+        "update_seconds_spread_frozen": [low_frozen, high_frozen] if common else None,
         "timed_updates": [common[0], common[-1]] if common else None,
     }
 
 
-def quantiles(seconds: list[float]) -> tuple[float, float, float]:
-    """Compute the 20th percentile, median and 80th percentile."""
+def _quantiles(seconds: list[float]) -> list[Any]:
+    """Compute the 20th percentile, median and 80th percentile; None each of nothing."""
     shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    low, middle, high = torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist()
-    return low, middle, high
+    return torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist() if seconds else [None] * 3
 
 
 def speed_caveat(record: Mapping[str, Any]) -> str:
@@ -361,8 +316,7 @@ def compare_folders(
 
     Each part is None where not both folders have it; raises InputError where neither part is shared.
     """
-    options = {"allow_differences": allow_differences}
-    changes = tasks = None
+    options, changes, tasks = {"allow_differences": allow_differences}, None, None
     if _both_have(ordinary, frozen, perplexity.EVALUATION):
         changes = compare_evaluations(ordinary, frozen, **options, resamples=resamples, seed=seed)
     if _both_have(ordinary, frozen, zero_shot.FILES[0]):
@@ -395,19 +349,14 @@ def compare_evaluations(
         InputError: A file is missing or damaged.
     """
     (record, losses), (other, frozen_losses) = read_evaluation(ordinary), read_evaluation(frozen)
-    for name in ("length", "data_fingerprint", "bos", "windows_hash", "precision"):
-        if record.get(name) != other.get(name):
-            raise CompareError(
-                f"the evaluations differ in {name}: {record.get(name)} in {ordinary}, {other.get(name)} in {frozen}; "
-                "evaluate both alike"
-            )
+    names = ("length", "data_fingerprint", "bos", "windows_hash", "precision")
+    _check_same({name: (record.get(name), other.get(name)) for name in names}, (ordinary, frozen))
     settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
     return {
         **_evaluation_header("comparison", settings, (ordinary, frozen), (record, other)),
         "length": record["length"],
         "precision": record["precision"],
-        **delta_of_windows(losses.windows, frozen_losses.windows, resamples=resamples, seed=seed),
-        **_check_models((record, other), (ordinary, frozen), allow_differences=allow_differences),
+        **delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed),
     }
 
 
@@ -420,80 +369,58 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
         InputError: A file is missing or damaged.
     """
     (one, answers), (other, frozen_answers) = read_zero_shot(ordinary), read_zero_shot(frozen)
-    same = {"tasks": lambda record: sorted(record["tasks"]), "precision": lambda record: record["precision"]}
-    same["versions"] = lambda record: {name: task["version"] for name, task in record["tasks"].items()}
+    same = {"tasks": tuple(sorted(record["tasks"]) for record in (one, other))}
+    same["precision"] = (one["precision"], other["precision"])
+    versions = ({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
+    same["versions"] = tuple(versions)
     if any(answer["shortened"] for each in (answers, frozen_answers) for task in each.values() for answer in task):
-        same["longest"] = lambda record: record["longest"]
-    for name, value in same.items():
-        left, right = value(one), value(other)
-        if left != right:
-            remedy = f" (saf evaluate --length {min(left, right)})" if name == "longest" else ""
-            raise CompareError(
-                f"the evaluations differ in {name}: {left} in {ordinary}, {right} in {frozen}; evaluate both "
-                f"alike{remedy}"
-            )
-    facts = _check_models((one, other), (ordinary, frozen), allow_differences=allow_differences)
+        same["longest (--length)"] = (one["longest"], other["longest"])
+    _check_same(same, (ordinary, frozen))
     settings = {"allow_differences": allow_differences}
     changes = paired_tasks(
         {name: (one["tasks"][name], answers[name]) for name in one["tasks"]},
         {name: (other["tasks"][name], frozen_answers[name]) for name in one["tasks"]},
     )
-    return {
-        **_evaluation_header("zero_shot_comparison", settings, (ordinary, frozen), (one, other)),
-        **changes,
-        **facts,
-    }
+    return {**_evaluation_header("zero_shot_comparison", settings, (ordinary, frozen), (one, other)), **changes}
+
+
+def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | str]) -> None:
+    for name, (one, other) in pairs.items():
+        if one != other:
+            values = f"{one} in {folders[0]}, {other} in {folders[1]}"
+            raise CompareError(f"the evaluations differ in {name}: {values}; evaluate both alike")
 
 
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
-    models = (record["provenance"]["checkpoints"].get("model") for record in records)
-    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
-    checkpoints: Record = dict(zip(("ordinary", "frozen"), models, strict=True))
-    head = result_header(kind, settings, checkpoints=checkpoints, data=data)
-    return {**head, "ordinary": str(folders[0]), "frozen": str(folders[1])}
+    """The entries about the two models of evaluations.
 
-
-def _check_models(records: Sequence[Record], folders: Sequence[Path | str], *, allow_differences: bool) -> Record:
-    """Compare the models of two evaluations.
-
-    Returns:
-        `differences`, a line for each that is not the freezing; `made_from`, whether the frozen model was made from the
-        ordinary one, or both from a third, None where no file says; `heads_by_kind`, how many heads of each are frozen
-        and pruned, where their attention is known.
+    `differences` has a line for each that is not the freezing; `made_from` says whether the frozen model was made from
+    the ordinary one, or both from a third, None where no file says; `heads_by_kind` counts frozen and pruned heads.
 
     Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
     """
     ordinary, frozen = (record.get("of") or {} for record in records)
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
-    edited = [sum(count.values()) for count in counts]
-    if "heads_by_layer" in frozen and not edited[1]:
-        swapped = f", and that of {folders[0]} has {edited[0]}" if edited[0] else ""
-        raise CompareError(
-            f"the model of {folders[1]} has no frozen or pruned heads{swapped}; give the ordinary model first"
-        )
-    lines = []
-    if ordinary and frozen:
-        lines = [
-            f"{name}: {ordinary.get(name)} in the ordinary model, {frozen.get(name)} in the frozen one"
-            for name in _SHAPE
-            if ordinary.get(name) != frozen.get(name)
-        ]
+    if "heads_by_layer" in frozen and not any(counts[1].values()):
+        raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; give the ordinary model first")
+    shape = _SHAPE if ordinary and frozen else ()
+    lines = list(_difference_lines({name: (ordinary.get(name), frozen.get(name)) for name in shape}))
     own, origins = (_hashes(record) for record in records)
     origins = {role: value for role, value in origins.items() if role != "model"}
     made_from = bool(set(origins.values()) & set(own.values())) if origins and own else None
     if made_from is False:
-        model = own.get("model", "not recorded")[:12]
-        lines.append(
-            f"parent: the frozen model was made from {origins[PARENT][:12]}, neither the ordinary model ({model}) nor "
-            "its origin"
-        )
-    if lines and not allow_differences:
-        listed = "\n  ".join(lines)
-        raise CompareError(
-            f"the models of {folders[0]} and {folders[1]} differ in more than the freezing:\n  {listed}\n"
-            "Evaluate the model that heads were frozen in, or allow the differences (--allow-differences)"
-        )
-    return {"differences": lines, "made_from": made_from, "heads_by_kind": counts}
+        lines.append(f"parent: the frozen model was made from {origins[PARENT][:12]}, which is not the ordinary model")
+    _check_alike(lines, allow_differences=settings["allow_differences"])
+    models = (record["provenance"]["checkpoints"].get("model") for record in records)
+    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
+    return {
+        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, models, strict=True)), data=data),
+        "ordinary": str(folders[0]),
+        "frozen": str(folders[1]),
+        "differences": lines,
+        "made_from": made_from,
+        "heads_by_kind": counts,
+    }
 
 
 def _hashes(record: Record) -> dict[str, str]:

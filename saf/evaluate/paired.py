@@ -28,29 +28,20 @@ def paired_delta_ppl(
 ) -> dict[str, Any]:
     """Compute delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
 
-    Each resample draws windows with replacement, the same for both models, so that the hardness of a window cancels.
-    Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training seeds.
-
-    Args:
-        log_probs_ordinary: Log-probability of each target token, `[windows, T]`, nats, windows in the text's order.
-        log_probs_frozen: The same windows under the other model, `[windows, T]`, nats.
-        resamples: Number of bootstrap draws.
-        seed: Seed of the draws' own generator.
-
-    Raises:
-        CompareError: Different windows.
-        InputError: Empty or non-finite log-probabilities, or fewer than one resample.
-        DivergenceError: A loss whose perplexity is past the largest float.
+    Log-probabilities are of target tokens of the same windows, `[windows, T]` in nats, windows in the text's order. See
+    `delta_of_windows`; raises InputError for log-probabilities that are empty or not finite, too.
     """
-    if log_probs_ordinary.shape != log_probs_frozen.shape or log_probs_ordinary.ndim != 2:
-        shapes = f"{list(log_probs_ordinary.shape)} and {list(log_probs_frozen.shape)}"
-        raise CompareError(f"log-probabilities must both be [windows, T] of the same windows, got {shapes}")
     ordinary, frozen = window_losses(log_probs_ordinary), window_losses(log_probs_frozen)
     return delta_of_windows(ordinary, frozen, resamples=resamples, seed=seed)
 
 
 def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
-    """Compute the same as `paired_delta_ppl` from mean losses of the same windows, `[windows]` float64 nats."""
+    """Compute delta-PPL% with its 95% interval from mean losses of the same windows, `[windows]` float64 nats.
+
+    Each of `resamples` draws takes windows with replacement, the same for both models, so that the hardness of a window
+    cancels. Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training
+    seeds. Raises CompareError for different windows, DivergenceError for a perplexity past the largest float.
+    """
     if ordinary.shape != frozen.shape:
         raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())

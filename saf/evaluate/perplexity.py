@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from saf.records.result import read_result, result_header
 EVALUATION, LOG_PROBS = "evaluation.json", "log_probs.safetensors"
 FILES = (EVALUATION, LOG_PROBS)
 """Files that an evaluation writes."""
-_STEPS = 65_534
-"""One fewer than 16 bits hold: the rounding error of the token before may add one."""
 
 
 def evaluate_perplexity(
@@ -109,9 +106,8 @@ def evaluate_perplexity(
     header = {"device": device_name(device), "checkpoints": checkpoints, "data": {partition: data.fingerprint}}
 
     def write() -> dict[str, Any]:
-        losses = TokenLosses.of(log_probs, tokens=tokens)
         written = {**result_header("evaluation", settings, **header), **record, "of": model_facts(model)}
-        written |= {"log_probs_sha256": losses.write(Path(out))} | ({"log_probs_step": losses.step} if tokens else {})
+        written["log_probs_sha256"] = write_losses(Path(out), log_probs, tokens=tokens)
         write_json(Path(out) / EVALUATION, written)
         return written
 
@@ -131,15 +127,22 @@ def _check_settings(language: Any, data: TokenData, *, length: int | None, batch
     if bos is not None and not 0 <= bos < (vocabulary or math.inf):
         raise InputError(f"bos must be a token of the model, which has {vocabulary:,}, got {bos}")
     if vocabulary is not None and data.vocab_size > vocabulary:
-        raise DataError(
-            f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}; prepare data with the "
-            "model's tokenizer"
-        )
+        ids = f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}"
+        raise DataError(f"{ids}; prepare data with the model's tokenizer")
     return length
 
 
-def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], "TokenLosses"]:
-    """Read evaluation.json and the losses of its windows and tokens.
+def write_losses(folder: Path, log_probs: Tensor, *, tokens: bool = True) -> str:
+    """Write the losses of an evaluation, by log-probabilities `[W, T]`, into a folder and return the file's SHA-256.
+
+    The file holds mean losses of windows, `windows [W]` float64 in nats, and with `tokens` every token's `log_probs`.
+    """
+    tensors = {"windows": window_losses(log_probs)} | ({"log_probs": log_probs.float()} if tokens else {})
+    return file_hash(write_tensors(folder / LOG_PROBS, tensors))
+
+
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
+    """Read evaluation.json and the mean losses of its windows, `[W]` float64 in nats.
 
     Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
     """
@@ -148,9 +151,7 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], "TokenLosses"]:
     if "log_probs_sha256" not in record:
         raise InputError(f"{table} has no SHA-256 of {values.name}; run `saf evaluate` again and take both files")
     check_file(values, sha256=record["log_probs_sha256"])
-    losses = TokenLosses.read(values)
-    losses.check(values, windows=record["windows"], length=record["length"], loss=record["loss"])
-    return record, losses
+    return record, read_tensors(values)["windows"]
 
 
 def losses_by_position(log_probs: Tensor) -> list[list[float]]:
@@ -169,82 +170,3 @@ def hash_windows(windows: Tensor) -> str:
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class TokenLosses:
-    """The losses of one evaluation, in nats, stored in two bytes a token.
-
-    A token's loss is a 16-bit number of steps above the smallest loss, each 1/65534 of the range of all losses. The
-    rounding error goes to the next token of the window. So a token is off by less than one step (4e-4 nats, for losses
-    up to 25), and the mean of a window of `T` tokens by half a step over `T` (5e-8 nats at 4,096). float16 would be
-    off by up to 4e-3 nats a token. The means of windows before rounding are stored too: what is computed from them
-    equals what float32 log-probabilities give, bit for bit.
-    """
-
-    windows: Tensor
-    """Mean loss of each window before rounding, `[windows]` float64."""
-    steps: Tensor | None = None
-    """Loss of each token in steps above `smallest`, `[windows, T]` uint16; None where windows alone are stored."""
-    smallest: float = 0.0
-    step: float = 0.0
-    """Nats of one step."""
-
-    @classmethod
-    def of(cls, log_probs: Tensor, *, tokens: bool = True) -> "TokenLosses":
-        """Round log-probabilities `[windows, T]`, or without `tokens` average the windows alone.
-
-        Raises InputError for values that are not finite, or none.
-        """
-        windows = window_losses(log_probs)
-        if not tokens:
-            return cls(windows)
-        losses = -log_probs.detach().double()
-        smallest = float(losses.min())
-        step = (float(losses.max()) - smallest) / _STEPS or 1.0  # equal losses have no range; any step will do
-        sums = ((losses - smallest).cumsum(dim=1) / step).round()
-        steps = sums.diff(dim=1, prepend=torch.zeros_like(sums[:, :1]))
-        return cls(windows, steps.to(torch.uint16), smallest, step)
-
-    @property
-    def log_probs(self) -> Tensor:
-        """Every token's log-probability to within one step, `[windows, T]` float64, nats."""
-        if self.steps is None:
-            raise InputError(
-                "this evaluation has the losses of windows alone; run `saf evaluate`, or train with --token-losses"
-            )
-        return -(self.smallest + self.step * self.steps.double())
-
-    def write(self, folder: Path) -> str:
-        """Write the file into a folder and return its SHA-256."""
-        tensors = {"windows": self.windows}
-        if self.steps is not None:
-            scale = torch.tensor([self.smallest, self.step], dtype=torch.float64)
-            tensors |= {"steps": self.steps, "scale": scale}
-        return file_hash(write_tensors(folder / LOG_PROBS, tensors))
-
-    @classmethod
-    def read(cls, path: Path) -> "TokenLosses":
-        """Read what `write` wrote; raise InputError when it holds anything else."""
-        tensors = read_tensors(path)
-        shapes = {name: tensor.ndim for name, tensor in tensors.items()}
-        if shapes == {"windows": 1}:
-            return cls(tensors["windows"])
-        if shapes != {"windows": 1, "steps": 2, "scale": 1} or len(tensors["scale"]) != 2:
-            raise InputError(f"{path} must hold windows [W], steps [W, T] and scale [2], got {shapes or 'nothing'}")
-        smallest, step = tensors["scale"].tolist()
-        return cls(tensors["windows"], tensors["steps"], smallest, step)
-
-    def check(self, path: Path, *, windows: int, length: int, loss: float) -> None:
-        """Raise InputError unless windows and tokens are as many as were recorded and give the recorded mean loss."""
-        shape = [len(self.windows), length] if self.steps is None else [*self.steps.shape]
-        if shape != [windows, length] or len(self.windows) != windows:
-            raise InputError(f"{path} must hold log-probabilities {[windows, length]} as recorded, got {shape}")
-        exactly = 1e-12 * max(1.0, abs(loss))  # float64 sums in another order
-        mean, error = float(self.windows.mean()), 0.0
-        if self.steps is not None:
-            error = float((self.windows + self.log_probs.mean(dim=1)).abs().max())
-        if abs(mean - loss) > exactly or error > self.step / (2 * length) + exactly:
-            raise InputError(
-                f"{path} gives a mean loss of {mean:.9f}, {EVALUATION} records {loss:.9f}: not one evaluation"
-            )

@@ -17,7 +17,6 @@ from saf.machine import autocast
 from saf.models import GPT
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
-from saf.records.table import Table
 
 RECALL = "recall.json"
 """Name of the file of accuracies by test in a run's folder."""
@@ -40,11 +39,9 @@ def answer_queries(
         DivergenceError: Outputs that are not finite.
     """
     queries = (targets != NO_TARGET).sum(1)
-    if inputs.shape != targets.shape or inputs.dim() != 2 or not len(queries) or not int(queries.min()):
-        raise InputError(
-            "inputs and targets must both be [examples, length] with a query, a target that is not -100, in each, got "
-            f"{list(inputs.shape)} and {list(targets.shape)}"
-        )
+    if inputs.shape != targets.shape or not len(queries) or not int(queries.min()):
+        shapes = f"{list(inputs.shape)} and {list(targets.shape)}"
+        raise InputError(f"inputs and targets must both be [examples, length], a query in each, got {shapes}")
     device = model.embed.weight.device
 
     def answer(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -85,9 +82,7 @@ def read_recall(run: RecordedRun) -> dict[int | None, list[dict[str, Any]]]:
         recorded, path = report["recall"]["tests"], folder / RECALL
         answers[update] = read_json(path)["tests"] if path.is_file() else recorded
         if list(map(without_hits, answers[update])) != recorded:
-            raise InputError(
-                f"{path} holds other answers than result.json; restore it, or move it away to compare without intervals"
-            )
+            raise InputError(f"{path} holds other answers than result.json; restore it, or move it away")
     return answers
 
 
@@ -103,22 +98,3 @@ def gate_problem(recall: Mapping[str, Any]) -> str | None:
         f"the task is not learnt: {100 * recall['gate_accuracy']:.1f}% of the development queries are answered "
         f"{model}; the ordinary arm must answer {100 * recall['gate']:g}% before others are compared with it"
     )
-
-
-def recall_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
-    if "recall" not in result:
-        return []
-    rows = [
-        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
-        for one in result["recall"]["tests"]
-    ]
-    tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
-    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
-        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
-        rows = [
-            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
-            for each in zip(*reports.values(), strict=True)
-        ]
-        tables.append(Table.of("queries answered, %, by updates", columns, rows))
-    return tables

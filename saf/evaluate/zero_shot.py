@@ -10,7 +10,6 @@ from saf.evaluate.answers import summary
 from saf.evaluate.paired import holm, paired_answers
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import read_result, result_header
-from saf.records.table import Table
 
 FILES = ("zero_shot.json", "zero_shot.jsonl")
 """Files that an evaluation writes: its record, and every question's answer, a line each."""
@@ -98,38 +97,3 @@ def paired_tasks(ordinary: AnswersByTask, frozen: AnswersByTask) -> dict[str, An
     for task, value in zip(tasks.values(), corrected, strict=True):
         task["p_holm"] = value
     return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
-
-
-def zero_shot_tables(record: Mapping[str, Any]) -> list[Table]:
-    """Tabulate one evaluation: accuracies, and how often each choice is taken, a row a task."""
-    rows = []
-    for name, task in record["tasks"].items():
-        norm = task.get("accuracy_norm")
-        accuracy = f"{100 * task['accuracy']:.2f} ± {100 * task['standard_error']:.2f}"
-        rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
-    notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
-    if cut := sum(task["shortened"] for task in record["tasks"].values()):
-        notes.append(f"Questions longer than {record['longest']:,} tokens, cut at the beginning: {cut:,}.")
-    columns = ["task", "questions", "accuracy, %", "by characters, %"]
-    taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
-    return [Table.of("Zero-shot tasks", columns, rows, notes).used(), choice_counts(record["tasks"], taken)]
-
-
-def choice_counts(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Tabulate how often each choice is right, and how often models take it: `taken` by model, then by task."""
-    rows = [
-        [name, counts_text(task["answers"], task["labels"])]
-        + [counts_text(of[name], task["labels"]) for of in taken.values()]
-        for name, task in tasks.items()
-    ]
-    return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
-
-
-def counts_text(counts: Mapping[str, int], labels: Sequence[str]) -> str:
-    """Show how often each choice was taken, by its name, else by its letter.
-
-    >>> counts_text({"0": 3, "1": 1}, ("no", "yes")), counts_text({"0": 3, "3": 1}, ())
-    ('no 3, yes 1', 'A 3, D 1')
-    """
-    names = labels or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return ", ".join(f"{names[int(number)]} {count:,}" for number, count in counts.items())

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, speed_caveat, was_busy
-from saf.evaluate.compare_tables import (
+from saf.evaluate.tables import (
     ArmComparison,
     arm_colours,
     arm_names,
@@ -20,8 +20,8 @@ from saf.evaluate.compare_tables import (
     compare_all,
     model_notes,
     pair_tables,
+    recall_tables,
 )
-from saf.evaluate.recall import recall_tables
 from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect
 from saf.models.description import STATE

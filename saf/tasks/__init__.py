@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from saf.tasks.base import MicroBatches, Task, TaskSettings
-from saf.tasks.mqar import MQARSettings, MQARSource, MQARTask
+from saf.tasks.base import Task, TaskSettings
+from saf.tasks.mqar import MQARSettings, MQARTask
 from saf.tasks.multiple_choice import LAYOUTS, FinetuneSettings, FinetuneTask
 from saf.tasks.text import TextTask
 
@@ -19,9 +19,7 @@ __all__ = [
     "FinetuneSettings",
     "FinetuneTask",
     "MQARSettings",
-    "MQARSource",
     "MQARTask",
-    "MicroBatches",
     "Task",
     "TaskSettings",
     "TextTask",

@@ -4,7 +4,7 @@ A run assumes no text: its position in the data, and what must be equal to conti
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,34 +34,6 @@ class TaskSettings(Protocol):
     token_losses: bool
     finetuning: Any
     mqar: Any
-
-
-class MicroBatches(Protocol):
-    """Micro-batches, one after the other."""
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets, each `[sequences, length]`, on the device; -100 is no target."""
-        ...
-
-
-class Prefetcher:
-    """The micro-batches that follow a position (sequences consumed so far), one fetched ahead."""
-
-    def __init__(self, make: Callable[[int], Tensor], *, position: int, step: int, device: torch.device):
-        """`make` returns inputs and targets `[2, sequences, length]` from a position on; the next is `step` later."""
-        self._make, self._position, self._step, self._device = make, position, step, device
-        self._next = self._fetch()
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """The next inputs and targets, on the device."""
-        inputs, targets = self._next
-        self._next = self._fetch()
-        return inputs, targets
-
-    def _fetch(self) -> Tensor:
-        batch = self._make(self._position)
-        self._position += self._step
-        return batch.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else batch
 
 
 class Task(ABC):
@@ -107,14 +79,25 @@ class Task(ABC):
     def batch(self, position: int, size: int) -> Tensor:
         """Inputs and targets `[2, size, length]` of the training sequences from `position` on; -100 is no target."""
 
-    def training(self, update: int, device: torch.device, *, first: int = 0, every: int = 1) -> Prefetcher:
-        """The micro-batches that follow `update` updates: number `first`, from 0, and then each `every`.
+    def training(
+        self, update: int, device: torch.device, *, first: int = 0, every: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches after `update` updates on a device: number `first`, from 0, and then each `every`.
 
-        So several processes share them out, and see together what one would see.
+        So several processes share them out, and see together what one would see. One is fetched ahead.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
-        return Prefetcher(lambda place: self.batch(place, size), position=position, step=every * size, device=device)
+
+        def fetch(position: int) -> Tensor:
+            batch = self.batch(position, size)
+            return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+
+        ahead = fetch(position)
+        while True:
+            position += every * size
+            (inputs, targets), ahead = ahead, fetch(position)
+            yield inputs, targets
 
     @abstractmethod
     def calibration(self) -> Sequence[Batch]:
@@ -130,6 +113,10 @@ class Task(ABC):
     @abstractmethod
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Loss that decisions during a run read, nats per target: of `eval_windows` sequences, or of some batches."""
+
+    def controller_count(self, batches: int | None) -> int:
+        """Sequences of `controller_loss`."""
+        return self.settings.eval_windows if batches is None else batches * self.settings.batch_size
 
     @abstractmethod
     def report(
@@ -157,9 +144,7 @@ class Task(ABC):
                 f"{path} was trained on other data: fingerprint {state['data_fingerprint'][:16]}, this run's is "
                 f"{self.fingerprint[:16]}; use the data, settings and seed it had, or its weights alone (fresh)"
             )
-        used = state["sampler_position"] // max(state["update"], 1)
         if state["sampler_position"] != state["update"] * self.windows_per_update:
-            raise InputError(
-                f"batch_size x accumulation must be {used} as in {path}, got {self.settings.batch_size} x "
-                f"{self.settings.accumulation}; the data continue where they stopped"
-            )
+            used = state["sampler_position"] // max(state["update"], 1)
+            sizes = f"{self.settings.batch_size} x {self.settings.accumulation}"
+            raise InputError(f"batch_size x accumulation must be {used} as in {path}, got {sizes}")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from saf.data.loader import generator
 from saf.distributed import on_rank0
 from saf.errors import InputError, SafWarning
 from saf.evaluate.answers import NO_TARGET
@@ -42,66 +43,6 @@ class Stream(IntEnum):
     TEST = 2
     CALIBRATION = 3
     HELDOUT = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class MQARSource:
-    """Examples of associative recall; each is a pure function of seed, stream and number.
-
-    Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them: distances 1, 2, ... are
-    drawn without replacement by weights `distance ** (power - 1)`, in the order of the keys, so that none coincide.
-
-    >>> source = MQARSource(seed=0, length=16, pairs=2, vocabulary=32)
-    >>> inputs, targets = source.examples(Stream.TEST, [0])
-    >>> inputs.shape, int((targets != -100).sum())
-    (torch.Size([1, 16]), 2)
-    """
-
-    seed: int
-    length: int
-    """Tokens of a sequence, an even number."""
-    pairs: int
-    vocabulary: int = 8_192
-    power: float = 0.01
-    random_fill: bool = True
-
-    def __post_init__(self):
-        """Raise InputError for sequences that cannot hold the pairs and their queries, or settings out of range."""
-        if self.seed < 0:
-            raise InputError(f"a seed of mqar must be at least 0, got {self.seed}")
-        if self.pairs < 1 or self.length < 4 * self.pairs or self.length % 2:
-            raise InputError(
-                f"mqar needs an even length of at least 4 tokens a pair, got {self.length} for {self.pairs} pairs"
-            )
-        if self.vocabulary <= self.length or self.vocabulary // 2 - 1 < self.pairs:
-            raise InputError(
-                f"mqar.vocabulary must be larger than the length, {self.length}, and twice the pairs, got "
-                f"{self.vocabulary}"
-            )
-        if not 0 < self.power < float("inf"):
-            raise InputError(f"mqar.power must be a finite number above 0, got {self.power}")
-
-    def examples(self, stream: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the examples with these numbers, int64 `[examples, length]`; -100 is no target."""
-        inputs = np.empty((len(numbers), self.length), dtype=np.int64)
-        targets = np.full((len(numbers), self.length), NO_TARGET, dtype=np.int64)
-        for row, number in enumerate(numbers):
-            key, counter = np.array([self.seed, number], np.uint64), np.array([0, 0, 0, stream], np.uint64)
-            self._write(inputs[row], targets[row], np.random.Generator(np.random.Philox(key=key, counter=counter)))
-        return torch.from_numpy(inputs), torch.from_numpy(targets)
-
-    def _write(self, inputs: np.ndarray, targets: np.ndarray, draw: np.random.Generator) -> None:
-        """Fill a row of inputs and targets with an example."""
-        half, context = self.vocabulary // 2, 2 * self.pairs
-        keys = 1 + draw.choice(half - 1, size=self.pairs, replace=False)
-        values = half + draw.choice(self.vocabulary - half, size=self.pairs, replace=False)
-        distances = np.arange(1, (self.length - context) // 2 + 1)
-        # Arrival times of rates proportional to the weights: who comes first is a draw without replacement, in order.
-        arrivals = draw.exponential(size=len(distances)) * distances ** (1 - self.power)
-        queries = context + 2 * np.argsort(arrivals, kind="stable")[: self.pairs]
-        inputs[:] = draw.integers(self.vocabulary, size=self.length) if self.random_fill else 0
-        inputs[0:context:2], inputs[1:context:2] = keys, values
-        inputs[queries], targets[queries] = keys, values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,19 +73,26 @@ class MQARSettings:
     """Apply the gate to the answers of this finished run of the ordinary arm; without it, to the run's own answers."""
 
     def __post_init__(self):
-        """Raise InputError for the first setting that cannot be used."""
         for name in ("test_examples", "development"):
             if getattr(self, name) < 1:
                 raise InputError(f"mqar.{name} must be at least 1, got {getattr(self, name)}")
         if len(self.test_lengths) != len(self.test_pairs) or len(set(self.tests)) < len(self.tests):
-            raise InputError(
-                "mqar.test_lengths and mqar.test_pairs must name equally many different tests, got "
-                f"{self.test_lengths} and {self.test_pairs}"
-            )
+            tests = f"{self.test_lengths} and {self.test_pairs}"
+            raise InputError(f"mqar.test_lengths and test_pairs must name equally many different tests, got {tests}")
         if not 0 <= self.gate <= 1:
             raise InputError(f"mqar.gate must be a share in [0, 1], got {self.gate}")
+        if not 0 < self.power < float("inf"):
+            raise InputError(f"mqar.power must be a finite number above 0, got {self.power}")
         for length, pairs in ((self.length, self.pairs), *self.tests):
-            self.source(0, length=length, pairs=pairs)
+            self.check_fits(length, pairs)
+
+    def check_fits(self, length: int, pairs: int) -> None:
+        """Raise InputError for a sequence that cannot hold the pairs and their queries."""
+        if pairs < 1 or length < 4 * pairs or length % 2:
+            raise InputError(f"mqar needs an even length of at least 4 tokens a pair, got {length} for {pairs} pairs")
+        if self.vocabulary <= length or self.vocabulary // 2 - 1 < pairs:
+            least = f"larger than the length, {length}, and twice the pairs"
+            raise InputError(f"mqar.vocabulary must be {least}, got {self.vocabulary}")
 
     @property
     def tests(self) -> tuple[tuple[int, int], ...]:
@@ -158,10 +106,7 @@ class MQARSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
         """Build from `to_dict`'s form; raise TypeError for unknown names."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        return cls(**fields)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def within(self, context: int) -> "MQARSettings":
         """The same with those tests alone whose sequences a model of so many tokens takes."""
@@ -169,16 +114,39 @@ class MQARSettings:
         lengths, pairs = (tuple(test[part] for test in tests) for part in (0, 1))
         return replace(self, test_lengths=lengths, test_pairs=pairs)
 
-    def source(self, seed: int, *, length: int | None = None, pairs: int | None = None) -> MQARSource:
-        """Return the source of examples of one seed, by default of training's length and pairs."""
-        return MQARSource(
-            seed=seed,
-            length=self.length if length is None else length,
-            pairs=self.pairs if pairs is None else pairs,
-            vocabulary=self.vocabulary,
-            power=self.power,
-            random_fill=self.random_fill,
-        )
+    def examples(
+        self, stream: Stream, numbers: Sequence[int], *, seed: int, length: int | None = None, pairs: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the examples with these numbers, int64 `[examples, length]`; -100 is no target.
+
+        An example is a pure function of the settings, seed, stream and number; length and pairs are training's unless
+        given. Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them: distances 1,
+        2, ... are drawn without replacement by weights `distance ** (power - 1)`, in the order of the keys.
+
+        >>> inputs, targets = MQARSettings(vocabulary=32_768).examples(Stream.TEST, [0], seed=0, length=16, pairs=2)
+        >>> inputs.shape, int((targets != -100).sum())
+        (torch.Size([1, 16]), 2)
+        """
+        length, pairs = length or self.length, pairs or self.pairs
+        self.check_fits(length, pairs)
+        inputs = np.empty((len(numbers), length), dtype=np.int64)
+        targets = np.full((len(numbers), length), NO_TARGET, dtype=np.int64)
+        for row, number in enumerate(numbers):
+            self._write(inputs[row], targets[row], pairs, generator(stream, seed, number))
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def _write(self, inputs: np.ndarray, targets: np.ndarray, pairs: int, draw: np.random.Generator) -> None:
+        """Fill a row of inputs and targets with an example."""
+        length, half, context = len(inputs), self.vocabulary // 2, 2 * pairs
+        keys = 1 + draw.choice(half - 1, size=pairs, replace=False)
+        values = half + draw.choice(self.vocabulary - half, size=pairs, replace=False)
+        distances = np.arange(1, (length - context) // 2 + 1)
+        # Arrival times of rates proportional to the weights: who comes first is a draw without replacement, in order.
+        arrivals = draw.exponential(size=len(distances)) * distances ** (1 - self.power)
+        queries = context + 2 * np.argsort(arrivals, kind="stable")[:pairs]
+        inputs[:] = draw.integers(self.vocabulary, size=length) if self.random_fill else 0
+        inputs[0:context:2], inputs[1:context:2] = keys, values
+        inputs[queries], targets[queries] = keys, values
 
 
 class MQARTask(Task):
@@ -203,10 +171,8 @@ class MQARTask(Task):
             warnings.warn(message, SafWarning, stacklevel=3)
         longest = max((self.length, *self.mqar.test_lengths))
         if longest > length:
-            raise InputError(
-                f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}; name shorter ones with "
-                "mqar.length and mqar.test_lengths, or give the run a length that holds them"
-            )
+            has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
+            raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or give the run a larger length")
 
     @property
     def fingerprint(self) -> str:
@@ -219,16 +185,15 @@ class MQARTask(Task):
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         """Raise InputError when the context cannot hold the pairs, or the ordinary arm has no answers yet."""
         if calibrates or scores_outputs:
-            self._fixed(Stream.CALIBRATION, 1, self._even_context)
+            self.mqar.check_fits(self._even_context, self.mqar.pairs)
         if self.mqar.ordinary and not (Path(self.mqar.ordinary) / RECALL).is_file():
             raise InputError(
                 f"mqar.ordinary must be a finished run of recall, got {self.mqar.ordinary} without {RECALL}"
             )
 
     def batch(self, position: int, size: int) -> Tensor:
-        """The training examples from `position` on."""
-        source = self.mqar.source(self.settings.seed)
-        return torch.stack(source.examples(Stream.TRAINING, range(position, position + size)))
+        numbers = range(position, position + size)
+        return torch.stack(self.mqar.examples(Stream.TRAINING, numbers, seed=self.settings.seed))
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Sequences of the model's context, with `targets` at queries alone, by which gates on heads are measured."""
@@ -237,14 +202,12 @@ class MQARTask(Task):
         return [{"input_ids": inputs, "targets": targets} for inputs, targets in batches]
 
     def heldout(self) -> list[Tensor]:
-        """Other sequences of the model's context."""
         inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._even_context)
         return list(inputs.split(self.settings.batch_size))
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Loss at the queries of development sequences, nats per query: of `eval_windows` of them, or of batches."""
-        count = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
-        return self._develop(model, execution, count)["loss"]
+        return self._develop(model, execution, self.controller_count(batches))["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
@@ -278,7 +241,6 @@ class MQARTask(Task):
         return {"report_loss": development["loss"], "recall": {**recall, **short}}
 
     def description(self) -> dict[str, Any]:
-        """The task's settings and fingerprint."""
         return {"folder": None, "fingerprint": self.fingerprint, "tokenizer": None, "mqar": self.mqar.to_dict()}
 
     @property
@@ -289,8 +251,7 @@ class MQARTask(Task):
     def _fixed(self, stream: Stream, count: int, length: int, pairs: int | None = None) -> tuple[Tensor, Tensor]:
         """Examples that are the same for every seed of training."""
         pairs = self.mqar.pairs if pairs is None else pairs
-        source = self.mqar.source(TEST_SEED + length + pairs, length=length, pairs=pairs)
-        return source.examples(stream, range(count))
+        return self.mqar.examples(stream, range(count), seed=TEST_SEED + length + pairs, length=length, pairs=pairs)
 
     def _develop(self, model: GPT, execution: Execution, count: int) -> dict[str, Any]:
         """How the model answers the first development sequences."""

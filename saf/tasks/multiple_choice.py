@@ -8,8 +8,8 @@ that arms see the same examples in the same order.
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from saf.data import Tokenizer
-from saf.data.reading import JSON_LINES, bare_suffix, read_json, read_json_lines, read_table
+from saf.data.loader import generator
+from saf.data.reading import JSON_LINES, bare_suffix, read_json_lines, read_records
 from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summary, write_answers
@@ -36,6 +37,9 @@ LETTERS = "ABCDEFGHIJ"
 """Names of QuALITY's options, which are four."""
 _ORDER, _CALIBRATION = 17, 18
 """Random streams of the order of examples and of the calibration draw; `saf.data.loader` has others."""
+
+
+# --- files of examples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,42 +62,14 @@ class Example:
             return "empty"
         if len(set(self.choices)) < max(2, len(self.choices)):
             return "fewer than two different choices"
-        if not is_unicode("".join((self.id, self.text, self.question, *self.choices))):
-            return "not Unicode"
+        characters = "".join((self.id, self.text, self.question, *self.choices))
+        if any("\ud800" <= character <= "\udfff" for character in characters):
+            return "not Unicode"  # JSON's escapes can also spell half of a surrogate pair
         return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
 
 
-def is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8: JSON's escapes can also spell half of a surrogate pair.
-
-    >>> is_unicode("film"), is_unicode(chr(0xD800))
-    (True, False)
-    """
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-@dataclass
-class ExampleSet:
-    """The examples of a file that can be used, and the ids of those that cannot, by reason."""
-
-    examples: list[Any] = field(default_factory=list)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
-
-    def leave_out(self, reason: str, name: str) -> None:
-        """Name an example that is not used."""
-        self.left_out.setdefault(reason, []).append(name)
-
-    @property
-    def count(self) -> int:
-        """Number of examples, those left out included."""
-        return len(self.examples) + sum(map(len, self.left_out.values()))
-
-    def __str__(self) -> str:
-        """How many examples were left out, why, and the first of them; nothing when none were."""
-        parts = []
-        for reason, names in self.left_out.items():
-            parts.append(f"{len(names)} {reason} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})")
-        return "; ".join(parts)
+LeftOut = dict[str, list[str]]
+"""The ids of examples that are not used, by reason."""
 
 
 def is_json_lines(name: str) -> bool:
@@ -101,36 +77,18 @@ def is_json_lines(name: str) -> bool:
     return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
 
 
-def json_records(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of a JSON Lines file with their line numbers; one object alone must have `field`."""
-    yield from (read_json(path, field) if bare_suffix(path) == ".json" else read_json_lines(path)) or ()
-
-
-def shorten(value: Any, length: int = 160) -> str:
-    """What an error shows of a line or record, which may hold a whole article."""
-    text = str(value)
-    return text if len(text) <= length else f"{text[:length]}..."
-
-
-def _strings(*values: Any) -> None:
-    """Raise TypeError for a value that is no text."""
-    if wrong := [value for value in values if not isinstance(value, str)]:
-        raise TypeError(f"{shorten(wrong[0], 40)} is no text")
-
-
 def _own(number: int, record: dict[str, Any]) -> Iterator[Example]:
     """A user's own example; null is the same as no "id" or "question"."""
-    text, choices, answer = record["text"], record["choices"], record["answer"]
-    question = "" if record.get("question") is None else record["question"]
+    choices, answer = record["choices"], record["answer"]
     if not isinstance(choices, list):
-        raise TypeError(f"choices are {shorten(choices, 40)}")
-    _strings(text, question, *choices)
+        raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
     if isinstance(answer, str):
         answer = choices.index(answer) if answer in choices else -1
     elif isinstance(answer, bool) or not isinstance(answer, int):
         answer = -1
     name = f"line {number}" if record.get("id") is None else str(record["id"])
-    yield Example(id=name, text=text, question=question, choices=tuple(choices), answer=answer)
+    question = "" if record.get("question") is None else record["question"]
+    yield Example(id=name, text=record["text"], question=question, choices=tuple(choices), answer=answer)
 
 
 def _sst2(number: int, record: dict[str, Any]) -> Iterator[Example]:
@@ -159,9 +117,9 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
     """QuALITY's questions on one article; the choices are the letters of its options, listed before them."""
     article = record["article"].strip()
     for index, question in enumerate(record["questions"], 1):
-        options, label = question["options"], question["gold_label"]
-        if not isinstance(options, list) or len(options) > len(LETTERS) or type(label) is not int:
-            raise TypeError(f"question {index} has options {shorten(options, 40)}, label {label!r}")
+        options = question["options"]
+        if not isinstance(options, list) or len(options) > len(LETTERS):
+            raise TypeError(f"question {index} has options {str(options)[:40]}")
         letters = LETTERS[: len(options)]
         listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
         yield Example(
@@ -169,58 +127,60 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
             text=article,
             question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
             choices=tuple(f" {letter}" for letter in letters),
-            answer=label - 1,
+            answer=question["gold_label"] - 1,
         )
 
 
 class Layout(NamedTuple):
     """How a file of examples is laid out."""
 
-    fields: str
+    field: str
+    """A field that every record has."""
+    shown: str
     """The fields of a record, for messages."""
-    records: Callable[[Path], Iterable[tuple[int, dict[str, Any]]]]
     examples: Callable[[int, dict[str, Any]], Iterator[Example]]
     """Makes examples of a record and its line number."""
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "jsonl": Layout('{"text": ..., "choices": [...], "answer": ...}', lambda path: json_records(path, "text"), _own),
-    "sst2": Layout("the columns sentence and label", read_table, _sst2),
-    "boolq": Layout(
-        '{"question": ..., "passage": ..., "label": true}', lambda path: json_records(path, "question"), _boolq
-    ),
-    "quality": Layout(
-        '{"article": ..., "questions": [{"question", "options", "gold_label"}]}, as the train and dev files are',
-        lambda path: json_records(path, "article"),
-        _quality,
-    ),
+    "jsonl": Layout("text", '{"text": ..., "choices": [...], "answer": ...}', _own),
+    "sst2": Layout("sentence", "the columns sentence and label", _sst2),
+    "boolq": Layout("question", '{"question": ..., "passage": ..., "label": true}', _boolq),
+    "quality": Layout("article", '{"article": ..., "questions": [{"question", "options", "gold_label"}]}', _quality),
 }
 
 
-def read_examples(path: Path | str, layout: str) -> ExampleSet:
-    """Read a file of examples, compressed or not, in one of `LAYOUTS`.
+def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut]:
+    """Read the examples of a file, compressed or not, in one of `LAYOUTS`, and the ids of those that cannot be used.
 
     Raises DataError when there is no such file, a line cannot be read, or no example can be used.
     """
-    path, result, seen = Path(path), ExampleSet(), set()
-    fields, records, examples_of = LAYOUTS[layout]
-    for number, record in records(path):
+    path, examples, left_out, seen = Path(path), list[Example](), LeftOut(), set[str]()
+    field, shown, examples_of = LAYOUTS[layout]
+    for number, record in read_records(path, field) or read_json_lines(path):
         try:
-            examples = list(examples_of(number, record))
+            for example in examples_of(number, record):
+                reason = "duplicate id" if example.id in seen else example.problem
+                seen.add(example.id)
+                if reason is None:
+                    examples.append(example)
+                else:
+                    left_out.setdefault(reason, []).append(example.id)
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path}, line {number}: expected {fields}; got {shorten(record)} ({type(error).__name__}: {error})"
-            ) from error
-        for example in examples:
-            reason = "duplicate id" if example.id in seen else example.problem
-            seen.add(example.id)
-            if reason is None:
-                result.examples.append(example)
-            else:
-                result.leave_out(reason, example.id)
-    if not result.examples:
-        raise DataError(f"{path} has no example that can be used{': ' * bool(result.left_out)}{result}")
-    return result
+            problem = f"{str(record)[:160]} ({type(error).__name__}: {error})"
+            raise DataError(f"{path}, line {number}: expected {shown}; got {problem}") from error
+    if not examples:
+        raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
+    return examples, left_out
+
+
+def _in_words(left_out: LeftOut) -> str:
+    """How many examples were left out, why, and the first of them."""
+    shown = {reason: ", ".join(names[:3]) + ", ..." * (len(names) > 3) for reason, names in left_out.items()}
+    return "; ".join(f"{len(names)} {reason} ({shown[reason]})" for reason, names in left_out.items())
+
+
+# --- tokens
 
 
 class Encoded(NamedTuple):
@@ -243,15 +203,16 @@ class Encoded(NamedTuple):
         return len(self.prompt) + max(map(len, self.choices)) - 1
 
 
-def encode_examples(source: ExampleSet, tokenizer: Tokenizer, *, limit: int, shorten: bool) -> ExampleSet:
-    """Return the examples as `Encoded`, none longer than `limit` inputs of the model; end-of-text comes first.
+def encode_examples(
+    examples: Sequence[Example], left_out: LeftOut, tokenizer: Tokenizer, *, limit: int, shorten: bool
+) -> list[Encoded]:
+    """Return the examples as tokens, none longer than `limit` inputs of the model; end-of-text comes first.
 
     Prompt and choices are tokenised separately, so that a prompt is the same whatever follows. With `shorten` a longer
     example loses tokens at the end of its text, never of its question or a choice. Without `shorten`, or where no text
-    would remain, it is left out; so is one whose choices have the same tokens.
+    would remain, its id goes to `left_out`; so does that of one whose choices have the same tokens.
     """
-    result = ExampleSet(left_out={reason: list(names) for reason, names in source.left_out.items()})
-    examples: Sequence[Example] = source.examples
+    result = []
     texts = tokenizer.encode_batch([example.text for example in examples])
     wholes = tokenizer.encode_batch([example.text + example.question for example in examples])
     questions = tokenizer.encode_batch([example.question for example in examples])
@@ -259,17 +220,17 @@ def encode_examples(source: ExampleSet, tokenizer: Tokenizer, *, limit: int, sho
     tokens_of = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
     for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
         choices = tuple(tokens_of[choice] for choice in example.choices)
-        if len(set(choices)) < len(choices) or not all(choices):
-            result.leave_out("choices of the same tokens", example.id)
-            continue
         room = limit - max(map(len, choices))  # end-of-text comes first; the last token of a choice is no input
         prompt, shortened = whole, len(whole) > room
+        if len(set(choices)) < len(choices) or not all(choices):
+            left_out.setdefault("choices of the same tokens", []).append(example.id)
+            continue
         if shortened:
             if not shorten or room <= len(question) or not example.question:
-                result.leave_out("too long", example.id)
+                left_out.setdefault("too long", []).append(example.id)
                 continue
             prompt = text[: room - len(question)] + question
-        result.examples.append(Encoded(example, (tokenizer.eot_id, *prompt), choices, shortened))
+        result.append(Encoded(example, (tokenizer.eot_id, *prompt), choices, shortened))
     return result
 
 
@@ -291,7 +252,7 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     missing = round(len(labels) * share) - sum(take.values())
     for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
         take[name] += 1
-    draw = np.random.Generator(np.random.Philox(key=np.array([seed, 0x5A17], dtype=np.uint64)))
+    draw = generator(0, seed, 0x5A17)
     places: list[int] = []
     for name in names:
         places += [members[name][int(place)] for place in draw.permutation(len(members[name]))[: take[name]]]
@@ -318,10 +279,9 @@ def pad(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Ten
 
 
 @lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int, *, stream: int = _ORDER) -> np.ndarray:
-    """The order of examples in an epoch, kept for the next micro-batch."""
-    key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter)).permutation(count)
+def _order(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of examples in an epoch, remembered for the next micro-batch."""
+    return generator(stream, seed, epoch).permutation(count)
 
 
 def _examples_hash(examples: Sequence[Encoded]) -> str:
@@ -329,6 +289,9 @@ def _examples_hash(examples: Sequence[Encoded]) -> str:
     for each in examples:
         digest.update(json.dumps([each.example.id, each.prompt, each.choices, each.example.answer]).encode() + b"\n")
     return digest.hexdigest()
+
+
+# --- the task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,7 +317,6 @@ class FinetuneSettings:
     """Report on the test examples, or on development where epochs are chosen."""
 
     def __post_init__(self):
-        """Raise InputError for the first field that cannot be used."""
         check_name("too_long", self.too_long, get_args(TooLong))
         check_name("judge", self.judge, get_args(Judge))
         if self.max_tokens < 2:
@@ -384,41 +346,40 @@ class FinetuneTask(Task):
         self.own: FinetuneSettings = own
         self.tokenizer = Tokenizer.load(own.tokenizer)
         self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
+        self.left_out: dict[str, LeftOut] = {}
         limit = min(own.max_tokens - 1, length)
-        train = self._read(settings.data, limit, most=own.most_examples)
-        test = self._read(own.test, limit)
-        self.left_out = {"train": train.left_out, "test": test.left_out}
-        answers = [each.example.answer for each in train.examples]
-        chosen = set(stratified(answers, own.development, seed=own.split_seed))
-        self.development: list[Encoded] = [each for at, each in enumerate(train.examples) if at in chosen]
-        self.examples: list[Encoded] = [each for at, each in enumerate(train.examples) if at not in chosen]
-        self.test: list[Encoded] = test.examples
+        train = self._read("train", settings.data, limit, most=own.most_examples)
+        self.test = self._read("test", own.test, limit)
+        chosen = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
+        self.development = [each for at, each in enumerate(train) if at in chosen]
+        self.examples = [each for at, each in enumerate(train) if at not in chosen]
         if not self.development or not self.examples:
             raise DataError(
-                f"{settings.data} has {len(train.examples)} examples: too few for a development share of "
-                f"{own.development:g}; give more examples or another share (development)"
+                f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}; "
+                "give more examples or another share (development)"
             )
-        trained = {(each.example.text, each.example.question) for each in train.examples}
+        trained = {(each.example.text, each.example.question) for each in train}
         self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
         if self.shared:
             message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
             warnings.warn(message, SafWarning, stacklevel=3)
-        self.length = max(each.longest for each in (*self.examples, *self.development, *self.test))
+        self.length = max(each.longest for each in (*train, *self.test))
 
-    def _read(self, path: str, limit: int, *, most: int | None = None) -> ExampleSet:
+    def _read(self, role: str, path: str, limit: int, *, most: int | None = None) -> list[Encoded]:
         """A file's examples as tokens, at most so many of them; warn of those left out, or refuse them."""
-        source = read_examples(path, self.name)
-        if most is not None and len(source.examples) > most:  # before tokenising, which takes longer than all else
-            share = most / len(source.examples)
-            places = stratified([each.answer for each in source.examples], share, seed=self.own.split_seed)
-            source.examples = [source.examples[place] for place in places]
-        encoded = encode_examples(source, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
-        if encoded.left_out:
-            if self.own.too_long == "refuse" or not encoded.examples:
-                raise DataError(f"{path}: examples that cannot be used: {encoded}; the limit is {limit + 1} tokens")
-            warnings.warn(f"{path}: {encoded} left out of {encoded.count} examples", SafWarning, stacklevel=4)
-        if cut := sum(each.shortened for each in encoded.examples):
-            message = f"{path}: the text of {cut} of {encoded.count} examples is shortened to {limit + 1} tokens in all"
+        source, left_out = read_examples(path, self.name)
+        if most is not None and len(source) > most:  # before tokenising, which takes longer than all else
+            answers = [each.answer for each in source]
+            source = [source[place] for place in stratified(answers, most / len(source), seed=self.own.split_seed)]
+        encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
+        self.left_out[role] = left_out
+        count, words = len(encoded) + sum(map(len, left_out.values())), _in_words(left_out)
+        if left_out and (self.own.too_long == "refuse" or not encoded):
+            raise DataError(f"{path}: examples that cannot be used: {words}; the limit is {limit + 1} tokens")
+        if left_out:
+            warnings.warn(f"{path}: {words} left out of {count} examples", SafWarning, stacklevel=4)
+        if cut := sum(each.shortened for each in encoded):
+            message = f"{path}: the text of {cut} of {count} examples is shortened to {limit + 1} tokens in all"
             warnings.warn(message, SafWarning, stacklevel=4)
         return encoded
 
@@ -439,7 +400,6 @@ class FinetuneTask(Task):
         return -(-epochs * len(self.examples) // self.windows_per_update)
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise DataError now, not in the middle of training, for too few tokens to calibrate on."""
         if calibrates:
             self.calibration()
         if scores_outputs:
@@ -447,8 +407,9 @@ class FinetuneTask(Task):
 
     def numbers(self, position: int, count: int) -> list[int]:
         """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
-        places = (divmod(position + row, len(self.examples)) for row in range(count))
-        return [int(_order(self.settings.seed, epoch, len(self.examples))[place]) for epoch, place in places]
+        total, seed = len(self.examples), self.settings.seed
+        places = (divmod(number, total) for number in range(position, position + count))
+        return [int(_order(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
 
     def batch(self, position: int, size: int) -> Tensor:
         """The examples from `position` on, padded to the longest of them; only answers are targets."""
@@ -473,7 +434,7 @@ class FinetuneTask(Task):
                 f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}; ask for "
                 "fewer, or give more examples"
             )
-        order = _order(self.settings.seed, 0, len(examples), stream=_CALIBRATION)
+        order = _order(_CALIBRATION, self.settings.seed, 0, len(examples))
         chosen = [examples[place] for place in order[:count]]
         longest = max(examples, key=lambda each: len(each.sequence))
         if all(len(each.sequence) < len(longest.sequence) for each in chosen):
@@ -496,11 +457,8 @@ class FinetuneTask(Task):
         places = torch.arange(inputs.shape[1])
         answered = torch.tensor([len(each.sequence) - 1 for each, _ in rows])[:, None]
         real = torch.tensor([len(tokens) - 1 for _, tokens in rows])[:, None]
-        return {
-            "input_ids": inputs,
-            "attention_mask": (places < real).long(),
-            "targets": targets.masked_fill(places >= answered, NO_TARGET),
-        }
+        targets = targets.masked_fill(places >= answered, NO_TARGET)
+        return {"input_ids": inputs, "attention_mask": (places < real).long(), "targets": targets}
 
     def heldout(self) -> list[Tensor]:
         """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
@@ -522,8 +480,7 @@ class FinetuneTask(Task):
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Loss of development answers, nats per token: of the first `eval_windows` examples, or of some batches."""
-        count = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
-        return answer_loss(self._answer(model, execution, self.development[:count]))
+        return answer_loss(self._answer(model, execution, self.development[: self.controller_count(batches)]))
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
@@ -534,7 +491,7 @@ class FinetuneTask(Task):
             "report_loss": answer_loss(records),
             "judged_by": self.own.judge,
             **summary(records),
-            "left_out": {name: {why: len(ids) for why, ids in parts.items()} for name, parts in self.left_out.items()},
+            "left_out": {role: {why: len(ids) for why, ids in own.items()} for role, own in self.left_out.items()},
             "answers_sha256": on_rank0(lambda: write_answers(folder, records)),
         }
 

@@ -35,7 +35,6 @@ class TextTask(Task):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of every token in order."""
         return self.data.fingerprint
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
@@ -62,12 +61,10 @@ class TextTask(Task):
         return sampler(self.data.tokens("train"), length=self.length, seed=self.settings.seed)
 
     def batch(self, position: int, size: int) -> Tensor:
-        """Windows from `position` on, and their next tokens."""
         windows = self._windows.batch(position, size)
         return torch.stack([windows[:, :-1], windows[:, 1:]])
 
     def calibration(self) -> list[Tensor]:
-        """Windows `[<= batch_size, length]`; raise DataError when the text has too few."""
         settings = self.settings
         source = None if settings.calibration_source == "auto" else settings.calibration_source
         count = settings.calibration_sequences
@@ -75,7 +72,6 @@ class TextTask(Task):
         return list(windows.split(settings.batch_size))
 
     def heldout(self) -> list[Tensor]:
-        """The last windows of the controller partition, from `heldout_batches`."""
         count, size = self.settings.heldout_sequences, self.settings.batch_size
         return heldout_batches(self.data, length=self.length, count=count, batch_size=size)
 
@@ -94,8 +90,7 @@ class TextTask(Task):
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Loss (nats per token) on the first windows of the controller partition, on all where it holds fewer."""
-        limit = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
-        return self._evaluate(model, execution, "controller", limit=limit)["loss"]
+        return self._evaluate(model, execution, "controller", limit=self.controller_count(batches))["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
@@ -103,14 +98,10 @@ class TextTask(Task):
         """Return loss and perplexity on the report partition, and write evaluation.json with the losses there."""
         files = {"out": folder, "tokens": self.settings.token_losses, "checkpoints": checkpoints}
         record = self._evaluate(model, execution, "report", limit=self._report_windows, **files)
-        return {
-            "report_loss": record["loss"],
-            "report_perplexity": record["perplexity"],
-            "unigram_entropy": self.data.unigram_entropy("report"),
-        }
+        entropy = self.data.unigram_entropy("report")
+        return {"report_loss": record["loss"], "report_perplexity": record["perplexity"], "unigram_entropy": entropy}
 
     def description(self) -> dict[str, Any]:
-        """The data folder, its fingerprint, and the hash of its tokenizer."""
         return {"folder": self.settings.data, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
 
 

@@ -5,15 +5,13 @@ Prompts, choices and metrics are lm-eval's own; this module reads the questions 
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from saf.data.reading import read_lines, read_table
+from saf.data.reading import Records, read_lines, read_records
 from saf.errors import DataError
 from saf.records.files import entries_hash, file_hash
-from saf.tasks.multiple_choice import json_records
 
 TaskName = Literal["hellaswag", "piqa", "arc_easy", "sst2", "boolq"]
 """lm-eval's names of the tasks, in the order of the paper's table."""
@@ -21,19 +19,18 @@ Question = dict[str, Any]
 """One question with the columns of the hub's data set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ZeroShotTask:
+class ZeroShotTask(NamedTuple):
     """Where a task is defined and where its questions lie."""
 
     definition: str
     """The folder of lm-eval's tasks that defines it."""
     files: tuple[str, ...]
     """Names of its public file of questions, the split that lm-eval evaluates first; each may be gzipped."""
-    read: Callable[[Path], Iterator[Question]]
+    read: Callable[[Path, Records], Iterator[Question]]
+    """Makes questions of a file's records."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions:
+class Questions(NamedTuple):
     """The questions of a file."""
 
     rows: list[Question]
@@ -47,12 +44,10 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     task = ZERO_SHOT[name]
     paths = (folder / name / f"{file}{suffix}" for file in task.files for suffix in ("", ".gz"))
     if (path := next((path for path in paths if path.is_file()), None)) is None:
-        raise DataError(
-            f"{folder / name} holds no {' or '.join(task.files)}, gzipped or not; expected the task's public file, or "
-            "leave the folder of tasks out to take the hub's"
-        )
+        names = " or ".join(task.files)
+        raise DataError(f"{folder / name} holds no {names}, gzipped or not; leave the folder out to take the hub's")
     try:
-        rows = list(islice(task.read(path), limit))
+        rows = list(islice(task.read(path, read_records(path, "") or iter(())), limit))
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise DataError(f"{path} is not laid out as the public file of {name} is ({problem})") from error
@@ -61,12 +56,12 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     labels = _labels_beside(path)
     files = [path, labels] if labels.is_file() else [path]
     sums = {each.name: file_hash(each) for each in files}
-    return Questions(rows=rows, path=path, sha256=entries_hash(sums) if len(sums) > 1 else sums[path.name])
+    return Questions(rows, path, entries_hash(sums) if len(sums) > 1 else sums[path.name])
 
 
-def _read_hellaswag(path: Path) -> Iterator[Question]:
+def _read_hellaswag(path: Path, records: Records) -> Iterator[Question]:
     """HellaSwag's questions; the end of the context, `ctx_b`, is cut off where a file has one context."""
-    for number, record in json_records(path, "ctx"):
+    for number, record in records:
         first, last = record.get("ctx_a"), record.get("ctx_b")
         if first is None or last is None:
             first, last = split_context(record["ctx"])
@@ -87,13 +82,12 @@ def split_context(context: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else ("", context)
 
 
-def _read_piqa(path: Path) -> Iterator[Question]:
+def _read_piqa(path: Path, records: Records) -> Iterator[Question]:
     """PIQA's questions, each with the label on the same line of the file of labels beside it."""
-    labels = [line.strip() for _, line in read_lines(_labels_beside(path))]
-    records = list(json_records(path, "goal"))
-    if len(labels) != len(records):
-        raise DataError(f"{path} holds {len(records)} questions, {_labels_beside(path)} {len(labels)} labels")
-    for (number, record), label in zip(records, labels, strict=True):
+    labels, questions = [line.strip() for _, line in read_lines(_labels_beside(path))], list(records)
+    if len(labels) != len(questions):
+        raise DataError(f"{path} holds {len(questions)} questions, {_labels_beside(path)} {len(labels)} labels")
+    for (number, record), label in zip(questions, labels, strict=True):
         _check_label(path, number, label, 2)
         yield {name: record[name] for name in ("goal", "sol1", "sol2")} | {"label": int(label)}
 
@@ -105,9 +99,9 @@ def _labels_beside(path: Path) -> Path:
     return packed if packed.is_file() and not plain.is_file() else plain
 
 
-def _read_arc(path: Path) -> Iterator[Question]:
+def _read_arc(path: Path, records: Records) -> Iterator[Question]:
     """ARC's questions, whose choices are named A to E or 1 to 4, and the answer by one of these names."""
-    for number, record in json_records(path, "question"):
+    for number, record in records:
         question, key = record["question"], str(record["answerKey"])
         texts = [choice["text"] for choice in question["choices"]]
         labels = [str(choice["label"]) for choice in question["choices"]]
@@ -117,16 +111,16 @@ def _read_arc(path: Path) -> Iterator[Question]:
         yield {"id": record["id"], "question": question["stem"], "choices": choices, "answerKey": key}
 
 
-def _read_sst2(path: Path) -> Iterator[Question]:
+def _read_sst2(path: Path, records: Records) -> Iterator[Question]:
     """SST-2's sentences, with the space that ends them in GLUE's file."""
-    for number, row in read_table(path):
+    for number, row in records:
         label = row["label"].strip()
         _check_label(path, number, label, 2)
         yield {"sentence": row["sentence"], "label": int(label)}
 
 
-def _read_boolq(path: Path) -> Iterator[Question]:
-    for number, record in json_records(path, "question"):
+def _read_boolq(path: Path, records: Records) -> Iterator[Question]:
+    for number, record in records:
         if not isinstance(record["label"], bool):
             raise DataError(f"{path}, line {number}: label must be true or false, got {record['label']!r}")
         yield {"question": record["question"], "passage": record["passage"], "label": int(record["label"])}
@@ -138,11 +132,11 @@ def _check_label(path: Path, number: int, label: Any, choices: int) -> None:
 
 
 ZERO_SHOT: dict[TaskName, ZeroShotTask] = {
-    "hellaswag": ZeroShotTask(definition="hellaswag", files=("hellaswag_val.jsonl",), read=_read_hellaswag),
-    "piqa": ZeroShotTask(definition="piqa", files=("valid.jsonl",), read=_read_piqa),
-    "arc_easy": ZeroShotTask(definition="arc", files=("ARC-Easy-Test.jsonl", "ARC-Easy-Dev.jsonl"), read=_read_arc),
-    "sst2": ZeroShotTask(definition="glue/sst2", files=("dev.tsv",), read=_read_sst2),
-    "boolq": ZeroShotTask(definition="super_glue/boolq", files=("val.jsonl",), read=_read_boolq),
+    "hellaswag": ZeroShotTask("hellaswag", ("hellaswag_val.jsonl",), _read_hellaswag),
+    "piqa": ZeroShotTask("piqa", ("valid.jsonl",), _read_piqa),
+    "arc_easy": ZeroShotTask("arc", ("ARC-Easy-Test.jsonl", "ARC-Easy-Dev.jsonl"), _read_arc),
+    "sst2": ZeroShotTask("glue/sst2", ("dev.tsv",), _read_sst2),
+    "boolq": ZeroShotTask("super_glue/boolq", ("val.jsonl",), _read_boolq),
 }
 """lm-eval evaluates ARC's test split, and so did the paper: its 80.43% is 1,911 of these 2,376 questions, and no whole
 number of the 570 of validation."""

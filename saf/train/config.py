@@ -124,7 +124,7 @@ class TrainConfig:
     log_every: int = 10
     """Number of updates between progress lines where there is no terminal."""
     token_losses: bool = True
-    """Keep the loss of every held-out token of the final report, in two bytes each. Otherwise the run keeps the losses
+    """Keep the loss of every held-out token of the final report, in four bytes each. Otherwise the run keeps the losses
     of windows, which is all that a comparison reads."""
     tensorboard: bool = True
     """Write TensorBoard events."""

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,6 @@ from saf.models import GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.ops import for_graphs
 from saf.ops.decoder import chunk_rows
-from saf.tasks import MicroBatches
 from saf.train.parallel import STATE_BYTES, Engine, Parallel
 
 # --- AdamW
@@ -92,7 +91,7 @@ class Updater:
 
     model: nn.Module
     optimizer: AdamW
-    batches: MicroBatches
+    batches: Iterator[tuple[Tensor, Tensor]]
     execution: Execution
     accumulation: int
     """Micro-batches of one update that this rank takes."""
@@ -166,7 +165,7 @@ class Updater:
         The mean is over the targets of the whole update: micro-batches weigh as many as they have. Ranks' gradients are
         averaged, so the mean of their shares is the loss.
         """
-        micro_batches = [self.batches.take() for _ in range(self.accumulation)]
+        micro_batches = [next(self.batches) for _ in range(self.accumulation)]
         counts = torch.stack([(targets != NO_TARGET).sum() for _, targets in micro_batches])
         self.targets.copy_(self.parallel.mean(counts.sum().double()))
         total = torch.zeros((), device=self.execution.device)

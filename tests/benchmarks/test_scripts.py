@@ -158,7 +158,7 @@ def test_orders_are_those_of_finetuning(examples):
     config = TrainConfig(data=examples["data"], out="none", task="jsonl", finetuning=own, batch_size=4, seed=6)
     expected = TASKS["jsonl"](config, length=64).training(0, torch.device("cpu"))
     for inputs, targets in finetuning_of(examples).batches["jsonl order-6"]:
-        found = expected.take()
+        found = next(expected)
         assert inputs.equal(found[0])
         assert targets.equal(found[1])
 

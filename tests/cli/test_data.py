@@ -23,13 +23,13 @@ def run(name: str, *arguments: str) -> dict:
 
 def test_prepare_then_info(text, tmp_path, capsys):
     out = str(tmp_path / "data")
-    options = ("--vocab-size", "300", "--heldout-fraction", "0.3", "--workers", "1")
+    options = ("--vocab-size", "300", "--heldout-fraction", "0.3")
     result = run("prepare", str(text), "--out", out, *options)
     printed = capsys.readouterr().out
     data = TokenData.open(out, verify=True)
     assert result == {"folder": out, **data.index}
     assert f"{data.num_tokens('train'):,}" in printed
-    assert f"{data.num_tokens('calibration') // 256} windows of 256 tokens, 0 of 4,096, 0 of 8,192" in printed
+    assert f"{data.num_tokens('calibration') // 256} windows of 256 tokens, 0 windows of 4,096 tokens, 0" in printed
     assert run("info", out, "--verify", "--json") == json.loads(capsys.readouterr().out) == result
     with pytest.raises(DataError, match="a finished data folder is there"):
         run("prepare", str(text), "--out", out, *options)
@@ -41,7 +41,7 @@ def test_a_few_long_files_are_held_out_from_as_the_guide_says(tmp_path):
     for number in range(9):
         words = (f"word{(number * 7919 + n * n) % 9973}" for n in range(16_000))
         (tmp_path / f"{number}.txt").write_text(" ".join(words))
-    command = ("prepare", str(tmp_path), "--out", str(tmp_path / "data"), "--vocab-size", "300", "--workers", "1")
+    command = ("prepare", str(tmp_path), "--out", str(tmp_path / "data"), "--vocab-size", "300")
     with pytest.raises(DataError, match="got no document: 9 documents in all"):
         run(*command)
     printed = run(*command, *advised)
@@ -70,7 +70,7 @@ def test_what_was_left_out_is_shown(text, tmp_path, capsys, monkeypatch):
     text.rename(folder / "text.jsonl")
     for number in range(30):
         (folder / f"{number:02}.bin").write_bytes(b"\0")
-    options = ("--vocab-size", "300", "--heldout-fraction", "0.3", "--workers", "1")
+    options = ("--vocab-size", "300", "--heldout-fraction", "0.3")
     result = run("prepare", str(folder), "--out", str(tmp_path / "data"), *options)
     printed = capsys.readouterr().out
     assert len(result["left_out"]) == 30

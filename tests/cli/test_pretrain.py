@@ -24,7 +24,7 @@ def data(tmp_path_factory):
     (folder / "text").mkdir()
     for number in range(30):
         (folder / "text" / f"{number}.txt").write_text(f"line {number} of the text " * 100)
-    prepare([str(folder / "text")], folder / "data", vocab_size=290, heldout_fraction=0.3, workers=1, progress=False)
+    prepare([str(folder / "text")], folder / "data", vocab_size=290, heldout_fraction=0.3, progress=False)
     return folder / "data"
 
 

@@ -20,7 +20,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def settings() -> dict:
-    return {"vocab_size": 300, "heldout_fraction": 0.3, "workers": 1}
+    return {"vocab_size": 300, "heldout_fraction": 0.3}
 
 
 @pytest.fixture(scope="session")

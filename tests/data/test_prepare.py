@@ -2,8 +2,8 @@
 
 import fcntl
 import hashlib
+import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +11,6 @@ import pytest
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
 from tests.data.texts import jsonl, partition_documents
-
-
-def folder_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def heldout_documents(data: TokenData) -> list[str]:
@@ -94,13 +90,6 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
     assert learned(partition_documents(data, "train")) > (30 if tokenizer_bytes == 2**24 else 10)
 
 
-def test_threads_change_nothing_and_the_seed_does(prepared, source, settings, tmp_path):
-    prepare(source, tmp_path / "data", **{**settings, "workers": 3})
-    assert folder_bytes(tmp_path / "data") == folder_bytes(prepared)
-    other = prepare(source, tmp_path / "other", **settings, seed=1)
-    assert other.fingerprint != TokenData.open(prepared).fingerprint
-
-
 def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
     heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
     near = [texts[0].upper(), " \n".join(texts[1].split(" "))]
@@ -117,18 +106,23 @@ def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
 
 def test_limits(source, texts, tmp_path):
     options = {"vocab_size": 257, "heldout_fraction": 0.4}
-    (read,) = prepare(source, tmp_path / "a", max_documents=60, **options).index["sources"]
-    assert read["documents"] == 60
     (read,) = prepare(source, tmp_path / "b", max_bytes=20_000, **options).index["sources"]
     assert 20_000 <= read["bytes"] <= 20_000 + max(map(len, texts))
     (tmp_path / "one.txt").write_text("\n\n".join(texts))
     with pytest.raises(DataError, match=r"got no document: 1 documents in all.*--split-characters"):
         prepare(tmp_path / "one.txt", tmp_path / "c", **options)
-    (tmp_path / "long.txt").write_text("x y " * 2_200_000)
-    with pytest.raises(DataError, match=r"at most 8,388,608 characters, got 8,800,000 .*--split-characters"):
-        prepare([tmp_path / "one.txt", tmp_path / "long.txt"], tmp_path / "c", tokenizer_bytes=9_000, **options)
     data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, **options)
     assert max(map(len, [*heldout_documents(data), *partition_documents(data, "train")])) <= 400
+
+
+def test_documents_too_long_to_tokenise_at_once_are_cut_and_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["saf.data.prepare"], "_LONGEST_DOCUMENT", 1_000)  # 8 million take a minute
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{n} {"word " * 500}"}}\n' for n in range(20)))
+    data = prepare(tmp_path / "a.jsonl", tmp_path / "data", vocab_size=270, heldout_fraction=0.4)
+    documents = [*heldout_documents(data), *partition_documents(data, "train")]
+    assert max(map(len, documents)) <= 1_000
+    assert sum(text.split()[0].isdigit() for text in documents) == 20
+    assert "longer than 1,000 characters were cut" in data.index["left_out"][0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +131,7 @@ def test_limits(source, texts, tmp_path):
         ({"heldout_fraction": 0.0}, "--heldout-fraction must be in"),
         ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "got both"),
         ({"heldout_shares": (1, 0, 1)}, "three positive numbers"),
-        ({"workers": 0}, "--workers must be at least 1"),
+        ({"max_bytes": 0}, "--max-bytes must be at least 1"),
         ({"seed": -1}, "--seed must be in"),
         ({"calibration_from": "text"}, "--calibration-from must be"),
         ({"vocab_size": 100}, "at least 257"),

@@ -66,7 +66,7 @@ def test_text_that_spells_end_of_text_is_text(name, request):
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("eos", ["<fin>", {"__type": "AddedToken", "content": "<fin>"}])
 def test_documents_end_with_the_token_that_the_tokenizers_own_files_name(backend, source, texts, tmp_path, name, eos):
-    folder, options = tmp_path / "tokenizer", {"heldout_fraction": 0.4, "workers": 1}
+    folder, options = tmp_path / "tokenizer", {"heldout_fraction": 0.4}
     folder.mkdir()
     backend.add_special_tokens(["<fin>"])
     backend.save(str(folder / "tokenizer.json"))

@@ -43,7 +43,7 @@ def partition_documents(data: TokenData, partition: str) -> list[str]:
 
 def documents(source, out: Path, **settings) -> list[str]:
     """Prepare a source and return the documents of all partitions, sorted."""
-    options = {"heldout_fraction": 0.4, "vocab_size": 257, "workers": 1, **settings}
+    options = {"heldout_fraction": 0.4, "vocab_size": 257, **settings}
     prepare(str(source), out, **options)
     data = TokenData.open(out)
     return sorted(text for name in PARTITIONS for text in partition_documents(data, name))

@@ -7,7 +7,7 @@ import pytest
 
 from saf.errors import CompareError, InputError
 from saf.evaluate.compare import compare_runs, compare_update_times, differences, speed_caveat
-from saf.evaluate.compare_tables import arm_names, arms_table, compare_all, pair_tables, verdict
+from saf.evaluate.tables import arm_names, arms_table, compare_all, pair_tables, verdict
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
@@ -21,10 +21,6 @@ def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
     assert (result["timed_updates"], result["update_time_caveat"]) == ([38, 60], "")
     assert result["peak_memory_frozen"] < result["peak_memory_ordinary"]
     assert (result["heads"], result["num_heads"]) == (3, 12)
-    assert set(result["intervention_seconds"]) == {"capture", "statistics", "score", "fit", "install"}
-    assert result["run_seconds_ordinary"] == {"everything": 40.0, "warm": 34.0}
-    assert result["run_seconds_frozen"] == {"everything": 42.0, "warm": 32.0}
-    assert result["missing"] == {}
     assert read_json(tmp_path / "out" / "compare.json") == result
 
 
@@ -77,13 +73,6 @@ def test_an_unfinished_run_is_refused(tmp_path):
         compare_runs(ordinary, frozen)
 
 
-def test_log_probabilities_of_another_size_are_refused(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    edit(frozen / "evaluation.json", windows=7)
-    with pytest.raises(InputError, match=r"log-probabilities \[7, 64\] as recorded"):
-        compare_runs(ordinary, frozen)
-
-
 def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     again = write_run(tmp_path / "earlier", cost=0.01)
@@ -123,7 +112,6 @@ def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy
     names = arm_names(runs)
     comparisons = compare_all(runs, names)
     record = comparisons[0].record
-    assert record["update_time_bound"] == pytest.approx(12 / (12 - heads))
     assert ("machine was busy" in verdict(record)) == ("busy" in record["update_time_caveat"]) == busy
     table = arms_table(runs, names, comparisons)
     for column in ("median update", "whole run", "whole run, warm"):

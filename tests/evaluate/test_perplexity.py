@@ -7,9 +7,18 @@ import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
 from saf.evaluate.model_facts import precision_in_use
-from saf.evaluate.perplexity import evaluate_perplexity, hash_windows, losses_by_position, read_evaluation
+from saf.evaluate.paired import window_losses
+from saf.evaluate.perplexity import (
+    EVALUATION,
+    FILES,
+    LOG_PROBS,
+    evaluate_perplexity,
+    hash_windows,
+    losses_by_position,
+    read_evaluation,
+)
 from saf.models import GPT, GPTConfig
-from saf.records.files import read_json
+from saf.records.files import read_json, read_tensors, write_json
 
 LENGTH = 32
 
@@ -47,17 +56,26 @@ def test_losses_by_position_are_means_of_ranges_that_grow_fourfold(data):
     assert (near + far) / 2 == pytest.approx(record["loss"], rel=1e-6)
 
 
-def test_files_hold_every_tokens_log_probability(data, tmp_path):
+def test_files_hold_every_tokens_log_probability_and_are_checked(data, tmp_path):
     record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
-    read, losses = read_evaluation(tmp_path / "new" / "folder")
-    assert read == record == read_json(tmp_path / "new" / "folder" / "evaluation.json")
-    assert losses.log_probs.shape == (5, LENGTH)
-    assert float(losses.windows.mean()) == pytest.approx(record["loss"], rel=1e-14)
-    assert record["log_probs_step"] == losses.step < 1e-3
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [
-        "evaluation.json",
-        "log_probs.safetensors",
-    ]
+    folder = tmp_path / "new" / "folder"
+    read, losses = read_evaluation(folder)
+    assert read == record == read_json(folder / EVALUATION)
+    log_probs = read_tensors(folder / LOG_PROBS)["log_probs"]
+    assert (log_probs.shape, log_probs.dtype) == ((5, LENGTH), torch.float32)
+    assert torch.equal(losses, window_losses(log_probs))
+    assert float(losses.mean()) == pytest.approx(record["loss"], rel=1e-14)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    alone = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "alone", tokens=False)
+    assert read_tensors(tmp_path / "alone" / LOG_PROBS).keys() == {"windows"}
+    assert torch.equal(read_evaluation(tmp_path / "alone")[1], losses)
+    with open(folder / LOG_PROBS, "ab") as file:
+        file.write(b"x")
+    with pytest.raises(InputError, match=r"log_probs.safetensors is damaged: expected SHA-256"):
+        read_evaluation(folder)
+    write_json(tmp_path / "alone" / EVALUATION, {**alone, "log_probs_sha256": "0" * 64})
+    with pytest.raises(InputError, match=r"log_probs.safetensors is damaged"):
+        read_evaluation(tmp_path / "alone")
 
 
 def test_the_batch_size_changes_nothing_and_progress_is_told(data):

@@ -25,7 +25,7 @@ class Batches:
         both = [torch.randint(0, 2048, (2, 32, length), generator=drawn).cuda() for length in lengths]
         self.all, self.taken = [(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both], 0
 
-    def take(self):
+    def __next__(self):
         self.taken += 1
         return self.all[(self.taken - 1) % len(self.all)]
 

@@ -28,7 +28,7 @@ def test_it_runs(path, hf, tmp_path, monkeypatch, capsys):
 def test_two_arms_are_pretrained_and_their_record_is_a_result(hf, tmp_path, monkeypatch, capsys):
     texts = [" ".join(f"{7 * word * number % 101}" for word in range(400)) for number in range(1, 61)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    words = ("--vocab-size", "300", "--heldout-fraction", "0.4", "--workers", "1")
+    words = ("--vocab-size", "300", "--heldout-fraction", "0.4")
     assert main(["data", "prepare", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "data"), *words]) == 0
     sizes = "--updates 6 --length 32 --batch-size 2 --layers 2 --heads 4 --hidden 32 --calibration 4 --windows 8"
     monkeypatch.chdir(tmp_path)

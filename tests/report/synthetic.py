@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saf.evaluate.perplexity import TokenLosses
+from saf.evaluate.perplexity import write_losses
 from saf.records.events import append_event
 from saf.records.files import read_json, read_lines, write_lines
 from saf.records.result import SCHEMA
@@ -207,7 +207,7 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     extra = cost * (1 + 0.5 * random.standard_normal((shape.windows, 1))) if cost else 0.0
     log_probs = -(3.1 + hardness + extra + 0.3 * random.standard_normal((shape.windows, shape.length)))
     loss = float(-log_probs.mean())
-    sum_of_file = TokenLosses.of(torch.tensor(log_probs)).write(folder)
+    sum_of_file = write_losses(folder, torch.tensor(log_probs))
     record = {
         "schema": SCHEMA,
         "kind": "evaluation",
@@ -255,5 +255,5 @@ def write_data(folder: Path) -> Path:
     (folder / "text").mkdir(parents=True)
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text(" ".join(random.choice(words, 400)))
-    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, workers=1, progress=False)
+    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, progress=False)
     return folder / "data"

@@ -11,10 +11,12 @@ from saf.errors import CheckpointError, InputError, SafWarning
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
-from saf.tasks import TASKS, MQARSettings, MQARSource, MQARTask
+from saf.tasks import TASKS, MQARSettings, MQARTask
+from saf.tasks.mqar import Stream
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")
+PAPER = MQARSettings()
 SMALL = MQARSettings(
     length=24, pairs=3, vocabulary=64, test_lengths=(24, 32), test_pairs=(4, 3), test_examples=6, development=8
 )
@@ -30,24 +32,24 @@ def looked_up(inputs: torch.Tensor, pairs: int) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("length", "pairs"), [(512, 8), (512, 64), (4_096, 8), (16, 4)])
+@pytest.mark.parametrize(("length", "pairs"), [(512, 8), (512, 64), (1_024, 8), (16, 4)])
 @pytest.mark.parametrize("random_fill", [True, False], ids=["random", "empty"])
 def test_every_query_is_answered_by_a_lookup(length, pairs, random_fill):
-    source = MQARSource(seed=3, length=length, pairs=pairs, random_fill=random_fill)
-    inputs, targets = source.examples(0, range(20))
-    asked = targets != -100
-    assert (asked.sum(1) == pairs).all()
-    assert torch.equal(looked_up(inputs, pairs)[asked], targets[asked])
+    settings = replace(PAPER, random_fill=random_fill)
+    inputs, targets = settings.examples(Stream.TRAINING, range(20), seed=3, length=length, pairs=pairs)
+    queried = targets != -100
+    assert (queried.sum(1) == pairs).all()
+    assert torch.equal(looked_up(inputs, pairs)[queried], targets[queried])
     keys, values = inputs[:, 0 : 2 * pairs : 2], inputs[:, 1 : 2 * pairs : 2]
     for row in range(len(inputs)):
         assert len(set(keys[row].tolist())) == len(set(values[row].tolist())) == pairs
-        assert sorted(inputs[row, asked[row]].tolist()) == sorted(keys[row].tolist()), "each key is asked once"
-        assert (asked[row].nonzero() % 2 == 0).all()
-        assert int(asked[row].nonzero().min()) >= 2 * pairs
+        assert sorted(inputs[row, queried[row]].tolist()) == sorted(keys[row].tolist()), "each key is queried once"
+        assert (queried[row].nonzero() % 2 == 0).all()
+        assert int(queried[row].nonzero().min()) >= 2 * pairs
     assert int(keys.min()) >= 1
     assert int(keys.max()) < 4_096 <= int(values.min())
     assert int(values.max()) < 8_192
-    others = ~asked
+    others = ~queried
     others[:, : 2 * pairs] = False
     if not random_fill:
         assert not inputs[others].any()
@@ -72,8 +74,8 @@ def drawn_without_replacement(weights: np.ndarray, count: int, examples: int) ->
 @pytest.mark.parametrize("power", [0.01, 1.0])
 def test_distances_have_the_distribution_of_the_definition(power):
     length, pairs, examples = 64, 4, 3_000
-    source = MQARSource(seed=1, length=length, pairs=pairs, power=power, random_fill=False)
-    inputs, _ = source.examples(0, range(examples))
+    settings = replace(PAPER, power=power, random_fill=False)
+    inputs, _ = settings.examples(Stream.TRAINING, range(examples), seed=1, length=length, pairs=pairs)
     keys = inputs[:, 0 : 2 * pairs : 2]
     at = (inputs[:, None, 2 * pairs :] == keys[:, :, None]).int().argmax(2)
     assert (at % 2 == 0).all()
@@ -93,19 +95,16 @@ def test_distances_have_the_distribution_of_the_definition(power):
 
 
 def test_an_example_is_a_function_of_seed_stream_and_number_alone():
-    source = MQARSource(seed=7, length=32, pairs=3, vocabulary=64)
-    inputs, targets = source.examples(0, range(9))
+    """Runs resume by position alone, so the first example's tokens are part of the format."""
+    inputs, targets = SMALL.examples(Stream.TRAINING, range(9), seed=7)
+    assert inputs[0, :12].tolist() == [27, 63, 31, 44, 5, 53, 5, 33, 31, 43, 24, 28]
     for number in (8, 2):
-        one = source.examples(0, [number])
+        one = SMALL.examples(Stream.TRAINING, [number], seed=7)
         assert torch.equal(one[0][0], inputs[number])
         assert torch.equal(one[1][0], targets[number])
     assert len({tuple(row) for row in inputs.tolist()}) == 9
-    assert not torch.equal(source.examples(1, range(9))[0], inputs)
-    assert not torch.equal(replace(source, seed=8).examples(0, range(9))[0], inputs)
-    state = torch.get_rng_state()
-    np.random.seed(0)
-    assert torch.equal(source.examples(0, range(9))[0], inputs), "global generators play no part"
-    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(SMALL.examples(Stream.DEVELOPMENT, range(9), seed=7)[0], inputs)
+    assert not torch.equal(SMALL.examples(Stream.TRAINING, range(9), seed=8)[0], inputs)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ def test_an_example_is_a_function_of_seed_stream_and_number_alone():
         ({"power": 0.0}, "mqar.power must be a finite number above 0"),
         ({"test_pairs": (4, 9)}, "got 32 for 9 pairs"),
         ({"test_pairs": (4,)}, "must name equally many different tests"),
-        ({"test_lengths": (24, 24), "test_pairs": (3, 3)}, "must name equally many different tests"),
         ({"gate": 1.5}, "mqar.gate must be a share"),
         ({"development": 0}, "mqar.development must be at least 1"),
     ],
@@ -146,29 +144,14 @@ def model():
     return GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=33))
 
 
-def test_micro_batches_go_on_where_updates_ended_and_are_shared_out(task):
-    whole = task.training(0, CPU)
-    batches = [whole.take() for _ in range(12)]
-    assert all(inputs.shape == targets.shape == (2, 24) for inputs, targets in batches)
-    later = task.training(2, CPU)
-    for inputs, targets in batches[6:]:
-        again = later.take()
-        assert torch.equal(again[0], inputs)
-        assert torch.equal(again[1], targets)
-    shares = [task.training(1, CPU, first=rank, every=3) for rank in range(3)]
-    together = [share.take()[0] for _ in range(3) for share in shares]
-    assert all(torch.equal(one, inputs) for one, (inputs, _) in zip(together, batches[3:], strict=True))
-    assert task.targets_per_update == 2 * 3 * 24
-
-
 def test_calibration_fills_the_context_and_never_sees_training_or_tests(task, settings):
-    calibration, again = task.calibration(), MQARTask(replace(settings, seed=4), length=33).calibration()
+    other = MQARTask(replace(settings, seed=4), length=33)
+    calibration = task.calibration()
     assert [tuple(batch["input_ids"].shape) for batch in calibration] == [(2, 32), (1, 32)]
     assert [tuple(batch.shape) for batch in task.heldout()] == [(2, 32)]
-    other = MQARTask(replace(settings, seed=4), length=33)
-    for one, same in zip(calibration, again, strict=True):
+    for one, same in zip(calibration, other.calibration(), strict=True):
         assert torch.equal(one["input_ids"], same["input_ids"])
-    assert not torch.equal(task.training(0, CPU).take()[0], other.training(0, CPU).take()[0])
+    assert not torch.equal(next(task.training(0, CPU))[0], next(other.training(0, CPU))[0])
     for batch in calibration:
         targets = batch["targets"]
         assert torch.equal(looked_up(batch["input_ids"], 3)[targets != -100], targets[targets != -100])
@@ -180,10 +163,8 @@ def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
     with pytest.warns(SafWarning, match="the task is not learnt: .* the ordinary arm"):
         report = task.report(model, execution, folder=tmp_path, checkpoints={})
     assert report["recall"]["gate_passed"] is False
-    assert [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]] == [
-        (24, 4, 24),
-        (32, 3, 18),
-    ]
+    tests = [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]]
+    assert tests == [(24, 4, 24), (32, 3, 18)]
     written = read_json(tmp_path / "recall.json")
     assert [len(one["hits"]) for one in written["tests"]] == [6, 6]
     assert written["tests"][0]["accuracy"] == report["recall"]["tests"][0]["accuracy"]
@@ -193,16 +174,8 @@ def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
     assert task.controller_loss(model, execution) != report["report_loss"]
 
 
-def test_goes_on_only_from_its_own_examples_and_updates_of_its_size(task, settings, tmp_path):
-    state = {"update": 4, **task.state(4)}
-    assert state["sampler_position"] == 24
-    task.check_continues(state, tmp_path)
+def test_other_examples_and_a_context_too_short_are_refused(task, settings, tmp_path):
     with pytest.raises(CheckpointError, match="was trained on other data"):
-        MQARTask(replace(settings, seed=4), length=33).check_continues(state, tmp_path)
-    with pytest.raises(InputError, match=r"must be 6 .* got 5 x 3"):
-        MQARTask(replace(settings, batch_size=5), length=33).check_continues(state, tmp_path)
-
-
-def test_sequences_longer_than_the_context_are_refused(settings):
+        MQARTask(replace(settings, seed=4), length=33).check_continues({"update": 4, **task.state(4)}, tmp_path)
     with pytest.raises(InputError, match="mqar has sequences of 32 tokens, the model's context is 24"):
         MQARTask(settings, length=24)

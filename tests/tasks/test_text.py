@@ -1,6 +1,5 @@
 """What the text task gives a run, and from where in the data."""
 
-import hashlib
 import random
 import warnings
 from dataclasses import replace
@@ -28,7 +27,7 @@ def folder(tmp_path_factory):
     for number in range(30):
         words = (drawn.choice(["head", "token", "window", "loss"]) for _ in range(400))
         (root / "text" / f"{number}.txt").write_text(" ".join(words))
-    prepare([str(root / "text")], root / "data", vocab_size=270, heldout_fraction=0.3, workers=1, progress=False)
+    prepare([str(root / "text")], root / "data", vocab_size=270, heldout_fraction=0.3, progress=False)
     return str(root / "data")
 
 
@@ -47,12 +46,12 @@ def task(settings):
 
 def test_micro_batches_go_on_where_updates_ended(task):
     whole = task.training(0, CPU)
-    batches = [whole.take() for _ in range(9)]
+    batches = [next(whole) for _ in range(9)]
     assert all(inputs.shape == targets.shape == (2, LENGTH) for inputs, targets in batches)
     assert torch.equal(batches[0][0][:, 1:], batches[0][1][:, :-1])
     later = task.training(2, CPU)
     for inputs, targets in batches[6:]:
-        again = later.take()
+        again = next(later)
         assert torch.equal(again[0], inputs)
         assert torch.equal(again[1], targets)
     assert task.targets_per_update == 2 * 3 * LENGTH
@@ -95,28 +94,19 @@ def test_an_ordinary_run_tells_that_freezing_from_it_would_be_refused(settings, 
     with warnings.catch_warnings(action="error"):
         task.check(calibrates=False, scores_outputs=False)
     few = TextTask(replace(settings, calibration_sequences=100_000), length=LENGTH)
-    held = few.data.num_tokens("calibration") // LENGTH
-    told = (
-        rf"one that freezes .* refused: calibration needs 100000 windows of length 16 .*, {held} windows; ask for fewer"
-    )
-    with pytest.warns(SafWarning, match=told):
+    with pytest.warns(SafWarning, match="one that freezes .* refused: calibration needs 100000 windows of length 16"):
         few.check(calibrates=False, scores_outputs=False)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize("sampler", ["shuffled", "random"])
-def test_processes_see_together_the_windows_of_one(settings, processes, sampler):
+def test_processes_see_together_the_windows_of_one(settings, sampler):
     settings.sampler = sampler
     task = TASKS[settings.task](settings, length=LENGTH)
-
-    def hashes(first, every, count):
-        batches = task.training(1, CPU, first=first, every=every)
-        return [hashlib.sha256(b"".join(part.numpy().tobytes() for part in batches.take())).hexdigest() for _ in count]
-
-    one = hashes(0, 1, range(6 * processes))
-    shares = [hashes(rank, processes, range(6)) for rank in range(processes)]
-    assert [window for together in zip(*shares, strict=True) for window in together] == one
-    assert len(set(one)) > 1
+    one, shares = task.training(1, CPU), [task.training(1, CPU, first=rank, every=3) for rank in range(3)]
+    seen = [torch.stack(next(one)) for _ in range(12)]
+    together = [torch.stack(next(share)) for _ in range(4) for share in shares]
+    assert all(map(torch.equal, seen, together))
+    assert len({tuple(batch.flatten().tolist()) for batch in seen}) == 12
 
 
 def test_a_report_reads_the_tokens_that_are_asked_for(task, settings, tmp_path):

@@ -27,7 +27,7 @@ def data(tmp_path_factory) -> Path:
     (folder / "text").mkdir()
     for number in range(40):
         (folder / "text" / f"{number}.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(600)))
-    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, workers=1, progress=False)
+    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, progress=False)
     return folder / "data"
 
 

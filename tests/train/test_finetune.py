@@ -18,8 +18,8 @@ from saf.cli import main
 from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, CompareError, InputError, SafWarning
 from saf.evaluate.compare import compare_runs, paired_tests
-from saf.evaluate.compare_tables import pair_tables
 from saf.evaluate.recall import gate_problem
+from saf.evaluate.tables import pair_tables
 from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json

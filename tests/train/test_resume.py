@@ -180,7 +180,7 @@ def test_other_settings_or_data_are_refused(settings, data, tmp_path):
     again = settings(updates=2, freeze=FreezeConfig(rate=0.25, max_fit_kl=9.0), save_every=1, log_every=3)
     pretrain(again, resume=True)
     text = [str(data.parent / "text")]
-    prepare(text, tmp_path / "other", vocab_size=300, heldout_fraction=0.3, workers=1, progress=False, seed=5)
+    prepare(text, tmp_path / "other", vocab_size=300, heldout_fraction=0.3, progress=False, seed=5)
     parent = f"{config.out}/checkpoints/step-1"
     with pytest.raises(CheckpointError, match="fingerprint"):
         pretrain(continue_from(parent, out=tmp_path / "child", data=str(tmp_path / "other")))

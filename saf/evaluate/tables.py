@@ -1,4 +1,4 @@
-"""Tables of comparisons: a pair's verdict and table for a terminal, and all arms beside each other for pages."""
+"""Tables of evaluations and comparisons: one model's answers, a pair with its verdict, all arms beside each other."""
 
 import math
 from collections import Counter
@@ -8,8 +8,6 @@ from typing import Any
 
 from saf.errors import SafError
 from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
-from saf.evaluate.recall import RECALL
-from saf.evaluate.zero_shot import choice_counts
 from saf.records.events import heads_in_words
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
@@ -34,7 +32,76 @@ _WHOLE_RUN = (
     "The whole run counts everything up to the last decision, with the part before the checkpoint that an arm "
     "continues from; warm leaves out loading and compilation."
 )
+_ONE_SEED = "Intervals and p are over questions or examples of one pair of runs, not over seeds."
 _CLOCKS = ("everything", "warm")
+
+
+# --- one model
+
+
+def recall_tables(result: Record) -> list[Table]:
+    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
+    if "recall" not in result:
+        return []
+    rows = [
+        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
+        for one in result["recall"]["tests"]
+    ]
+    tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
+    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
+        tables.append(_by_updates("queries answered, %, by updates", reports, lambda test: f"{_share(test):.2f}"))
+    return tables
+
+
+def _share(test: Record) -> float:
+    return 100 * test["accuracy"]
+
+
+def _by_updates(title: str, reports: Mapping[str, Sequence[Record]], show: Any) -> Table:
+    columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
+    tests = zip(*reports.values(), strict=True)
+    rows = [[f"{each[0]['length']:,} / {each[0]['pairs']}", *map(show, each)] for each in tests]
+    return Table.of(title, columns, rows)
+
+
+def zero_shot_tables(record: Record) -> list[Table]:
+    """Tabulate one evaluation: accuracies, and how often each choice is taken, a row a task."""
+    rows = []
+    for name, task in record["tasks"].items():
+        norm = task.get("accuracy_norm")
+        accuracy = f"{100 * task['accuracy']:.2f} ± {100 * task['standard_error']:.2f}"
+        rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
+    notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
+    if cut := sum(task["shortened"] for task in record["tasks"].values()):
+        notes.append(f"Questions longer than {record['longest']:,} tokens, cut at the beginning: {cut:,}.")
+    columns = ["task", "questions", "accuracy, %", "by characters, %"]
+    taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
+    return [Table.of("Zero-shot tasks", columns, rows, notes).used(), _choice_counts(record["tasks"], taken)]
+
+
+def _choice_counts(tasks: Mapping[str, Record], taken: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Tabulate how often each choice is right, and how often models take it: `taken` by model, then by task."""
+    rows = [
+        [
+            name,
+            *(
+                counts_text(counts, task["labels"])
+                for counts in (task["answers"], *(of[name] for of in taken.values()))
+            ),
+        ]
+        for name, task in tasks.items()
+    ]
+    return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
+
+
+def counts_text(counts: Mapping[str, int], labels: Sequence[str]) -> str:
+    """Show how often each choice was taken, by its name, else by its letter.
+
+    >>> counts_text({"0": 3, "1": 1}, ("no", "yes")), counts_text({"0": 3, "3": 1}, ())
+    ('no 3, yes 1', 'A 3, D 1')
+    """
+    names = labels or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return ", ".join(f"{names[int(number)]} {count:,}" for number, count in counts.items())
 
 
 # --- a pair
@@ -44,11 +111,11 @@ def verdict(record: Record) -> str:
     """Say in a line or two what freezing cost, and how speed and memory changed, for a record of any comparison."""
     match record["kind"]:
         case "answers_comparison":
-            return f"Cost: accuracy {_points(record)}, p = {record['p_value']:.3g}."
+            return f"Cost: accuracy {_points(record)} points, p = {record['p_value']:.3g}."
         case "recall_comparison":
             worst = min(record["tests"], key=lambda test: test["difference"])
             where = f"{worst['length']:,} tokens with {worst['pairs']} pairs"
-            return f"Cost: queries of recall answered {_points(worst)} at {where}, the largest loss."
+            return f"Cost: queries of recall answered {_points(worst)} points at {where}, the largest loss."
         case "zero_shot_comparison":
             mean = signed(100 * record["mean_difference"], 2, "")
             return f"Cost: zero-shot accuracy {mean} points on average over {len(record['tasks'])} tasks."
@@ -63,22 +130,25 @@ def perplexity_change(record: Record) -> str:
 
 
 def _saving(record: Record) -> str:
-    parts = []
-    if ratio := record.get("update_time_ratio"):
-        within = ", within the spread of both arms" if speed_caveat(record) else ""
-        busy = "update times unclear: the machine was busy"
-        parts.append(busy if was_busy(record) else f"updates {ratio:.3f}× as fast{within}")
+    parts = [f"updates {_speedup(record)}"] * bool(record.get("update_time_ratio"))
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     parts += [f"peak memory {signed(memory)}"] * (memory is not None)
     return f"Speed: {', '.join(parts)}." if parts else ""
 
 
+def _speedup(record: Record) -> str:
+    if was_busy(record):
+        return "unclear: the machine was busy"
+    return f"{record['update_time_ratio']:.3f}× as fast" + ", within the spread of both arms" * bool(
+        speed_caveat(record)
+    )
+
+
 def _points(change: Record) -> str:
-    text = f"{signed(100 * change['difference'], 2, '')} points"
-    if change["ci95"] is None:
-        return text
-    low, high = (signed(100 * end, 2, "") for end in change["ci95"])
-    return f"{text} (95% interval {low} to {high})"
+    """Show a change of accuracy in points, with its interval where that is known."""
+    ends = [100 * change["difference"], *(100 * end for end in change["ci95"] or ())]
+    text, *interval = (signed(end, 2, "") for end in ends)
+    return f"{text} ({' to '.join(interval)})" if interval else text
 
 
 def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: RecordedRun | None = None) -> list[Table]:
@@ -87,29 +157,34 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
         case "answers_comparison":
             return [_answers_table(record)]
         case "recall_comparison":
-            return _recall_tables(record)
+            return _recall_pair_tables(record)
         case "zero_shot_comparison":
-            return _zero_shot_tables(record)
+            return _zero_shot_pair_tables(record)
     if ordinary is None or frozen is None:
         return [_evaluations_table(record)]
     return [_runs_table(record, ordinary, frozen)]
 
 
 def _pair(record: Record, rows: Sequence[Sequence[Any]], notes: Sequence[str]) -> Table:
-    where = f"{ORDINARY}: {record['ordinary']}; {FROZEN}: {record['frozen']}."
-    return Table.of("", ("", ORDINARY, FROZEN, "change"), rows, [where, *notes]).used()
+    return Table.of("", ("", ORDINARY, FROZEN, "change"), rows, [_where(record), *notes]).used()
+
+
+def _where(record: Record) -> str:
+    return f"{ORDINARY}: {record['ordinary']}; {FROZEN}: {record['frozen']}."
+
+
+def _head_counts(record: Record) -> list[str]:
+    return [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
 
 
 def _runs_table(record: Record, ordinary: RecordedRun, frozen: RecordedRun) -> Table:
-    comparison = ArmComparison(frozen.folder.name, ordinary, frozen, dict(record))
-    runs = (ordinary, frozen)
-    ratio = record["update_time_ratio"]
-    speed = "unclear" if was_busy(record) else f"{ratio:.3f}×" if ratio else None
+    comparison, runs = ArmComparison(frozen.folder.name, ordinary, frozen, dict(record)), (ordinary, frozen)
     memory = [record[f"peak_memory_{arm}"] for arm in ("ordinary", "frozen")]
+    times = [seconds(record[f"update_seconds_{arm}"]) for arm in ("ordinary", "frozen")]
     rows = [
         ["heads frozen", *map(_heads, runs), None],
         ["perplexity", f"{record['ppl_ordinary']:.3f}", f"{record['ppl_frozen']:.3f}", _interval(record)],
-        ["median update", *(seconds(record[f"update_seconds_{arm}"]) for arm in ("ordinary", "frozen")), speed],
+        ["median update", *times, _ratio(record) or None],
         ["peak memory", *map(byte_size, memory), signed(change_percent(*memory))],
         ["freezing took", None, seconds(_freezing_seconds(frozen)), None],
     ]
@@ -119,9 +194,8 @@ def _runs_table(record: Record, ordinary: RecordedRun, frozen: RecordedRun) -> T
 
 
 def _evaluations_table(record: Record) -> Table:
-    heads = [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
     rows = [
-        ["heads frozen", *heads, None],
+        ["heads frozen", *_head_counts(record), None],
         ["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)],
     ]
     windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
@@ -135,105 +209,69 @@ def model_notes(record: Record) -> list[str]:
         lines.append("No file says whether the frozen model was made from the ordinary one.")
     before = record["heads_by_kind"][0]
     if any(before.values()):
-        heads = heads_in_words(before)
-        lines.append(f"The first model has {heads} heads already: their cost is not in the change.")
+        lines.append(f"The first model has {heads_in_words(before)} heads already: their cost is not in the change.")
     return lines
 
 
 def _answers_table(record: Record) -> Table:
-    taken = [
-        ", ".join(f"{n}: {each.get(n, 0):,}" for n in sorted(record["answers"], key=int)) for each in record["taken"]
+    choices = [
+        ", ".join(f"{n}: {each.get(n, 0):,}" for n in sorted(record["answers"], key=int))
+        for each in (*record["taken"], record["answers"])
     ]
-    heads = [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
     rows = [
-        ["heads frozen or pruned", *heads, None],
-        ["accuracy, %", *(f"{100 * share:.2f}" for share in record["accuracy"]), _short_points(record)],
-        ["taken, by choice", *taken, None],
+        ["heads frozen or pruned", *_head_counts(record), None],
+        ["accuracy, %", *(f"{100 * share:.2f}" for share in record["accuracy"]), _points(record)],
+        ["right alone", record["lost"], record["gained"], f"p = {record['p_value']:.3g}"],
+        ["taken, by choice", *choices[:2], f"right: {choices[2]}"],
         ["median update", *map(seconds, record["update_seconds"]), None],
     ]
-    right = ", ".join(
-        f"{n}: {count:,}" for n, count in sorted(record["answers"].items(), key=lambda each: int(each[0]))
-    )
-    notes = [
-        f"{record['questions']:,} questions; right answers by choice {right}. {FROZEN} alone answers "
-        f"{record['gained']:,} rightly, {ORDINARY} alone {record['lost']:,} (McNemar's exact test: p = "
-        f"{record['p_value']:.3g}). The standard error over questions is {100 * record['standard_error']:.2f} points.",
-        _ONE_SEED + " Error, interval and p treat questions of one text as independent.",
-        *(f"Difference of the runs: {line}" for line in record["differences"]),
-    ]
+    notes = [f"{record['questions']:,} questions; p is McNemar's, exact. {_ONE_SEED}", *_run_notes(record)]
     return _pair(record, rows, notes)
 
 
-_ONE_SEED = "Both runs have one seed each: nothing here is over seeds."
-
-
-def _recall_tables(record: Record) -> list[Table]:
+def _recall_pair_tables(record: Record) -> list[Table]:
     rows = []
     for test in record["tests"]:
         moved = None if test["better"] is None else f"{test['better']:,} / {test['worse']:,}"
         shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
-        rows.append([f"{test['length']:,}", test["pairs"], test["queries"], *shares, _short_points(test), moved])
+        rows.append([f"{test['length']:,}", test["pairs"], test["queries"], *shares, _points(test), moved])
     columns = ("tokens", "pairs", "queries", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "better / worse")
-    tables = [Table.of("Queries of recall that two runs answer", columns, rows, _recall_notes(record)).used()]
+    heads = "; ".join(f"{arm} {count}" for arm, count in zip((ORDINARY, FROZEN), _head_counts(record), strict=True))
+    notes = [_where(record), f"Heads frozen or pruned: {heads}.", _ONE_SEED]
+    if record["without_hits"]:
+        notes.append(f"No interval without the answers to every example, which are not in {record['without_hits'][0]}.")
+    notes += [f"{words[:1].upper()}{words[1:]}." for words in dict.fromkeys(record["not_learnt"].values())]
+    notes += _run_notes(record)
+    tables = [Table.of("Queries of recall that two runs answer", columns, rows, notes).used()]
     if reports := record["reports"]:
-        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
-        tests = zip(*reports.values(), strict=True)
-        rows = [[f"{each[0]['length']:,} / {each[0]['pairs']}", *map(_short_points, each)] for each in tests]
-        tables.append(Table.of("Change of queries answered in between, points (95%)", columns, rows))
+        tables.append(_by_updates("Change of queries answered in between, points (95%)", reports, _points))
     return tables
 
 
-def _short_points(change: Record) -> str:
-    text = signed(100 * change["difference"], 2, "")
-    if change["ci95"] is None:
-        return text
-    low, high = (signed(100 * end, 2, "") for end in change["ci95"])
-    return f"{text} ({low} to {high})"
+def _run_notes(record: Record) -> list[str]:
+    return [f"Difference of the runs: {line}" for line in record["differences"]]
 
 
-def _recall_notes(record: Record) -> list[str]:
-    notes = []
-    for name, key, counts, took in zip(
-        (ORDINARY, FROZEN), ("ordinary", "frozen"), record["heads_by_kind"], record["update_seconds"], strict=True
-    ):
-        heads = f"{heads_in_words(counts)} heads" if any(counts.values()) else "no heads"
-        notes.append(f"{name}: {record[key]} ({heads}{'' if took is None else f', {seconds(took)} an update'}).")
-    if record["without_hits"]:
-        runs = " and ".join(record["without_hits"])
-        notes.append(f"No interval can be given: {runs} has no {RECALL}, which holds the answers to every example.")
-    else:
-        notes.append(
-            f"Intervals are over examples, paired, each test by itself; better and worse count examples of which "
-            f"{FROZEN} answers more, or fewer."
-        )
-    notes.append(_ONE_SEED)
-    notes += [f"{words[:1].upper()}{words[1:]}." for words in dict.fromkeys(record["not_learnt"].values())]
-    return [*notes, *(f"Difference of the runs: {line}" for line in record["differences"])]
-
-
-def _zero_shot_tables(record: Record) -> list[Table]:
-    """Tabulate changes of accuracy by task, the questions behind them, and how often each choice is taken."""
-    changes, questions = [], []
+def _zero_shot_pair_tables(record: Record) -> list[Table]:
+    """Tabulate changes of accuracy by task, and how often each choice is taken."""
+    rows = []
     for name, task in record["tasks"].items():
         shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
-        changes.append([name, *shares, _short_points(task), *(f"{task[key]:.3g}" for key in ("p_value", "p_holm"))])
-        questions.append([name, task["questions"], task["gained"], task["lost"]])
+        p_values = [f"{task[key]:.3g}" for key in ("p_value", "p_holm")]
+        moved = f"{task['gained']:,} / {task['lost']:,}"
+        rows.append([name, task["questions"], *shares, _points(task), moved, *p_values])
     notes = [
         f"Mean change {signed(100 * record['mean_difference'], 2, '')} points. Intervals are 95% over questions, "
         "paired; p is McNemar's, exact, with Holm's correction over the tasks. A large p does not show equality.",
         *model_notes(record),
     ]
-    columns = ["task", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "p", "Holm"]
-    alone = ["task", "questions", f"{FROZEN} alone is right", f"{ORDINARY} alone is right"]
+    columns = ["task", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p"]
     taken = {
         model: {name: task["taken"][place] for name, task in record["tasks"].items()}
         for place, model in enumerate((ORDINARY, FROZEN))
     }
-    return [
-        Table.of("Zero-shot tasks, paired", columns, changes, notes),
-        Table.of("Questions that one model alone answers rightly", alone, questions),
-        choice_counts(record["tasks"], taken),
-    ]
+    table = Table.of("Zero-shot tasks, paired", [*columns, "Holm"], rows, notes)
+    return [table, _choice_counts(record["tasks"], taken)]
 
 
 # --- all arms of a page
@@ -273,10 +311,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmCo
 
 
 def _stored(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any] | None:
-    """Read the frozen run's compare.json if it is about these two results.
-
-    Archived runs hold their results, not the log-probabilities of every token.
-    """
+    """Read the frozen run's compare.json if it is about these two results: archived runs may hold no losses."""
     path = frozen.folder / "compare.json"
     record = read_result(path) if path.is_file() else {}
     for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
@@ -317,7 +352,8 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
     for run, name in zip(runs, names, strict=True):
         result, comparison = run.result or {}, by_name.get(name)
         record = comparison.perplexity if comparison else None
-        loss, perplexity = result.get("report_loss"), result.get("report_perplexity")
+        loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
+        change = change_percent(record["peak_memory_ordinary"], peak) if record else None
         rows.append(
             [
                 name,
@@ -325,16 +361,23 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
                 None if loss is None else f"{loss:.4f}",
                 None if perplexity is None else f"{perplexity:.3f}",
                 None if record is None else _interval(record),
-                _update(run, record, comparisons),
-                _memory(result, record),
+                _with(seconds(_update_seconds(run, record, comparisons)), _ratio(record) if record else ""),
+                _with(byte_size(peak), "" if change is None else signed(change)),
                 seconds(_freezing_seconds(run)),
-                *(_whole_run(run, comparison, clock) for clock in _CLOCKS),
+                *(
+                    _with(seconds(run.seconds(clock)), _time_change(comparison, clock) if comparison else "")
+                    for clock in _CLOCKS
+                ),
             ]
         )
     notes = [_BASELINE] * bool(comparisons) + [_WHOLE_RUN] * any(run.seconds("everything") for run in runs)
     for comparison in comparisons:
         notes += [f"{comparison.name}: {note}" for note in _comparison_notes(comparison)]
     return Table.of("Arms side by side", _COLUMNS, rows, [*notes, *_missing(runs, names)]).used()
+
+
+def _with(value: str, change: str) -> str:
+    return f"{value} ({change})" if change else value
 
 
 def _heads(run: RecordedRun) -> str:
@@ -353,27 +396,18 @@ def _freezing_seconds(run: RecordedRun) -> float | None:
     return sum(parts.values()) if parts else None
 
 
-def _update(run: RecordedRun, record: Record | None, comparisons: Sequence[ArmComparison]) -> str:
-    """Show a run's median over the compared updates where these are the same in all comparisons, else its own."""
-    records = [each.perplexity for each in comparisons if each.perplexity and each.ordinary is run]
+def _update_seconds(run: RecordedRun, record: Record | None, comparisons: Sequence[ArmComparison]) -> float | None:
+    """A run's median over the compared updates where these are the same in all comparisons, else its own."""
+    records = [each.perplexity for each in comparisons if each.ordinary is run]
     medians = {each["update_seconds_ordinary"] for each in records if each}
     if record is not None:
         medians = {record["update_seconds_frozen"]}
-    own = ((run.result or {}).get("update_seconds") or {}).get("median")
-    ratio = record["update_time_ratio"] if record else None
-    words = "unclear" if record and was_busy(record) else f"{ratio:.3f}×" if ratio else ""
-    return seconds(medians.pop() if len(medians) == 1 else own) + (f" ({words})" if words else "")
+    return medians.pop() if len(medians) == 1 else ((run.result or {}).get("update_seconds") or {}).get("median")
 
 
-def _memory(result: Record, record: Record | None) -> str:
-    peak = result.get("peak_memory_bytes")
-    change = change_percent(record["peak_memory_ordinary"], peak) if record else None
-    return byte_size(peak) + (f" ({signed(change)})" if change is not None else "")
-
-
-def _whole_run(run: RecordedRun, comparison: ArmComparison | None, clock: str) -> str:
-    words = _time_change(comparison, clock) if comparison else ""
-    return seconds(run.seconds(clock)) + (f" ({words})" if words else "")
+def _ratio(record: Record) -> str:
+    ratio = record["update_time_ratio"]
+    return "unclear" if was_busy(record) else f"{ratio:.3f}×" if ratio else ""
 
 
 def _time_change(comparison: ArmComparison, clock: str) -> str:
