@@ -44,7 +44,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Read a data folder's index.json; raise DataError when it is missing or was changed."""
     path = folder / INDEX_FILE
     if not path.is_file():
-        raise DataError(f"{folder}: not a data folder, it has no {INDEX_FILE}; give --data one of `saf data prepare`")
+        problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
+        raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
     index = read_json(path, error=DataError, advice=_AGAIN)
     if index.get("schema") != SCHEMA:
         raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")

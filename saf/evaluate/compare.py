@@ -369,13 +369,11 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
         InputError: A file is missing or damaged.
     """
     (one, answers), (other, frozen_answers) = read_zero_shot(ordinary), read_zero_shot(frozen)
-    same = {"tasks": tuple(sorted(record["tasks"]) for record in (one, other))}
-    same["precision"] = (one["precision"], other["precision"])
-    versions = ({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
-    same["versions"] = tuple(versions)
+    names = ["precision"]
     if any(answer["shortened"] for each in (answers, frozen_answers) for task in each.values() for answer in task):
-        same["longest (--length)"] = (one["longest"], other["longest"])
-    _check_same(same, (ordinary, frozen))
+        names.append("longest")
+    versions = tuple({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
+    _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, (ordinary, frozen))
     settings = {"allow_differences": allow_differences}
     changes = paired_tasks(
         {name: (one["tasks"][name], answers[name]) for name in one["tasks"]},

@@ -130,7 +130,7 @@ def perplexity_change(record: Record) -> str:
 
 
 def _saving(record: Record) -> str:
-    parts = [f"updates {_speedup(record)}"] * bool(record.get("update_time_ratio"))
+    parts = [f"updates {_speedup(record)}"] if record.get("update_time_ratio") else []
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     parts += [f"peak memory {signed(memory)}"] * (memory is not None)
     return f"Speed: {', '.join(parts)}." if parts else ""

@@ -106,7 +106,10 @@ class MQARSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
         """Build from `to_dict`'s form; raise TypeError for unknown names."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**own)
 
     def within(self, context: int) -> "MQARSettings":
         """The same with those tests alone whose sequences a model of so many tokens takes."""
