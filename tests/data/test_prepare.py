@@ -186,7 +186,3 @@ def test_one_process_at_a_time_and_a_killed_one_is_cleared(source, settings, tmp
     (tmp_path / ".writing-data").mkdir()
     prepare(source, out, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-    out.rename(tmp_path / ".replaced-data")  # killed between the two renames of a replacement
-    with pytest.raises(DataError, match="a finished data folder is there"):
-        prepare(source, out, **settings)
-    TokenData.open(out)
