@@ -28,7 +28,7 @@ from saf.errors import AccuracyError
 from saf.machine import GraphPool, GraphReplay
 from saf.ops.launch import cdiv
 from saf.ops.linear.kernels import WAVE, LinearConfig, choose_config, linear_matmul
-from saf.ops.linear.tables import CHUNK, linear_tables
+from saf.ops.linear.tables import CHUNK, exact_tables, linear_tables
 from saf.records.files import write_json
 
 
@@ -67,7 +67,7 @@ def patterns(heads: int, length: int, band: int, poles: int = 16, seed: int = 0)
 def check(device: str, dtype: torch.dtype, *, length: int, dim: int, band: int, heads: int = 3) -> list[float]:
     """Return the relative errors, forward and adjoint, of strided heads against float64; raise beyond the limit."""
     pattern = patterns(heads, length + 5, band)
-    tables, before, after = linear_tables(pattern.singles(), dtype, torch.device(device))
+    tables, before, after = linear_tables(exact_tables(pattern.singles(), torch.device(device)), dtype)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, length, heads + 2, dim, generator=generator).to(device, dtype)[:, :, 1:-1].transpose(1, 2)
     dense = pattern.dense()[:, :length, :length].to(device)
@@ -118,7 +118,8 @@ class Problem:
     def __init__(self, length: int, batch: int, heads: int, dim: int, band: int):
         self.length, self.heads, self.columns = length, heads, batch * dim
         pattern = patterns(heads, length, band)
-        self.tables, self.before, self.after = linear_tables(pattern.singles(), torch.bfloat16, torch.device("cuda"))
+        exact = exact_tables(pattern.singles(), torch.device("cuda"))
+        self.tables, self.before, self.after = linear_tables(exact, torch.bfloat16)
         shape = batch, length, heads, dim
         self.x, self.gradient, self.out = (
             torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)

@@ -28,7 +28,7 @@ from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, repeats_wi
 from saf.errors import AccuracyError, InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.machine import GraphPool, GraphReplay
-from saf.ops import FrozenHeads, frozen_attention, live_attention, split_attention
+from saf.ops import FrozenHeads, attention_parts, frozen_attention, live_attention
 from saf.patterns import Pattern, pattern_for_each_head
 
 Patterns = Sequence[Pattern]
@@ -259,8 +259,8 @@ class OpLayer:
             if len(operands) == 1:
                 return (frozen_attention(operands[0], frozen),)
             query, key, value = operands
-            parts = split_attention(query, key, value, frozen, kernel=arm.live_kernel)
-            return tuple(part for part in parts if part is not None)
+            parts = attention_parts(query, key, value, frozen, kernel=arm.live_kernel)
+            return parts if len(parts) == 2 else parts[0].split([query.shape[1], frozen.num_frozen], 1)
 
         return layer, pattern
 

@@ -419,18 +419,16 @@ class FlexAttention(LiveAttention):
 class FreeBackend(Backend):
     """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
 
-    decodes = True
-
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         return "values pass through unmixed (a bound for measurements, not a model)"
 
-    def prepare(self, patterns: Sequence[Pattern], *_: Any) -> Tables:
-        return {}
+    def prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], *_: Any) -> dict[torch.dtype, Tables]:
+        return {dtype: {} for dtype in dtypes}
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return take_heads(value, heads)
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:

@@ -18,7 +18,7 @@ from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import cached_order, take_heads
-from saf.ops.linear.recurrent import RecurrentState
+from saf.ops.linear.op import RecurrentState
 
 NO_WINDOWS = "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
 OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"

@@ -1,19 +1,18 @@
-"""The operators of layers with live and frozen heads: one seam, several backends.
+"""The operators of layers with live and frozen heads: one dispatch, several backends.
 
-`attention` is the seam: it checks a call and decides how it is computed. `frozen_heads` holds patterns as a backend
-prepared them; `backend` is what a backend must offer, `backends` the list of them. A folder each: `toeplitz`, the
-default; `linear`, exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache.
-`reference` is the oracle, `live` ordinary attention, `decoder` the loss and GELU. Every `op.py` registers operators;
+`attention` checks a call and decides how it is computed. `frozen_heads` holds patterns as a backend prepared them;
+`backend` is what a backend must offer, `backends` the list of them. A folder each: `toeplitz`, the default; `linear`,
+exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache. `reference` is the oracle,
+`live` ordinary attention, `decoder` the loss and GELU. Every `op.py` registers operators and their gradients;
 `kernels.py` imports Triton, and the first call that runs a kernel imports it.
 """
 
 from saf.ops.attention import (
+    attention_parts,
     attention_products,
     frozen_attention,
     live_heads,
     mixed_attention,
-    project_parts,
-    split_attention,
     summed,
 )
 from saf.ops.backends import BACKENDS, choose_backend, explain
@@ -25,6 +24,7 @@ __all__ = [
     "BACKENDS",
     "FrozenHeads",
     "TrainablePattern",
+    "attention_parts",
     "attention_products",
     "choose_backend",
     "explain",
@@ -33,7 +33,5 @@ __all__ = [
     "live_attention",
     "live_heads",
     "mixed_attention",
-    "project_parts",
-    "split_attention",
     "summed",
 ]

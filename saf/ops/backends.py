@@ -10,7 +10,6 @@ from saf.ops.fused.op import Fused
 from saf.ops.linear.op import Linear
 from saf.ops.reference import Reference
 from saf.ops.toeplitz.op import Toeplitz
-from saf.patterns import TrainablePattern
 
 BACKENDS: dict[str, Backend] = {
     "toeplitz": Toeplitz(), "linear": Linear(), "fused": Fused(), "reference": Reference(),
@@ -41,7 +40,7 @@ def choose_backend(
     candidates = ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,)
     reasons = {}
     for candidate in candidates:
-        if (reason := _unsupported_reason(candidate, device, dtypes, trainable)) is None:
+        if (reason := _unsupported_reason(BACKENDS[candidate], device, dtypes, trainable)) is None:
             return candidate
         reasons[candidate] = reason
     if name == "auto":
@@ -49,35 +48,23 @@ def choose_backend(
     raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
 
 
-def _unsupported_reason(name: str, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool) -> str | None:
-    """Return why a backend cannot run with all of the dtypes; None when it can."""
-    backend = BACKENDS[name]
+def _unsupported_reason(
+    backend: Backend, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool
+) -> str | None:
     if trainable and not backend.trains:
         return "it has no gradients for key and distance logits (trainable=True)"
     return next(filter(None, (backend.supports(device, dtype) for dtype in dtypes)), None)
 
 
-def check_trainable(name: str, patterns: Sequence[TrainablePattern], dtypes: Sequence[torch.dtype]) -> None:
-    """Raise UnsupportedError when a backend cannot train one of the patterns with values of one of the dtypes."""
-    if not patterns:
-        return
-    alpha = torch.stack([one.alpha.detach() for one in patterns])
-    rho = torch.stack([one.rho.detach() for one in patterns])
-    for dtype in dtypes:
-        if reason := BACKENDS[name].untrainable(alpha, rho, dtype):
-            raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
-
-
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
     """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
-    device = torch.device(device)
+    device, order = torch.device(device), ", ".join(AUTO_ORDER)
     lines = [
-        f"rule: linear for layers with exponential patterns, else the first of {', '.join(AUTO_ORDER)}, that supports "
+        f"rule: linear for layers with exponential patterns, else the first of {order}, that supports "
         "the device and the dtype"
     ]
     for name, backend in BACKENDS.items():
         reason = backend.supports(device, dtype)
         how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
-    lines.append(f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}")
-    return lines
+    return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]

@@ -18,7 +18,11 @@ IGNORED = -100
 """The target of a token that is left out, as in PyTorch."""
 
 
-@torch.library.custom_op("saf::softmax_gradient_", mutates_args={"logits"})
+def _losses_like(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@operator("softmax_gradient_", fake=_losses_like, mutates=("logits",))
 def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     """Return `-log softmax(logits)[label]` by row and overwrite the logits with `(softmax - onehot) / count`.
 
@@ -41,11 +45,6 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     slope.scatter_add_(1, target, slope.new_full(target.shape, -1))
     logits.copy_((slope / count).where(known[:, None], 0))
     return losses
-
-
-@softmax_gradient_.register_fake
-def _(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def known_labels(labels: Tensor, vocab_size: int) -> Tensor:
@@ -177,7 +176,7 @@ class _GeluLinear(torch.autograd.Function):
         return slope, gradients[0].flatten(0, -2).t() @ activated.flatten(0, -2)
 
 
-@operator("saf::gelu")
+@operator("gelu", fake=lambda x: x.new_empty(x.shape))
 def gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x)` in the dtype of `x`, contiguous."""
     if uses_triton(x.device, x.dtype):
@@ -187,12 +186,7 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x).contiguous()
 
 
-@torch.library.register_fake("saf::gelu")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("saf::gelu_backward_", mutates_args={"gradient"})
+@operator("gelu_backward_", fake=lambda x, gradient: x.new_empty(x.shape), mutates=("gradient",))
 def gelu_backward_(x: Tensor, gradient: Tensor) -> Tensor:
     """Multiply `gradient` (contiguous) by `Phi(x) + x phi(x)` and return `x Phi(x)`; shapes and dtypes as `x`."""
     if uses_triton(x.device, x.dtype):
@@ -201,8 +195,3 @@ def gelu_backward_(x: Tensor, gradient: Tensor) -> Tensor:
         return kernel(x.contiguous(), gradient)
     gradient.copy_(torch.ops.aten.gelu_backward(gradient, x))
     return F.gelu(x).contiguous()
-
-
-@gelu_backward_.register_fake
-def _(x: Tensor, gradient: Tensor) -> Tensor:
-    return x.new_empty(x.shape)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError
+from saf.errors import InputError, UnsupportedError
 from saf.ops.backend import Tables
-from saf.ops.backends import BACKENDS, check_trainable, choose_backend
+from saf.ops.backends import BACKENDS, choose_backend
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
 
@@ -57,67 +57,51 @@ class FrozenHeads(nn.Module):
         correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
         cannot run here, or cannot train a pattern.
         """
-        patterns = pattern_for_each_head(pattern)
+        patterns, device = pattern_for_each_head(pattern), torch.device(device)
         lengths = {single.length for single in patterns}
         if len(lengths) != 1:
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        slots = None if kv_head is None else tuple(kv_head.tolist() if isinstance(kv_head, Tensor) else kv_head)
-        if slots is not None and min(slots, default=0) < 0:
-            raise InputError(f"kv_head names value heads from 0; got {slots}")
-        slots = None if slots is None else tuple(map(index, slots))
-        if not patterns:
-            raise InputError("pattern must hold patterns, one head's at least; got none")
-        if not dtypes:
-            raise InputError("dtype names the dtypes of values to prepare for, one at least; got none")
-        if slots is not None and len(slots) < len(patterns):
-            raise InputError(f"kv_head names one value head per slot: at least {len(patterns)}, got {len(slots)}")
+        slots = None
+        if kv_head is not None:
+            slots = tuple(map(index, kv_head.tolist() if isinstance(kv_head, Tensor) else kv_head))
+            if len(slots) < len(patterns) or min(slots) < 0:
+                raise InputError(
+                    f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {slots}"
+                )
         trained = [single for single in patterns if is_trainable(single)]
         fixed = [single for single in patterns if not single.trainable]
         exponential = any(one.kind == "exponential" for one in fixed)
-        name = choose_backend(
-            backend, device=torch.device(device), dtypes=dtypes, trainable=bool(trained), exponential=exponential
-        )
-        check_trainable(name, trained, dtypes)
+        name = choose_backend(backend, device=device, dtypes=dtypes, trainable=bool(trained), exponential=exponential)
+        if trained:
+            logits = (torch.stack([getattr(one, part).detach() for one in trained]) for part in ("alpha", "rho"))
+            alpha, rho = logits
+            for each in dtypes:
+                if reason := BACKENDS[name].untrainable(alpha, rho, each):
+                    raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
-        for one in dtypes:
-            heads._prepare(one, fixed, torch.device(device))
+        heads._prepare(fixed, dtypes, device)
         return heads
 
-    def _prepare(self, dtype: torch.dtype, fixed: Sequence[Pattern], device: torch.device) -> None:
-        """Add the backend's tables of the fixed patterns for values of `dtype`."""
+    def _prepare(self, fixed: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        """Add the backend's tables of the fixed patterns for values of some dtypes."""
         with torch.inference_mode(False), torch.no_grad():
-            self._add_tables(dtype, BACKENDS[self.backend].prepare(fixed, dtype, device, self.kv_head) if fixed else {})
+            prepared = BACKENDS[self.backend].prepare(fixed, dtypes, device, self.kv_head) if fixed else {}
+        for dtype in dtypes:
+            self._add_tables(dtype, prepared.get(dtype, {}))
 
     def _add_tables(self, dtype: torch.dtype, tables: Tables) -> None:
         """Keep tables, tensors among them as buffers, so that they move with the model."""
         prefix = str(dtype).removeprefix("torch.")
-        for name, table in tables.items():
-            if isinstance(table, Tensor):
-                self.register_buffer(f"{prefix}_{name}", table, persistent=False)
-        self._names[dtype] = {name: f"{prefix}_{name}" for name, t in tables.items() if isinstance(t, Tensor)}
-        self._static[dtype] = {name: t for name, t in tables.items() if not isinstance(t, Tensor)}
-
-    def program(self) -> tuple[Any, ...]:
-        """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
-        static = tuple((dtype, *sorted(ints.items())) for dtype, ints in self._static.items())
-        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
+        self._names[dtype] = {name: f"{prefix}_{name}" for name, each in tables.items() if isinstance(each, Tensor)}
+        self._static[dtype] = {name: each for name, each in tables.items() if not isinstance(each, Tensor)}
+        for name, buffer in self._names[dtype].items():
+            self.register_buffer(buffer, tables[name], persistent=False)
 
     @property
     def num_frozen(self) -> int:
         """Return how many heads the patterns belong to."""
         return len(self.patterns)
-
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
-        patterns = [one for one in self.children() if is_trainable(one)]
-        return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
-
-    @property
-    def allocated(self) -> int:
-        """Return the bytes of the memory that tables and trained logits lie in, every piece counted once."""
-        storages = [tensor.untyped_storage() for tensor in [*self.buffers(), *self.parameters()]]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -131,20 +115,26 @@ class FrozenHeads(nn.Module):
         """
         if dtype not in self._names:
             raise InputError(
-                f"frozen heads were prepared for {[str(d) for d in self.dtypes]}, the values are {dtype}; "
-                "cast the model itself, whose tables follow, pass dtype= to from_patterns, or autocast to one of these"
+                f"values must be in a dtype that frozen heads were prepared for, {[str(d) for d in self.dtypes]}, got "
+                f"{dtype}; cast the model itself, pass dtype= to from_patterns, or autocast"
             )
         return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
 
-    def value_heads(self, num_value_heads: int) -> tuple[int, ...]:
-        """Return the value head that each frozen slot reads, among `num_value_heads`."""
-        if self.kv_head is None:
-            if num_value_heads < self.num_frozen:
-                raise InputError(f"{self.num_frozen} frozen heads need as many value heads; got {num_value_heads}")
-            return tuple(range(num_value_heads - self.num_frozen, num_value_heads))
-        if max(self.kv_head) >= num_value_heads:
-            raise InputError(f"kv_head names value head {max(self.kv_head)}, value has {num_value_heads} heads")
-        return self.kv_head[len(self.kv_head) - self.num_frozen :]
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
+        patterns = [one for one in self.children() if is_trainable(one)]
+        return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
+
+    def program(self) -> tuple[Any, ...]:
+        """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
+        static = tuple((dtype, *sorted(ints.items())) for dtype, ints in self._static.items())
+        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
+
+    @property
+    def allocated(self) -> int:
+        """Return the bytes of the memory that tables and trained logits lie in, every piece counted once."""
+        storages = [tensor.untyped_storage() for tensor in [*self.buffers(), *self.parameters()]]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def linear(self) -> tuple[int, ...]:
@@ -156,57 +146,22 @@ class FrozenHeads(nn.Module):
         tables = self.tables(self.dtypes[0])
         return len(self.linear), *tables["near"].shape[1:3], tables["write"].shape[1]
 
-    def check_call(self, value: Tensor, backend: str) -> None:
+    def check_values(self, value: Tensor, backend: str) -> None:
         """Raise InputError for values of a wrong shape, too long or not where the tables are, or another backend."""
         if value.dim() != 4 or not value.shape[-2]:
-            raise InputError(
-                "value must be [batch, heads, positions, head_dim] with one position at least; got shape "
-                f"{tuple(value.shape)}"
-            )
+            raise InputError(f"value must be [batch, heads, positions >= 1, head_dim]; got shape {tuple(value.shape)}")
         if backend not in ("auto", self.backend):
             raise InputError(
                 f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}; prepare them again"
             )
-        length = value.shape[-2]
-        if length > self.max_length:
+        if (length := value.shape[-2]) > self.max_length:
             raise InputError(beyond_patterns(length, self.max_length))
         # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
-        if (here := self._place()) is not None and value.device != here:
+        if (place := self._place()) is not None and value.device != place:
             raise InputError(
-                f"values are on {value.device}, the frozen heads' tables on {here}; move the model as a whole, whose "
-                "tables follow, and do not offload buffers (offload_buffers=False of accelerate)"
+                f"values are on {value.device}, the frozen heads' tables on {place}; move the model as a whole, and do "
+                "not offload buffers"
             )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
-        """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
-        before = self._device()
-        for pattern in self.children():
-            pattern._apply(fn)
-        for key, tensor in list(self._buffers.items()):
-            if tensor is not None:
-                moved = fn(tensor.new_empty(0, dtype=torch.float32))
-                self._buffers[key] = tensor.to(moved.device)
-        probes = [fn(torch.empty(0, dtype=dtype, device=self._device())) for dtype in self.dtypes]
-        fixed = [self.patterns[slot] for slot in self.fixed]
-        if {before.type, self._device().type} == {"cpu", "cuda"}:
-            self._prepare_again(fixed)  # tables of kernels are others than those of plain PyTorch
-        for probe in probes:
-            if probe.dtype not in self.dtypes and BACKENDS[self.backend].supports(probe.device, probe.dtype) is None:
-                self._prepare(probe.dtype, fixed, probe.device)
-        return self
-
-    def _prepare_again(self, fixed: list[Pattern]) -> None:
-        """Make the tables of every dtype anew, on the device where the heads are now."""
-        device = self._device()
-        for dtype in self.dtypes:
-            if BACKENDS[self.backend].supports(device, dtype) is None:
-                for name in self._names[dtype].values():
-                    del self._buffers[name]
-                self._prepare(dtype, fixed, device)
-
-    def _device(self) -> torch.device:
-        """Return where the tables or the trained logits are; the CPU while there are none."""
-        return self._place() or torch.device("cpu")
 
     def _place(self) -> torch.device | None:
         """Return where the tables or the trained logits are; None while there are none."""
@@ -215,21 +170,37 @@ class FrozenHeads(nn.Module):
                 return table.device
         return next((logits.device for logits in self.parameters()), None)
 
-    def extra_repr(self) -> str:
-        """Describe the heads when the model is printed."""
-        words = f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
-        return ", ".join([words, *self._stored()])
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
+        """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
+        before = self._place() or torch.device("cpu")
+        for pattern in self.children():
+            pattern._apply(fn)
+        for key, tensor in list(self._buffers.items()):
+            if tensor is not None:
+                self._buffers[key] = tensor.to(fn(tensor.new_empty(0, dtype=torch.float32)).device)
+        device = self._place() or torch.device("cpu")
+        backend, values = BACKENDS[self.backend], [fn(torch.empty(0, dtype=d, device=device)) for d in self.dtypes]
+        # Tables of kernels are others than those of plain PyTorch.
+        stale = self.dtypes if {before.type, device.type} == {"cpu", "cuda"} else ()
+        new = [x.dtype for x in values if x.dtype not in self.dtypes]
+        wanted = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.supports(device, dtype) is None]
+        for dtype in wanted:
+            for name in self._names.pop(dtype, {}).values():
+                del self._buffers[name]
+        if wanted:
+            self._prepare([self.patterns[slot] for slot in self.fixed], wanted, device)
+        return self
 
-    def _stored(self) -> list[str]:
-        """Return a line a dtype: how many heads are executed as T x T matrices instead of tables, and why."""
-        lines = []
+    def extra_repr(self) -> str:
+        """Describe the heads when the model is printed, with those executed as T x T matrices instead of tables."""
+        words = [f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"]
         for dtype, static in self._static.items():
-            name = str(dtype).removeprefix("torch.")
             kinds = [self.patterns[self.fixed[slot]].kind for slot in static.get("stored", ())]
             reasons = {"dense": "dense", "compact": "it cannot hold as tables"}
             counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
-            lines += [f"stored as T x T for {name}: {', '.join(counts)}"] * bool(counts)
-        return lines
+            if counts:
+                words.append(f"stored as T x T for {str(dtype).removeprefix('torch.')}: {', '.join(counts)}")
+        return ", ".join(words)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
         patterns = [copy.deepcopy(one, memo) if one.trainable else one for one in self.patterns]

@@ -1,4 +1,4 @@
-"""Heads of a tensor `[B, H, T, D]`: picked, joined, laid out, and mixed by stored or gathered rows of weights.
+"""Heads of a tensor `[B, H, T, D]`: picked, joined, and mixed by stored or gathered rows of weights.
 
 Heads are named by tuples of ints, so that nothing is indexed by tensors that the host would have to send.
 """
@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
-from saf.ops.operator import has_tangent
 from saf.ops.positions import QueryRows
 
 MOST_ROWS, HELD_WEIGHTS = 128, 1 << 26
@@ -22,22 +20,8 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     first, last = heads[0], heads[-1]
     if heads == tuple(range(first, last + 1)):
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
-    differentiated = torch.is_grad_enabled() or has_tangent(x)
-    single = (x if differentiated or torch.compiler.is_compiling() else _as_words(x)).unbind(1)
-    taken = torch.stack([single[head] for head in heads], dim=1)
-    return taken if taken.dtype == x.dtype else taken.view(x.dtype)
-
-
-def _as_words(x: Tensor) -> Tensor:
-    """Return the memory of `x [..., D]` in elements of 8 bytes, `x` itself where its layout does not allow it.
-
-    Heads are copied element by element: in bfloat16 that reaches a third of a GPU's bandwidth (docs/log.md). Not for
-    tensors that need a gradient or have a tangent: a view of another dtype drops both.
-    """
-    ratio = 8 // x.element_size()
-    if ratio <= 1 or x.stride(-1) != 1 or any(n % ratio for n in (x.storage_offset(), x.shape[-1], *x.stride()[:-1])):
-        return x
-    return x.view(torch.int64)
+    single = x.unbind(1)
+    return torch.stack([single[head] for head in heads], dim=1)
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -45,31 +29,18 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def live_value_heads(
-    query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...] | None, num_frozen: int
-) -> tuple[int, ...]:
-    """Return the value head of each live slot; `slots` names that of every slot, None means consecutive groups.
+def flat_heads(heads: Tensor) -> Tensor:
+    """Return `[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
+    return heads.transpose(1, 2).flatten(2)
 
-    Raises InputError for heads that do not fit together.
-    """
-    num_live, num_value_heads = query.shape[1], value.shape[1]
-    num_heads = num_live + num_frozen
-    if num_heads == 0:
-        raise InputError(f"query has no heads, and none is frozen; got {list(query.shape)}: leave such a layer out")
-    if slots is None:
-        group = 1 if num_value_heads == num_heads else num_live // num_value_heads if num_value_heads else 0
-        if num_value_heads != num_heads and (num_frozen or group * num_value_heads != num_live):
-            raise InputError(
-                f"{num_live} live and {num_frozen} frozen heads with {num_value_heads} value heads need kv_head; "
-                "pass it to FrozenHeads.from_patterns"
-            )
-        slots = tuple(slot // group for slot in range(num_heads))
-    if len(slots) != num_heads:
-        raise InputError(f"kv_head has {len(slots)} slots, live and frozen heads make {num_live} + {num_frozen}")
-    live = slots[:num_live]
-    if num_live and key.shape[1] != len(set(live)):
-        raise InputError(f"key must hold the {len(set(live))} KV heads that live heads use, got {key.shape[1]}")
-    return live
+
+def heads_like(x: Tensor, heads: int) -> Tensor:
+    """Return uninitialised memory like `x [B, ., T, D]` for `heads`, stored as `[B, T, heads, D]`."""
+    batch, _, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+# --- which value head a slot reads
 
 
 def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
@@ -110,10 +81,7 @@ def cached_order(slots: tuple[int, ...], num_frozen: int, linear: tuple[int, ...
     return (*live, *sorted(frozen - set(live)))
 
 
-def read_heads(value: Tensor, *slots: tuple[int, ...]) -> Tensor:
-    """Return value heads up to the last that slots read: the maps of one launch know of no others."""
-    count = max(max(heads) for heads in slots) + 1
-    return value if count == value.shape[1] else value[:, :count]
+# --- parts of a layer as one tensor
 
 
 def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
@@ -123,17 +91,6 @@ def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
         return parts[0][1]
     by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
-
-
-def flat_heads(heads: Tensor) -> Tensor:
-    """Return `[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
-    return heads.transpose(1, 2).flatten(2)
-
-
-def heads_like(x: Tensor, heads: int) -> Tensor:
-    """Return uninitialised memory like `x [B, ., T, D]` for `heads`, stored as `[B, T, heads, D]`."""
-    batch, _, length, dim = x.shape
-    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
 def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
@@ -163,6 +120,9 @@ class _Join(torch.autograd.Function):
         return live.contiguous().transpose(1, 2), frozen.transpose(1, 2)
 
 
+# --- products in plain PyTorch
+
+
 def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     """Return `P V`: `weights [F, >=T, >=T]`, `value [B, F, T, D]` to `[B, F, T, D]`."""
     length = value.shape[-2]
@@ -179,12 +139,24 @@ def dense_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
     return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
 
 
+def compact_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
+    """Return the `weights_of` of `row_product` for compact patterns: `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
+    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
+
+    def weights(query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
+        far = distance[:, lag].to(row_scale.dtype)[:, None]
+        return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
+
+    return weights
+
+
 def row_product(
     weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...], rows: QueryRows
 ) -> Tensor:
     """Return rows of `P V` of frozen slots that read `heads` of `value [B, H_kv, T, D]`: `[B, F, rows.count, D]`.
 
     `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `QueryRows.positions` returns.
+    Autograd differentiates the products; no value head is copied.
     """
     parts, most = [], MOST_ROWS
     if not torch.compiler.is_compiling():  # where lengths may be open

@@ -30,6 +30,11 @@ class PlanCache(dict[tuple[Any, ...], Any]):
 _compiled = PlanCache()
 
 
+def operand_key(*tensors: Tensor) -> tuple[Any, ...]:
+    """Return what a planned launch depends on of its operands: shape, strides, dtype, device."""
+    return tuple((each.shape, each.stride(), each.dtype, each.device) for each in tensors)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> Any:
     """Run a kernel; Triton launches on the current device, so make that the tensors' one.
 
@@ -48,14 +53,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
             rest = [constants[name] for name in kernel.arg_names[len(args) :]]
             compiled[(*grid, 1, 1)[:3]](*args, *rest)
         return compiled
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have on a CUDA device; `SHARED_MEMORY` elsewhere."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return SHARED_MEMORY
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class PreparedLaunch:
@@ -112,6 +109,14 @@ def _specialization(argument: Any, varies: bool) -> Any:
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, argument.padding, *argument.block_shape
     return argument
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a CUDA device; `SHARED_MEMORY` elsewhere."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def cdiv(count: int, size: int) -> int:

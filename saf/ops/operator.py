@@ -1,4 +1,4 @@
-"""Registering operators `saf::*`, where their kernels run, and how exactly."""
+"""Operators `saf::*`: how they are registered, where their kernels run, and how exactly these multiply."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,14 +11,12 @@ from torch.autograd import forward_ad
 from saf.errors import UnsupportedError
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Found at import: compiled code asks while it is traced, where a search for a module breaks the graph.
 _TRITON = find_spec("triton") is not None
 
 
 def has_triton() -> bool:
-    """Return whether Triton is installed; it is imported only when a kernel runs.
-
-    Asked once, at import: compiled code calls this while it is traced, where a search for a module breaks the graph.
-    """
+    """Return whether Triton is installed; it is imported only when a kernel runs."""
     return _TRITON
 
 
@@ -40,20 +38,20 @@ def product_precision(dtype: torch.dtype) -> str:
     return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
 
 
-def operator(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as the operator `name` ("saf::..."), for every device, and return the operator.
+def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
+    """Register a function as the operator `saf::name`, for every device, and return the operator.
 
-    The schema is read off the annotations. The function must neither change arguments other than those that it
-    `mutates` nor return one of them.
-    It does what `torch.library.custom_op` does without its checks in every call, which take the host longer than all
-    else that an operator of one launch does.
+    `fake` returns empty tensors of the result's true shape, strides and dtype. The function may change only arguments
+    that it `mutates`, and returns none of its arguments.
     """
 
-    def register(function: Callable[..., Any]) -> Any:
-        torch.library.define(name, torch.library.infer_schema(function, mutates_args=mutates))
-        torch.library.impl(name, "default", function)
-        namespace, short = name.split("::")
-        return getattr(getattr(torch.ops, namespace), short).default
+    # What `torch.library.custom_op` does without its checks in every call: these take the host longer than all else
+    # that an operator of one launch does.
+    def register(function: Callable) -> Any:
+        torch.library.define(f"saf::{name}", torch.library.infer_schema(function, mutates_args=mutates))
+        torch.library.impl(f"saf::{name}", "default", function)
+        torch.library.register_fake(f"saf::{name}", fake)
+        return getattr(torch.ops.saf, name).default
 
     return register
 
@@ -71,19 +69,6 @@ def has_tangent(*tensors: Tensor) -> bool:
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
-def forbid_forward_mode(*tensors: Tensor) -> None:
-    """Raise UnsupportedError for tensors with a tangent."""
-    if has_tangent(*tensors):
-        raise UnsupportedError(
-            "frozen heads have no derivatives in forward mode; use torch.autograd.grad, or backend='reference'"
-        )
-
-
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured on a device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a planned launch depends on: shape, strides, dtype, device."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

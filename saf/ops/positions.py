@@ -1,6 +1,6 @@
-"""Positions of a batch: shapes that must agree, left padding, and where queries stand in a cache of fixed size."""
+"""Positions of a batch: left padding, and where queries stand in a cache of fixed size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -9,22 +9,6 @@ from torch import Tensor
 from saf.errors import InputError
 
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-
-
-def check_positions(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise InputError unless query `[B, L, Tq, D]`, key and value `[B, K, T, D]` fit together, with Tq at most T."""
-    q, k, v = query.shape, key.shape, value.shape  # read once: each costs the host
-    if not len(q) == len(k) == len(v) == 4:
-        problem = "must be [batch, heads, positions, head_dim]"
-    elif not q[0] == k[0] == v[0] or not q[3] == k[3] == v[3]:
-        problem = "need the same batch and head_dim"
-    elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
-        raise InputError(f"query, key and value need the same dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
-    elif k[2] != v[2] or q[2] > v[2] or not v[2]:
-        problem = "need the same positions, at least one, queries the last of them"
-    else:
-        return
-    raise InputError(f"query, key and value {problem}, got {tuple(q)}, {tuple(k)}, {tuple(v)}")
 
 
 def check_left_pad(left_pad: Tensor, batch: int, length: int, *, wait: bool) -> None:
@@ -60,10 +44,7 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, parts: bool = Fal
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == ((position >= first[:, None]) & (position < (first + real.sum(1))[:, None]))).all()
     usable = usable if parts else usable & real.any(1).all()
-    message = (
-        "attention_mask must mark padding at the ends of each row only, with one real token at least and none missing "
-        "between real ones; to go on after a prompt, pad on the left"
-    )
+    message = "attention_mask must have padding at the ends of each row only, and a real token in it; pad on the left"
     if torch.compiler.is_compiling() or not wait:
         assert_later(usable, message)
     elif not usable:
@@ -78,7 +59,14 @@ def first_real(attention_mask: Tensor) -> Tensor:
     return (attention_mask.bool().cumsum(1) == 0).sum(1).clamp(max=attention_mask.shape[1] - 1)
 
 
-def shift_rows(x: Tensor, by: Tensor) -> Tensor:
+def unpadded(compute: Callable[[Tensor], Tensor], value: Tensor, left_pad: Tensor | None) -> Tensor:
+    """Return `compute` of sequences `[B, F, T, D]` moved to position 0, moved back to where they begin, `left_pad`."""
+    if left_pad is None:
+        return compute(value)
+    return _shift_rows(compute(_shift_rows(value, left_pad)), -left_pad)
+
+
+def _shift_rows(x: Tensor, by: Tensor) -> Tensor:
     """Move row b of `x [B, F, T, D]` left by `by[b]` positions (right when negative), filling with zeros."""
     length = x.shape[-2]
     source = torch.arange(length, device=x.device) + by[:, None]

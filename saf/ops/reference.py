@@ -7,45 +7,39 @@ from torch import Tensor
 
 from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.heads import dense_product, dense_rows, row_product, take_heads
-from saf.ops.positions import QueryRows
+from saf.ops.positions import QueryRows, unpadded
 from saf.patterns import CompactPattern, Pattern
 
 
 class Reference(Backend):
-    """Execute frozen heads as one dense matrix product a head."""
+    """Execute frozen heads as one dense matrix product a head, of `weights [F, T, T]`."""
 
-    decodes = True
-    in_autograd = True
     trains = True
+    in_autograd = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why values of `dtype` cannot be mixed; None for every floating dtype."""
         return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return in words how it runs."""
         return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
-    ) -> Tables:
-        """Return `weights [F, T, T]`: Eq. (3) computed in float64, then rounded to `dtype`."""
-        return {"weights": torch.stack([_weights(one).to(device=device, dtype=dtype) for one in patterns])}
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+    ) -> dict[torch.dtype, Tables]:
+        exact = [_weights(one) for one in patterns]
+        return {dtype: {"weights": torch.stack([p.to(device=device, dtype=dtype) for p in exact])} for dtype in dtypes}
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
-        """Return `P V`."""
-        return dense_product(tables["weights"], take_heads(value, heads))
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        return unpadded(lambda x: dense_product(tables["weights"], x), take_heads(value, heads), left_pad)
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        """Return rows of `P V`."""
         return row_product(dense_rows(tables), value, heads, rows)
 
     def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-        """Return None: any logits can be trained here."""
         return None
 
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-        """Return `P V`; P is computed in float64, the product in float32 at least, and autograd does the rest."""
+        """P is computed in float64, the product in float32 at least, and autograd does the rest."""
         length = value.shape[-2]
         position = torch.arange(length, device=value.device)
         lag = position[:, None] - position
@@ -56,7 +50,7 @@ class Reference(Backend):
 
 
 def _weights(pattern: Pattern) -> Tensor:
-    """Return P, `[T, T]`, a compact one normalised anew in float64."""
+    """Return P, `[T, T]`, of Eq. (3); a compact one is normalised anew in float64."""
     compact = pattern.compact()
     if compact is None:
         return pattern.dense()

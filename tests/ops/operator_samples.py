@@ -9,8 +9,8 @@ import saf.ops.decoder  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.fused.tables import MAPS, PATTERNS
-from saf.ops.linear.recurrent import RecurrentState
-from saf.ops.linear.tables import linear_tables
+from saf.ops.linear.op import RecurrentState
+from saf.ops.linear.tables import exact_tables, linear_tables
 from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
 from tests.ops.exponential_patterns import exponential_patterns
@@ -118,7 +118,7 @@ def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
 
 def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
     """Both directions, of a contiguous and of a strided input, and heads that share one of two value heads."""
-    made = linear_tables(exponential_patterns(2, 48, band=8).singles(), dtype, torch.device(device))
+    made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
     tables, *scalings = list(made[0]), made[1], made[2]
     samples, left_pad = [], torch.tensor([0, 4], device=device)
     for heads, count in (([0, 1], 2), ([1, 1], 2)):
@@ -133,7 +133,7 @@ def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
 
 def state_samples(draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     """A prompt of 40 positions and the next three, at a position that device or host knows, with padding or without."""
-    made = linear_tables(exponential_patterns(2, 48, band=8).singles(), dtype, torch.device(device))
+    made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
     rest = [0, 1], torch.arange(2, dtype=torch.int32, device=device), list(made[0]), made[1]
     value, pad = draw(2, 40, 2, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     state = RecurrentState.empty(value, (2, made[0].near.shape[1], 64, made[0].write.shape[1]))[:2]

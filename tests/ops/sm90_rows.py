@@ -22,9 +22,17 @@ from saf.ops.fused.kernels import (
 )
 from saf.ops.fused.kernels import choose_config as fused_config
 from saf.ops.launch import SHARED_MEMORY
-from saf.ops.linear.kernels import SCAN_COLUMNS, linear_constants, mix_kernel, scan_kernel, states_kernel
+from saf.ops.linear.kernels import (
+    SCAN_COLUMNS,
+    STEP_COLUMNS,
+    fill_kernel,
+    linear_constants,
+    mix_kernel,
+    scan_kernel,
+    states_kernel,
+    step_kernel,
+)
 from saf.ops.linear.kernels import choose_config as linear_config
-from saf.ops.linear.recurrent_kernels import COLUMNS, fill_kernel, step_kernel
 from saf.ops.linear.tables import CHUNK, TURNS
 from saf.ops.toeplitz import kernels as toeplitz
 
@@ -139,7 +147,7 @@ def linear_rows() -> dict[str, Row]:
             "D": 64,
             "C": CHUNK,
             "P": 16,
-            "BN": COLUMNS,
+            "BN": STEP_COLUMNS,
             "REACH": 3,
             "POWERS": TURNS,
             "MAPPED": True,

@@ -198,12 +198,12 @@ LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
         (LIVE, (2, 1, 29, 8), ALL, {}, "need the same positions"),
         ((2, 1, 31, 8), LIVE, ALL, {}, "queries the last of them"),
         ((2, 1, 31, 8), (2, 1, 31, 8), (2, 3, 31, 8), {}, "input has 31 positions.*cover 30"),
-        (LIVE, (2, 2, 30, 8), ALL, {}, "key must hold the 1 KV heads that live heads use, got 2"),
-        (LIVE, LIVE, (2, 2, 30, 8), {}, "need kv_head"),
+        (LIVE, (2, 2, 30, 8), ALL, {}, "need 1 live heads of 1 KV heads"),
+        (LIVE, LIVE, (2, 2, 30, 8), {}, "pass kv_head"),
         (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0, 30])}, "left padding must be positions 0 to 29"),
         (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0])}, r"left padding must be integers \[2\]"),
         (LIVE, LIVE, ALL, {"left_pad": torch.tensor([True, False])}, "left padding must be integers"),
-        ((2, 1, 0, 8), (2, 1, 0, 8), (2, 3, 0, 8), {}, "with one position at least"),
+        ((2, 1, 0, 8), (2, 1, 0, 8), (2, 3, 0, 8), {}, "positions >= 1"),
         (LIVE, LIVE, ALL, {"kernel": "fast"}, "unknown attention kernel 'fast'"),
         (LIVE, LIVE, ALL, {"kernel": "cudnn"}, "'cudnn' needs a CUDA device, got cpu"),
         (LIVE, LIVE, ALL, {"scale": float("nan")}, "scale must be a finite number"),
@@ -225,7 +225,7 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
         (InputError, "same dtype", lambda: mixed_attention(query.double(), query, query, None)),
         (InputError, "at least one", lambda: mixed_attention(*[query[:, :, :0]] * 3, None)),
         (InputError, "no heads, and none is frozen", lambda: mixed_attention(*[query[:, :0]] * 3, None)),
-        (InputError, "prepared for", lambda: frozen_attention(value.half(), frozen)),
+        (InputError, "were prepared for", lambda: frozen_attention(value.half(), frozen)),
         (InputError, "rows must be 0 to 30", lambda: frozen_attention(value, frozen, rows=31)),
         (InputError, r"\[C, 24\]", lambda: attention_products(query, query, value, frozen, torch.randn(8, 16))),
         (
@@ -236,7 +236,7 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
         (InputError, "unknown backend 'fast'", lambda: FrozenHeads.from_patterns(pattern, backend="fast")),
         (UnsupportedError, "needs a CUDA device", lambda: FrozenHeads.from_patterns(pattern, backend="fused")),
         (InputError, "one length", lambda: FrozenHeads.from_patterns([pattern[0], pattern[1].prefix(20)])),
-        (InputError, "value heads from 0", lambda: FrozenHeads.from_patterns(pattern, kv_head=(0, -1))),
+        (InputError, "per slot, from 0", lambda: FrozenHeads.from_patterns(pattern, kv_head=(0, -1))),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -14,7 +14,7 @@ from saf.ops.heads import take_heads
 def test_losses_and_gradients_are_those_of_cross_entropy(dtype):
     logits = (3 * torch.randn(6, 50)).to(dtype)
     labels, count = torch.tensor([0, 49, -100, 7, -100, 7]), torch.tensor(4)
-    wide = logits.double().requires_grad_()
+    wide = logits.double().clone().requires_grad_()
     expected = F.cross_entropy(wide, labels, reduction="none")
     (expected.sum() / count).backward()
     losses = softmax_gradient_(logits, labels, count)

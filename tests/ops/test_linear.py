@@ -6,7 +6,7 @@ import torch
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, TrainablePattern, frozen_attention
 from saf.ops.linear.op import linear_product
-from saf.ops.linear.tables import linear_tables
+from saf.ops.linear.tables import exact_tables, linear_tables
 from saf.patterns import DensePattern, ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
@@ -60,9 +60,8 @@ def test_kinds_mix_in_one_layer_with_padding_and_few_rows(start, rows):
 
 
 def test_gradients_pass_gradcheck_with_a_shared_value_head():
-    tables, before, after = linear_tables(
-        exponential_patterns(3, 28, band=9).singles(), torch.float64, torch.device("cpu"), chunk=8
-    )
+    exact = exact_tables(exponential_patterns(3, 28, band=9).singles(), torch.device("cpu"), chunk=8)
+    tables, before, after = linear_tables(exact, torch.float64)
     heads = [1, 0, 1]
     rest = torch.tensor(heads, dtype=torch.int32), list(tables), before, after, None, 2, False
     value = draw(1, 2, 28, 2).requires_grad_()

@@ -56,7 +56,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def small_blocks(monkeypatch):
     """Several blocks, and several groups of offsets, at lengths that finite differences can afford."""
     monkeypatch.setattr(convolution, "BLOCK", 16)
-    monkeypatch.setattr(convolution, "_HELD_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)

@@ -7,8 +7,6 @@ run, ordinary ones where it is named: with grouped queries after 64K tokens a st
 17.6 (Qwen3-4B's shape, 12 layers, H200; docs/log.md).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -58,29 +56,16 @@ def _readers(read: tuple[int, ...]) -> list[list[int]]:
     return [group + [-1] * (most - len(group)) for group in groups]
 
 
-def compact_rows(tables: Tables) -> Callable[..., Tensor]:
-    """Return the `weights_of` of `row_product` for compact patterns: `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
-    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
-
-    def weights(query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
-        far = distance[:, lag].to(row_scale.dtype)[:, None]
-        return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
-
-    return weights
-
-
 def largest_group(live_slots: tuple[int, ...]) -> int:
     """Return how many live slots read one KV head at most."""
     return max([1, *[live_slots.count(head) for head in set(live_slots)]])  # compilers know no default
 
 
 def unsupported_reason(
-    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], tables: Tables | None
-) -> str | None:
-    """Return what the launch needs that a call does not have; None where it can run.
-
-    `tables` are those of the frozen heads, None without any.
-    """
+    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], frozen_slots: tuple[int, ...],
+    tables: Tables,
+) -> str | None:  # fmt: skip
+    """Return what the launch needs that a call of `flash_decode` does not have; None where it can run."""
     operands = (query, key, value)
     if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
         return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
@@ -90,7 +75,7 @@ def unsupported_reason(
         return "gives no derivatives in forward mode: take kernel 'math'"
     if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return "gives no gradients: call the model under torch.no_grad()"
-    if tables is not None and "row_readers" not in tables:
+    if frozen_slots and "row_readers" not in tables:
         return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
     return None
 
@@ -102,13 +87,15 @@ def flash_decode(
     """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
 
     `query [B, L, rows, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; slots name the value head of each live and
-    frozen head; `tables` are those of the frozen heads. Positions that the device alone knows are those of a cache of
-    fixed size, whose value heads lie in `cached_order`.
+    frozen head; `tables` are those of the layer. Positions that the device alone knows are those of a cache of fixed
+    size, whose value heads lie in `cached_order`.
     """
     used, moves = sorted(set(live_slots)), isinstance(rows.first, Tensor)
     even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
     # A cache of fixed size has first what live heads read.
     own = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
+    names = ("row_cached_heads" if moves else "row_heads", "row_readers", "distance", "key_scale", "row_scale")
+    read, readers, *patterns = (tables[name] if frozen_slots else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
     parts = max(1, min(-(-value.shape[-2] // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
     sums, logs = flash_decode_parts(
@@ -116,12 +103,10 @@ def flash_decode(
         own,
         None if even else tables["row_live_readers"],
         largest_group(live_slots),
-        tables.get("row_cached_heads" if moves else "row_heads"),
-        tables.get("row_readers"),
+        read,
+        readers,
         min(frozen_slots) if frozen_slots else 0,
-        tables.get("distance"),
-        tables.get("key_scale"),
-        tables.get("row_scale"),
+        *patterns,
         rows.first if isinstance(rows.first, Tensor) else None,
         0 if isinstance(rows.first, Tensor) else rows.first,
         rows.left_pad,
@@ -131,7 +116,17 @@ def flash_decode(
     return merge_parts(sums, logs, value)
 
 
-@operator("saf::flash_decode")
+def _parts_like(
+    query, key, value, own, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first, place,
+    left_pad, parts, scale,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, live, rows, dim = query.shape
+    heads = live + (0 if distance is None else distance.shape[0])
+    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
+    return sums, value.new_empty(parts, batch, live, rows, dtype=torch.float32)
+
+
+@operator("flash_decode", fake=_parts_like)
 def flash_decode_parts(
     query: Tensor, key: Tensor, value: Tensor, own: Tensor | None, live_readers: Tensor | None, group: int,
     read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
@@ -146,46 +141,30 @@ def flash_decode_parts(
     """
     from saf.ops.decode.kernels import sum_parts
 
-    sums, logs = _parts_like(query, value, distance, parts)
+    patterns = distance, key_scale, row_scale
+    sums, logs = _parts_like(
+        query, key, value, own, live_readers, group, read, readers, lowest, *patterns, first, place, left_pad, parts,
+        scale,
+    )  # fmt: skip
     if sums.numel():
         sum_parts(
-            query, key, value, own, live_readers, group, read, readers, lowest, (distance, key_scale, row_scale),
-            first, place, left_pad, scale, sums, logs, precision=product_precision(value.dtype),
+            query, key, value, own, live_readers, group, read, readers, lowest, patterns, first, place, left_pad,
+            scale, sums, logs, precision=product_precision(value.dtype),
         )  # fmt: skip
     return sums, logs
 
 
-@torch.library.register_fake("saf::flash_decode")
-def _(
-    query, key, value, own, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first, place,
-    left_pad, parts, scale,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _parts_like(query, value, distance, parts)
+def _merged_like(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
+    _, batch, heads, rows, dim = sums.shape
+    return sums.new_empty(batch, rows, heads, dim, dtype=like.dtype).transpose(1, 2)
 
 
-def _parts_like(query: Tensor, value: Tensor, distance: Tensor | None, parts: int) -> tuple[Tensor, Tensor]:
-    batch, live, rows, dim = query.shape
-    heads = live + (0 if distance is None else distance.shape[0])
-    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
-    return sums, value.new_empty(parts, batch, live, rows, dtype=torch.float32)
-
-
-@operator("saf::merge")
+@operator("merge", fake=_merged_like)
 def merge_parts(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
     """Return all heads, `[B, L + F, rows, D]` in the dtype of `like`, stored as `[B, rows, L + F, D]`."""
     from saf.ops.decode.kernels import merge
 
-    out = _merged_like(sums, like)
+    out = _merged_like(sums, logs, like)
     if out.numel():
         merge(sums, logs, out)
     return out
-
-
-@torch.library.register_fake("saf::merge")
-def _(sums, logs, like) -> Tensor:
-    return _merged_like(sums, like)
-
-
-def _merged_like(sums: Tensor, like: Tensor) -> Tensor:
-    _, batch, heads, rows, dim = sums.shape
-    return sums.new_empty(batch, rows, heads, dim, dtype=like.dtype).transpose(1, 2)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key
 from saf.ops.live import score_scale
-from saf.ops.operator import layout_of
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -499,7 +498,7 @@ def fused_forward(
     lse = _log_sums_like(value, maps.counts[0])
     if not result.numel():
         return result, lse
-    known = (maps.counts, scale, config, *map(layout_of, (query, key, value, *patterns)))
+    known = (maps.counts, scale, config, *operand_key(query, key, value, *patterns))
     if (plan := _plans.get(known)) is None:
         grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config)
         plan = PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)

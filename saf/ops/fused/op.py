@@ -16,16 +16,16 @@ from saf.ops.fused.tables import MAPS, PATTERNS, fused_tables, read_tables
 from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.live import score_scale
 from saf.ops.operator import TRITON_DTYPES, forbid_second_derivative, has_triton, operator
+from saf.ops.positions import unpadded
 from saf.patterns import Pattern
 
 
 class Fused(Backend):
-    """Execute frozen heads as the paper does, in one launch with live ones."""
+    """Execute frozen heads as the paper does, in one launch with live ones; its tables are those of `fused_tables`."""
 
     mixes_live = True
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why the launch cannot run; None when it can."""
         if not has_triton():
             return "Triton is not installed"
         if device.type != "cuda":
@@ -33,32 +33,32 @@ class Fused(Backend):
         return None if dtype in TRITON_DTYPES else f"values must be one of {[str(d) for d in TRITON_DTYPES]}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return in words how it runs."""
         return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
-    ) -> Tables:
-        """Return what the kernels read: `fused_tables`."""
-        return fused_tables(patterns, dtype, device, kv_head)
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+    ) -> dict[torch.dtype, Tables]:
+        return {dtype: fused_tables(patterns, dtype, device, kv_head) for dtype in dtypes}
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
-        """Return `P V` of the frozen heads alone."""
-        value = take_heads(value, heads)
-        none = value[:, :0]
-        return fused_product(none, none, value, *_arguments(tables, "alone"), 1.0)[0]
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        def alone(x: Tensor) -> Tensor:
+            return fused_product(x[:, :0], x[:, :0], x, *_arguments(tables, "alone"), 1.0)[0]
+
+        return unpadded(alone, take_heads(value, heads), left_pad)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
-        """Return all slots, `[B, H, T, D]`, from one launch."""
         factor = score_scale(scale, value.shape[-1])
         return fused_product(query, key, value, *_arguments(tables, "mixed"), factor)[0]
 
 
-def _arguments(tables: Tables, layout: str, prefix: str = "") -> tuple[list[Tensor], list[Tensor], list[int], bool]:
-    """Return maps, patterns, counts and whether heads are grouped, of a layout of heads: `alone` or `mixed`."""
-    maps = [tables[f"{prefix}{layout}_{name}"] for name in MAPS]
+def _arguments(tables: Tables, heads: str, prefix: str = "") -> tuple[list[Tensor], list[Tensor], list[int], bool]:
+    """Return maps, patterns, counts and whether heads are grouped, of frozen heads `alone` or of `mixed` ones."""
+    maps = [tables[f"{prefix}{heads}_{name}"] for name in MAPS]
     patterns = [tables[prefix + name] for name in PATTERNS]
-    return maps, patterns, list(tables[f"{prefix}{layout}_counts"]), tables[f"{prefix}{layout}_grouped"][0]
+    return maps, patterns, list(tables[f"{prefix}{heads}_counts"]), tables[f"{prefix}{heads}_grouped"][0]
+
+
+# --- few tokens of backend `toeplitz`
 
 
 LENGTH = 4096
@@ -138,7 +138,15 @@ def mix_few(
     return fused_product(query, key, value, *arguments, factor)[0]
 
 
-@operator("saf::fused")
+# --- the operator and its gradients
+
+
+def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
+    batch, live, length, _ = query.shape
+    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+
+
+@operator("fused", fake=_product_like)
 def fused_product(
     query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
     grouped: bool, scale: float,
@@ -154,18 +162,21 @@ def fused_product(
     return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
 
 
-@torch.library.register_fake("saf::fused")
-def _(query, key, value, maps, patterns, counts, grouped, scale):
-    batch, live, length, _ = query.shape
-    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+def _gradients_like(
+    gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale
+) -> tuple[Tensor, ...]:
+    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
 
 
-@operator("saf::fused_backward")
+@operator("fused_backward", fake=_gradients_like)
 def fused_product_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, maps: list[Tensor],
     patterns: list[Tensor], counts: list[int], grouped: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients to query, key and value: key-block programs, then a query-block pass for live heads."""
+    """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper).
+
+    Key-block programs compute dV of all heads and dK of live ones, a query-block pass dQ of live ones.
+    """
     from saf.ops.fused.kernels import fused_backward
 
     gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
@@ -173,18 +184,13 @@ def fused_product_backward(
     return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
 
 
-@torch.library.register_fake("saf::fused_backward")
-def _(gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale):
-    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
-
-
-def _setup(ctx, inputs, output) -> None:
+def _keep_operands(ctx, inputs, output) -> None:
     query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
     ctx.num_maps = len(maps)
     ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
 
 
-def _backward(ctx, gradient: Tensor, _):
+def _operand_gradients(ctx, gradient: Tensor, _):
     """Return the gradients to query, key and value; tables have none."""
     forbid_second_derivative()
     query, key, value, output, log_sums, *tables = ctx.saved_tensors
@@ -194,4 +200,4 @@ def _backward(ctx, gradient: Tensor, _):
     return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
 
 
-torch.library.register_autograd("saf::fused", _backward, setup_context=_setup)
+torch.library.register_autograd("saf::fused", _operand_gradients, setup_context=_keep_operands)

@@ -1,19 +1,28 @@
-"""Frozen heads with exponential patterns in linear time: a band of tiles and a state (`saf.ops.linear.tables`).
+"""Frozen heads with exponential patterns in linear time, by the chunked sum (S.32), see `saf.ops.linear.tables`.
 
-Other patterns of a layer are executed beside them, by the product of `toeplitz`.
+`linear_product` is P V; its gradient `dV = P^T dO` is the same operator with time reversed, see `_value_gradient`.
+Decoding goes on from a `RecurrentState` in place of all earlier values. Other patterns of a layer are executed beside
+exponential ones by `toeplitz`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Slots, Tables, shifted_product
-from saf.ops.decode.op import compact_rows, decode_tables
-from saf.ops.heads import heads_like, merge_slots, row_product, take_heads, unit_stride
-from saf.ops.linear.recurrent import RecurrentState
-from saf.ops.linear.tables import LinearTables, chunked_product, linear_tables
+from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.decode.op import decode_tables
+from saf.ops.heads import compact_rows, heads_like, merge_slots, row_product, take_heads, unit_stride
+from saf.ops.linear.tables import (
+    LinearTables,
+    chunk_sums,
+    chunked_product,
+    exact_tables,
+    linear_tables,
+    scale_rows,
+    turn,
+)
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.ops.positions import QueryRows
 from saf.ops.toeplitz.op import Toeplitz
@@ -21,98 +30,69 @@ from saf.patterns import Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 """Dtypes of values. Sums of poles in float16 would need a range that it does not have."""
+STEP_ROWS = 16
+"""Rows that the kernel of steps computes, one after another; more are computed chunk by chunk."""
 _REST = "rest_"
 """Prefix of the names of the tables of other patterns."""
 _TOEPLITZ = Toeplitz()
 
 
 class Linear(Backend):
-    """Execute exponential patterns in linear time."""
+    """Execute exponential patterns in linear time.
 
-    decodes = True
-    pads = True
+    Its tables: for the slots in `linear` those of `LinearTables`, exp(alpha) `key_scale` and 1/Z `row_scale` `[F, T]`,
+    g `distance [F, T]` for single rows, and the value heads that they read, `heads` and, on the device, `sources`. For
+    the slots in `rest` those of `Toeplitz`, by names that begin with `rest_`.
+    """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Return why values of `dtype` cannot be mixed; None when they can."""
         return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return in words how it runs."""
         how = "in Triton" if uses_triton(device, dtype) else "as matrix products in PyTorch"
         return f"chunks with a state {how}, time linear in length, for exponential patterns"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: Slots = None
-    ) -> Tables:
-        """Return the tables of one pattern per head.
-
-        Of exponential patterns, in `linear`, those of `LinearTables`, and for single rows the vectors that `Toeplitz`
-        has; of others, in `rest`, those of `Toeplitz`, by names that begin with `rest_`.
-        """
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+    ) -> dict[torch.dtype, Tables]:
         linear = tuple(slot for slot, one in enumerate(patterns) if one.kind == "exponential")
         rest = tuple(slot for slot in range(len(patterns)) if slot not in linear)
-        tables: Tables = {"linear": linear, "rest": rest, "stored": ()}
-        if linear:
-            own: list[Any] = [patterns[slot] for slot in linear]
-            chunked, before, after = linear_tables(own, dtype, device)
-            weights = torch.stack([one.distance_weights() for one in own]).to(device)
-            tables |= chunked._asdict() | {"key_scale": before, "row_scale": after}
-            slots = tuple(range(len(patterns))) if kv_head is None else kv_head[len(kv_head) - len(patterns) :]
-            tables["heads"] = tuple(slots[slot] for slot in linear)
-            tables["sources"] = torch.tensor(tables["heads"], dtype=torch.int32, device=device)
-            tables["distance"] = (weights / weights.amax(-1, keepdim=True)).to(dtype)
-        if rest:
-            inner = _TOEPLITZ.prepare([patterns[slot] for slot in rest], dtype, device)
-            tables |= {_REST + name: table for name, table in inner.items()}
-            tables["stored"] = tuple(rest[slot] for slot in inner["stored"])
-        if uses_triton(device, dtype):
-            maps = decode_tables(kv_head, len(patterns), device)
-            tables |= {name: maps[name] for name in maps if not rest or name.startswith("row_live")}
-        return tables
+        own: list[Any] = [patterns[slot] for slot in linear]
+        exact = exact_tables(own, device) if own else None
+        others = _TOEPLITZ.prepare([patterns[slot] for slot in rest], dtypes, device) if rest else {}
+        slots = tuple(range(len(patterns))) if kv_head is None else kv_head[len(kv_head) - len(patterns) :]
+        heads = tuple(slots[slot] for slot in linear)
+        sources = torch.tensor(heads, dtype=torch.int32, device=device)
+        prepared = {}
+        for dtype in dtypes:
+            tables: Tables = {"linear": linear, "rest": rest, "stored": ()}
+            if exact is not None:
+                chunked, keys, rows = linear_tables(exact, dtype)
+                tables |= chunked._asdict() | {"key_scale": keys, "row_scale": rows, "heads": heads, "sources": sources}
+                tables["distance"] = exact.distance.to(dtype)
+            if rest:
+                tables |= {_REST + name: table for name, table in others[dtype].items()}
+                tables["stored"] = tuple(rest[slot] for slot in others[dtype]["stored"])
+            if uses_triton(device, dtype):
+                maps = decode_tables(kv_head, len(patterns), device)
+                tables |= {name: maps[name] for name in maps if not rest or name.startswith("row_live")}
+            prepared[dtype] = tables
+        return prepared
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables) -> Tensor:
-        """Return `P V`."""
-        return self.padded(value, heads, tables, None)
-
-    def padded(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
-        """Return `P V` of sequences that begin at `left_pad [B]`."""
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return _both(
             heads,
             tables,
             lambda read, own: _product(value, read, own, left_pad),
-            lambda read, own: shifted_product(_TOEPLITZ, value, read, own, left_pad),
+            lambda read, own: _TOEPLITZ.forward(value, read, own, left_pad),
         )
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        """Return rows of `P V`, as products with these rows' weights."""
         return _both(
             heads,
             tables,
             lambda read, own: row_product(compact_rows(own), value, read, rows),
             lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
-        )
-
-    def recur(
-        self, state: RecurrentState, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows, whole: bool
-    ) -> Tensor:
-        """Return rows of `P V`: of exponential patterns by a state, of others from `value`, which `heads` index.
-
-        `whole` sequences fill the state; later rows go on from it.
-        """
-        if not whole:
-            return _both(
-                heads,
-                tables,
-                lambda _, own: state.step(own, rows),
-                lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
-            )
-        left_pad = rows.left_pad
-        state.fill(tables, left_pad)
-        return _both(
-            heads,
-            tables,
-            lambda _, own: _product(state.value, own["heads"], own, left_pad),
-            lambda read, own: shifted_product(_TOEPLITZ, value, read, own, left_pad),
         )
 
 
@@ -129,14 +109,50 @@ def _both(heads: tuple[int, ...], tables: Tables, linear: Part, rest: Part) -> T
     return merge_slots(parts)
 
 
+# --- the product and its gradient
+
+
 def _product(value: Tensor, read: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
     """Return `P V` of exponential patterns; each value head that several slots read is read in place."""
-    sources = tables["sources"]
     if read != tables["heads"] or read == tuple(range(read[0], read[0] + len(read))):
         value, read = take_heads(value, read), tuple(range(len(read)))
-    own = [tables[name] for name in LinearTables._fields]
     scalings = tables["key_scale"], tables["row_scale"]
-    return linear_product(value, list(read), sources, own, *scalings, left_pad, value.shape[1], False)
+    arguments = list(read), tables["sources"], _chunked(tables), *scalings, left_pad, value.shape[1], False
+    return linear_product(value, *arguments)
+
+
+def _chunked(tables: Tables) -> list[Tensor]:
+    return [tables[name] for name in LinearTables._fields]
+
+
+def _product_like(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
+    return heads_like(x, count if transpose else len(heads))
+
+
+@operator("linear", fake=_product_like)
+def linear_product(
+    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
+    left_pad: Tensor | None, count: int, transpose: bool,
+) -> Tensor:  # fmt: skip
+    """Return P V of frozen heads, `[B, F, T, D]`, of values `x [B, count, T, D]`, or with `transpose` P^T x.
+
+    P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction asked for.
+    Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
+    `[B, F, T, D]` and sums over the frozen heads that read a value head: `[B, count, T, D]`. `tables` are those of
+    `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values stay where they
+    are, since g knows distances alone; results before it are zero. Results are stored as `[B, T, ., D]`.
+    """
+    own = LinearTables(*tables)
+    if uses_triton(x.device, x.dtype):
+        from saf.ops.linear.kernels import linear_matmul
+
+        mapped = None if transpose or heads == list(range(x.shape[1])) else sources
+        options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
+        result = linear_matmul(unit_stride(x), own, before, after, mapped, transpose=transpose, **options)
+    else:
+        x = x if transpose or heads == list(range(x.shape[1])) else x[:, heads]
+        result = chunked_product(x, own, before, after, left_pad, reverse=transpose)
+    return _sum_by_head(result, heads, count) if transpose else result
 
 
 def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
@@ -150,48 +166,147 @@ def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
     return total
 
 
-@operator("saf::linear")
-def linear_product(
-    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
-    left_pad: Tensor | None, count: int, transpose: bool,
-) -> Tensor:  # fmt: skip
-    """Return frozen heads `[B, F, T, D]` of values `x [B, count, T, D]`, or with `transpose` the adjoint.
-
-    Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
-    `[B, F, T, D]` and sums over the frozen heads that read a value head: `[B, count, T, D]`. `tables` are those of
-    `LinearTables`, scalings `[F, >=T]`, of the direction asked for; these count from `left_pad [B]`, contiguous, the
-    first real position of each sequence, before which results are zero. Results are stored as `[B, T, ., D]`.
-    """
-    own = LinearTables(*tables)
-    if uses_triton(x.device, x.dtype):
-        from saf.ops.linear.kernels import linear_matmul
-
-        x = unit_stride(x)
-        mapped = None if transpose or heads == list(range(x.shape[1])) else sources
-        options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
-        result = linear_matmul(x, own, before, after, mapped, transpose=transpose, **options)
-        return _sum_by_head(result, heads, count) if transpose else result
-    x = x if transpose or heads == list(range(x.shape[1])) else x[:, heads]
-    result = chunked_product(x, own, before, after, left_pad, reverse=transpose)
-    return _sum_by_head(result, heads, count) if transpose else result
-
-
-@torch.library.register_fake("saf::linear")
-def _(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
-    return heads_like(x, count if transpose else len(heads))
-
-
-def _setup(ctx, inputs, output) -> None:
-    """Keep the tables: a gradient does not depend on the values."""
+def _keep_tables(ctx, inputs, output) -> None:
+    """Keep the tables alone: the gradient does not depend on the values."""
     _, ctx.heads, sources, tables, before, after, left_pad, ctx.count, ctx.transpose = inputs
     ctx.save_for_backward(sources, before, after, left_pad, *tables)
 
 
-def _backward(ctx, gradient: Tensor):
-    """Return the gradient to the values: the transposed product, its scalings swapped."""
+def _value_gradient(ctx, gradient: Tensor):
+    """Return dV = P^T dO (section 3.3 of the paper): time reversed, the scalings exchanged, as in (S.15)."""
     sources, before, after, left_pad, *tables = ctx.saved_tensors
     rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
     return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None
 
 
-torch.library.register_autograd("saf::linear", _backward, setup_context=_setup)
+torch.library.register_autograd("saf::linear", _value_gradient, setup_context=_keep_tables)
+
+
+# --- decoding
+
+
+class RecurrentState(NamedTuple):
+    """What decoding reads in place of all earlier values of a layer's F linear heads, and the values that come next.
+
+    With N tiles, row i of chunk c reads u of chunks c - N + 1 to c, and the state h_c of (S.32). Kept are u of the last
+    N + 1 chunks in a ring, h_c and h_{c-1}: so up to C positions can be taken back. A step is the same sum as a whole
+    pass and takes the same time wherever it stands.
+
+    Attributes:
+        ring: `[B, F, N + 1, C, D]`, u = exp(alpha) V, chunk c at c modulo N + 1.
+        sums: `[B, F, 2, 2P, D]` float32 (float64 for float64 values), h_c at c modulo 2.
+        value: `[B, H_kv, rows, D]`, the new rows of every value head, in the layer's own order.
+    """
+
+    ring: Tensor
+    sums: Tensor
+    value: Tensor
+
+    @classmethod
+    def empty(cls, value: Tensor, sizes: tuple[int, int, int, int]) -> "RecurrentState":
+        """Return the state before the first of `value [B, H_kv, rows, D]`; `sizes` are F, N, C and 2P."""
+        heads, reach, rows, poles = sizes
+        batch, _, _, dim = value.shape
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        ring = value.new_zeros(batch, heads, reach + 1, rows, dim)
+        return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
+
+
+def mix_from_state(
+    state: RecurrentState, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows, whole: bool
+) -> Tensor:
+    """Return rows of `P V`: of exponential patterns by a state, of others from `value`, which `heads` index.
+
+    `whole` sequences fill the state; later rows go on from it. It is changed in place.
+    """
+    left_pad, first = rows.left_pad, rows.first
+    known = list(tables["heads"]), tables["sources"], _chunked(tables), tables["key_scale"]
+    if whole:
+        fill_state(state.value, *known, left_pad, state.ring, state.sums)
+        return _both(
+            heads,
+            tables,
+            lambda _, own: _product(state.value, own["heads"], own, left_pad),
+            lambda read, own: _TOEPLITZ.forward(value, read, own, left_pad),
+        )
+    where = (first, 0) if isinstance(first, Tensor) else (None, first)
+    return _both(
+        heads,
+        tables,
+        lambda _, own: step_state(state.value, *known, own["row_scale"], *where, left_pad, state.ring, state.sums),
+        lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
+    )
+
+
+def _nothing(x, heads, sources, tables, before, left_pad, ring, sums) -> None:
+    return None
+
+
+@operator("linear_fill", fake=_nothing, mutates=("ring", "sums"))
+def fill_state(
+    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, left_pad: Tensor | None,
+    ring: Tensor, sums: Tensor,
+) -> None:  # fmt: skip
+    """Fill the state after values `x [B, H, T, D]` of whole sequences; arguments are those of `linear_product`."""
+    own = LinearTables(*tables)
+    if uses_triton(x.device, x.dtype):
+        from saf.ops.linear.kernels import fill
+
+        if ring.numel():
+            fill(unit_stride(x), own, before, sources, left_pad, ring, sums, precision=product_precision(x.dtype))
+        return
+    reach, rows = own.near.shape[1], own.near.shape[-1]
+    ring.zero_()
+    sums.zero_()
+    scaled, last = scale_rows(x[:, heads], before, 0, left_pad), (x.shape[2] - 1) // rows
+    for back in range(min(reach, last) + 1):
+        chunk = scaled[:, :, (last - back) * rows : (last - back + 1) * rows]
+        ring[:, :, (last - back) % (reach + 1), : chunk.shape[2]] = chunk
+    if last >= reach:
+        states = chunk_sums(scaled[:, :, : (last - reach + 1) * rows], own)
+        sums[:, :, last % 2] = states[:, :, -1]
+        if last > reach:
+            sums[:, :, (last + 1) % 2] = states[:, :, -2]
+
+
+def _step_like(x, heads, sources, tables, before, after, first, place, left_pad, ring, sums) -> Tensor:
+    return heads_like(x, len(heads))
+
+
+@operator("linear_step", fake=_step_like, mutates=("ring", "sums"))
+def step_state(
+    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
+    first: Tensor | None, place: int, left_pad: Tensor | None, ring: Tensor, sums: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return frozen heads `[B, F, rows, D]` of the next values `x [B, H, rows, D]`, and take these into the state.
+
+    They stand from position `first` (`[]`, on the device) or else `place` on. Other arguments are those of
+    `linear_product`. More than `STEP_ROWS` rows wait for the device.
+    """
+    own, out = LinearTables(*tables), heads_like(x, len(heads))
+    if uses_triton(x.device, x.dtype) and x.shape[2] <= STEP_ROWS:
+        from saf.ops.linear.kernels import step
+
+        if out.numel():
+            at = place if first is None else first
+            exact = product_precision(x.dtype)
+            step(unit_stride(x), own, before, after, sources, left_pad, at, ring, sums, out, precision=exact)
+        return out
+    at = place if first is None else int(first)
+    reach, rows = own.near.shape[1], own.near.shape[-1]
+    scaled = scale_rows(x[:, heads], before, at, left_pad)
+    row = 0
+    while row < x.shape[2]:
+        chunk, begin = divmod(at + row, rows)
+        count = min(rows - begin, x.shape[2] - row)
+        within = slice(begin, begin + count)
+        if not begin:  # h_c = M h_{c-1} + W u_{c-N}
+            added = own.write.to(sums.dtype) @ ring[:, :, (chunk - reach) % (reach + 1)].to(sums.dtype)
+            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], own.turns[:, 0]) + added
+        ring[:, :, chunk % (reach + 1), within] = scaled[:, :, row : row + count]
+        total = own.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
+        for back in range(reach):
+            total += own.near[:, back, within].to(sums.dtype) @ ring[:, :, (chunk - back) % (reach + 1)].to(sums.dtype)
+        out[:, :, row : row + count] = scale_rows(total, after, at + row, left_pad)
+        row += count
+    return out

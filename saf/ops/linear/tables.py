@@ -2,9 +2,14 @@
 
     y[i] = after[i] * sum_{j<=i} g(i - j) before[j] x[j]
 
-Positions are cut into chunks of C rows. Pairs in one chunk, or in chunks so near that the band of g reaches them, meet
-in tiles [C, C] of g. Pairs further apart meet through a state: for each pole, the sum of `exp((-damping + i
-frequency) distance) before x` over all rows that are far enough. The adjoint is the same product with time reversed.
+Positions are cut into chunks of C rows, u = before x. Chunk c of the output is, by Eq. (S.32),
+
+    after * (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
+
+Pairs in one chunk, or in chunks so near that the band of g reaches them, meet in tiles G_n `[C, C]` of g (`near`).
+Pairs further apart meet through a state h: for each pole of (S.31), the sum of `exp((-damping + i frequency) distance)
+u` over all rows that are far enough. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) turns and decays
+it by C positions. The adjoint is the same product with time reversed.
 """
 
 from collections.abc import Sequence
@@ -43,49 +48,43 @@ class LinearTables(NamedTuple):
     turns: Tensor
 
 
-def linear_tables(
-    patterns: Sequence[ExponentialPattern], dtype: torch.dtype, device: torch.device, *, chunk: int = CHUNK
-) -> tuple[LinearTables, Tensor, Tensor]:
-    """Return the tables of one pattern per head, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
+class ExactTables(NamedTuple):
+    """The tables of F heads in float64, before they are rounded to a dtype of values.
 
-    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
-    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
-    hold.
+    Attributes:
+        tables: `LinearTables`.
+        distance: g, `[F, T]`, its largest weight 1.
+        keys: exp(alpha), `[F, T]`, its largest 1.
+        sums: Z, `[F, T]`.
     """
+
+    tables: LinearTables
+    distance: Tensor
+    keys: Tensor
+    sums: Tensor
+
+
+def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
+    """Return the tables of one pattern per head."""
     patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
-    length = patterns[0].length
-    rows = chunk
-    reach = max(one.band.shape[-1] for one in patterns)
-    count = 1 + -(-(reach - 1) // rows)
-    most = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
-    heads = zip(*(_head_tables(one, rows, count, most) for one in patterns), strict=True)
-    exact = LinearTables._make(torch.stack(tables) for tables in heads)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rounded = LinearTables(exact.near.to(dtype), exact.write.to(dtype), exact.read.to(dtype), exact.turns.to(wide))
+    count = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
+    poles = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
+    weights = torch.stack([one.distance_weights() for one in patterns])
+    largest = weights.amax(-1, keepdim=True)
+    heads = zip(patterns, largest, strict=True)
+    rows = zip(*(_head_tables(one, most, chunk, count, poles) for one, most in heads), strict=True)
+    tables = LinearTables._make(map(torch.stack, rows))
     keys = torch.stack([one.key_logits() for one in patterns])
     keys = (keys - keys.amax(-1, keepdim=True)).exp()
-    ones = torch.ones(1, len(patterns), length, 1, dtype=torch.float64, device=device)
-    sums = [
-        chunked_product(ones, LinearTables(*(x.double() for x in tables)), before, torch.ones_like(keys))[0, :, :, 0]
-        for tables, before in ((exact, keys), (rounded, keys.to(dtype).double()))
-    ]
-    inverse = (1 / sums[1]).to(wide).contiguous()
-    if not bool((inverse.isfinite() & (inverse > 0) & ((sums[1] / sums[0] - 1).abs() <= ROW_SUM_TOLERANCE)).all()):
-        raise UnsupportedError(
-            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
-            "range too far; use pattern.to_compact()"
-        )
-    return rounded, keys.to(wide), inverse
+    return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
 
 
-def _head_tables(pattern: ExponentialPattern, rows: int, count: int, most: int) -> tuple[Tensor, ...]:
-    """Return the tables of one head in float64: `count` tiles, `most` poles."""
-    width = pattern.band.shape[-1]
-    missing = most - pattern.damping.shape[-1]
+def _head_tables(pattern: ExponentialPattern, largest: Tensor, rows: int, count: int, most: int) -> tuple[Tensor, ...]:
+    """Return the tables of one head over its `largest` weight: `count` tiles, `most` poles."""
+    width, missing = pattern.band.shape[-1], most - pattern.damping.shape[-1]
     damping, frequency, cosine, sine = (
         pad(x, (0, missing)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
     )
-    largest = pattern.distance_weights().max()
     far = DampedCosines(damping, frequency, count * rows - width).sum(torch.cat([cosine, sine]))
     weights = torch.cat([pattern.band.exp(), far]) / largest
     row = torch.arange(rows, device=damping.device)
@@ -105,6 +104,34 @@ def _head_tables(pattern: ExponentialPattern, rows: int, count: int, most: int) 
     )
 
 
+def _row_sums(tables: LinearTables, keys: Tensor) -> Tensor:
+    """Return Z `[F, T]` float64: the product of the tables with a column of ones."""
+    ones = torch.ones(1, *keys.shape, 1, dtype=torch.float64, device=keys.device)
+    wide = LinearTables(*(x.double() for x in tables))
+    return chunked_product(ones, wide, keys, torch.ones_like(keys))[0, :, :, 0]
+
+
+def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables, Tensor, Tensor]:
+    """Return the tables, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
+
+    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
+    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
+    hold.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    near, write, read, turns = exact.tables
+    rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
+    sums = _row_sums(rounded, exact.keys.to(dtype).double())
+    inverse = (1 / sums).to(wide).contiguous()
+    same = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
+    if not bool((inverse.isfinite() & (inverse > 0) & same).all()):
+        raise UnsupportedError(
+            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
+            "range too far; use pattern.to_compact()"
+        )
+    return rounded, exact.keys.to(wide), inverse
+
+
 def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
     """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`; products are float32 at least.
 
@@ -121,7 +148,7 @@ def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) ->
 
 
 def turn(state: Tensor, factor: Tensor) -> Tensor:
-    """Return states `[..., F, *, 2P, D]` turned and decayed by `factor [F, *, 2, P]`."""
+    """Return states `[..., F, *, 2P, D]` turned and decayed by `factor [F, *, 2, P]`: M of (S.32)."""
     cosines, sines = state.chunk(2, -2)
     real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
     return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
@@ -144,7 +171,7 @@ def chunked_product(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
     reverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the product for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
+    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
 
     16-bit inputs are scaled in their own dtype, all else is float32 (float64 for float64 values).
     """

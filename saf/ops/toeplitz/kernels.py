@@ -16,8 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, shared_memory
-from saf.ops.operator import layout_of
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, shared_memory
 from saf.ops.toeplitz.tables import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -288,7 +287,7 @@ def toeplitz_matmul(
         out = heads_like(x, x.shape[1])
     if not out.numel():
         return out
-    key = (transpose, precision, config, *map(layout_of, (x, tables, pre, post, out)))
+    key = (transpose, precision, config, *operand_key(x, tables, pre, post, out))
     if (plan := _plans.get(key)) is None:
         plan = _plans[key] = _plan(x, tables, pre, post, out, transpose, config or _config_for(x), precision)
     plan(x, tables, pre, post, out)

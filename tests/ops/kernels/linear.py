@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from saf.ops.linear.tables import linear_tables
+from saf.ops.linear.tables import exact_tables, linear_tables
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.surrounded import surrounded, wrong_product
 
@@ -71,7 +71,7 @@ def run(case: Case, device: str) -> list[str] | None:
         return None
     dtype, slots = getattr(torch, case.dtype), len(case.heads)
     pattern = exponential_patterns(slots, case.length + case.extra, band=case.band, poles=case.poles)
-    tables, *scales = linear_tables(pattern.singles(), dtype, torch.device(device), chunk=case.chunk)
+    tables, *scales = linear_tables(exact_tables(pattern.singles(), torch.device(device), chunk=case.chunk), dtype)
     before, after = (scale.clone() for scale in (reversed(scales) if case.transpose else scales))
     before[:, case.length :], after[:, case.length :] = float("nan"), float("nan")
     heads = tuple(range(slots)) if case.transpose else case.heads

@@ -5,9 +5,9 @@ import itertools
 
 import torch
 
-from saf.ops.linear import recurrent
-from saf.ops.linear.recurrent import RecurrentState, fill_state, step_state
-from saf.ops.linear.tables import linear_tables
+from saf.ops.linear import op
+from saf.ops.linear.op import RecurrentState, fill_state, step_state
+from saf.ops.linear.tables import exact_tables, linear_tables
 from tests.ops.exponential_patterns import exponential_patterns
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4.5e-3}
@@ -57,7 +57,7 @@ def run(case: Case, device: str, *, plain: bool = False) -> list[str] | None:
         return None if case.dtype == "bfloat16" else _interpreted(case)
     dtype, slots, total = getattr(torch, case.dtype), len(case.heads), case.prompt + sum(case.steps)
     pattern = exponential_patterns(slots, max(total, case.band) + 3, band=case.band, poles=case.poles)
-    tables, keys, rows = linear_tables(pattern.singles(), dtype, torch.device(device))
+    tables, keys, rows = linear_tables(exact_tables(pattern.singles(), torch.device(device)), dtype)
     x = torch.randn(2, total, max(case.heads) + 1, case.dim, generator=torch.Generator().manual_seed(0))
     x = x.to(device, dtype).transpose(1, 2)
     pad = torch.tensor([0, 11], device=device) if case.padded else None
@@ -88,9 +88,9 @@ def exact(pattern, x: torch.Tensor, pad: int) -> torch.Tensor:
 
 def _interpreted(case: Case) -> list[str]:
     """Run the kernels themselves: on a CPU the operators take plain PyTorch."""
-    before = recurrent.uses_triton
-    recurrent.uses_triton = lambda device, dtype: True
+    before = op.uses_triton
+    op.uses_triton = lambda device, dtype: True
     try:
         return run(case, "cpu", plain=True) or []
     finally:
-        recurrent.uses_triton = before
+        op.uses_triton = before

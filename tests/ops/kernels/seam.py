@@ -91,7 +91,8 @@ def _kernels_in_place(device: str) -> None:
 
     if device == "cpu":
         Fused.supports = lambda self, device, dtype: None  # type: ignore[method-assign]
-        saf.ops.toeplitz.op.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
+        for module in (saf.ops.toeplitz.op, saf.ops.toeplitz.tables):
+            module.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     LAUNCHED.clear()
 
     def noting(kernel, *arguments, **constants) -> None:
