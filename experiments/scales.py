@@ -99,7 +99,7 @@ SCALES = {
             settings={
                 "model": "124m",
                 "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
-                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 1_000},
+                **{"accumulation": 1, "peak_lr": 2e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 1_000},
                 **{"save_every": 1_000, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
             },
             contexts={
