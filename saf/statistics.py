@@ -1,19 +1,14 @@
 """`AttentionStatistics` holds the measurements of calibration for every head; scores, targets and fits read it."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.errors import CheckpointError, InputError, shown
+from saf.errors import InputError, shown
 from saf.heads import HeadSet, head_pairs
-from saf.records.files import entries_hash, read_metadata, read_tensors, tensors_hash, write_tensors
 
-SCHEMA = "saf.statistics/1"
 FLOOR = 1e-9
 """Causal entries of a mean pattern are raised to this before its rows are normalised again (paper, Algorithm 1)."""
 
@@ -141,30 +136,6 @@ class AttentionStatistics:
         collected = {name: torch.cat([part.collected[name] for part in parts])[order] for name in first.collected}
         return replace(first, **merged, collected=collected, collected_heads=HeadSet(heads))
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file, whole or not at all."""
-        meta = {name: getattr(self, name) for name in _NUMBERS}
-        tensors = {name: getattr(self, name) for name in _TENSORS}
-        tensors |= {f"collected.{name}": tensor for name, tensor in self.collected.items()}
-        meta |= {"collected_heads": self.collected_heads.to_list(), "schema": SCHEMA, "sha256": tensors_hash(tensors)}
-        meta["hash"] = entries_hash(meta)
-        write_tensors(Path(path), tensors, {"saf": json.dumps(meta)})
-
-    @classmethod
-    def load(cls, path: str | Path) -> "AttentionStatistics":
-        """Read a file written by `save`; raise CheckpointError for a missing, damaged or other file."""
-        advice = "expected a file that AttentionStatistics.save wrote"
-        tensors = read_tensors(Path(path), error=CheckpointError, advice=advice)
-        meta = json.loads(read_metadata(Path(path)).get("saf", "{}"))
-        if meta.get("schema") != SCHEMA:
-            raise CheckpointError(f"{path} does not hold attention statistics of schema {SCHEMA!r}")
-        if meta.get("hash") != entries_hash(meta) or meta["sha256"] != tensors_hash(tensors):
-            raise CheckpointError(f"{path} was changed since it was saved: its checksums differ; measure again")
-        values: dict[str, Any] = {name: meta[name] for name in _NUMBERS} | {name: tensors[name] for name in _TENSORS}
-        values |= {name: tuple(meta[name]) for name in ("lengths", "positions")}
-        collected = {name.removeprefix("collected."): t for name, t in tensors.items() if name.startswith("collected.")}
-        return cls(**values, collected=collected, collected_heads=HeadSet.from_list(meta["collected_heads"]))
-
 
 def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:
     """Return the number of sequences and their tokens in words, with the rows of unequal lengths that two reach.
@@ -179,4 +150,3 @@ def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> 
 
 
 _TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)
-_NUMBERS = ("length", "num_sequences", "sequences_hash", "lengths", "positions")

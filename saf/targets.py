@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, check_keywords, did_you_mean
+from saf.errors import InputError, check_keywords, check_name
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import FLOOR, AttentionStatistics
@@ -59,7 +59,7 @@ class TargetKind(NamedTuple):
 
 
 def mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
-    """Target of the post-softmax mean: marginals (Eq. 4) and row entropy of the floored mean pattern."""
+    """Target of the post-softmax mean: marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
     layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
     return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
 
@@ -70,8 +70,8 @@ def sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
 
 
 def dense_sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Tensor:
-    """Softmax of the mean logits, the reverse-KL barycentre of Eq. (16)."""
-    return causal_softmax(statistics.take("logit_mean", heads))
+    """Softmax of the mean logits, the reverse-KL barycentre."""
+    return causal_softmax(statistics.take("logit_mean", heads))  # Eq. (16)
 
 
 def gaussian(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
@@ -94,7 +94,7 @@ def dirichlet(
     scale: float = SCALE,
     bounds: tuple[float, float] = BOUNDS,
 ) -> Tensor:
-    """Rows drawn from Dirichlet(c m), with m the row of the mean pattern and c of Eq. (18) times `scale`.
+    """Rows drawn from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
 
     Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
     """
@@ -104,7 +104,7 @@ def dirichlet(
     causal = causal_mask(means.shape[-1])
     drawn = []
     for head, center, spread in zip(heads, means.double(), variances.double(), strict=True):
-        strength = (scale * concentration(center, spread)).clamp(*bounds)
+        strength = (scale * concentration(center, spread)).clamp(*bounds)  # Eq. (18)
         parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
         logits = torch.zeros_like(center)
         logits[causal] = log_gamma_draws(parameters, seed, head)
@@ -139,7 +139,8 @@ TARGETS: dict[str, TargetKind] = {
 
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return the names that `calibrate(collect=...)` needs for a pattern in a storage."""
-    kind = _kind(name)
+    check_name("pattern", name, TARGETS)
+    kind = TARGETS[name]
     return kind.collect_compact if storage in FITTED and kind.compact is not None else kind.collect
 
 
@@ -150,7 +151,7 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     seed draws one for all heads: draws depend on the seed, the layer and the head alone. Raises InputError for unknown
     names and options, and for statistics without the tensors of `collect_for`.
     """
-    kind, options, heads = _kind(name), check_options(name, options), _some(heads)
+    options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
         return kind.compact(statistics, heads, **options)
     rows = [target_of(kind.dense(statistics, HeadSet([head]), **options)) for head in heads]
@@ -161,8 +162,8 @@ def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
     """Return the patterns of `heads` where this kind needs no fit, None where it does; options as for `target`."""
-    kind, options = _kind(name), check_options(name, options)
-    return None if kind.exact is None else kind.exact(statistics, _some(heads), **options)
+    options, exact = check_options(name, options), TARGETS[name].exact
+    return None if exact is None else exact(statistics, HeadSet(heads), **options)
 
 
 def dense_pattern(
@@ -174,14 +175,14 @@ def dense_pattern(
     **options: Any,
 ) -> DensePattern:
     """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
-    kind, options = _kind(name), check_options(name, options)
+    options, dense = check_options(name, options), TARGETS[name].dense
     # Head by head: the computation takes several times a pattern's own memory.
-    rows = [kind.dense(statistics, HeadSet([head]), **options).to(dtype) for head in _some(heads)]
+    rows = [dense(statistics, HeadSet([head]), **options).to(dtype) for head in HeadSet(heads)]
     return DensePattern(torch.cat(rows))
 
 
 def target_of(weights: Tensor) -> Target:
-    """Return the target of dense patterns `[F, T, T]`, floored at 1e-9 and normalised again, Eqs. (S.3) and (S.4)."""
+    """Return the target of dense patterns `[F, T, T]`, floored at 1e-9 and normalised again."""
     length = weights.shape[-1]
     causal = causal_mask(length).to(weights.device)
     position = torch.arange(length, device=weights.device)
@@ -189,32 +190,21 @@ def target_of(weights: Tensor) -> Target:
     rows = []
     for matrix in weights:
         floored = matrix.double().clamp(min=FLOOR) * causal
-        floored /= floored.sum(-1, keepdim=True)
+        floored /= floored.sum(-1, keepdim=True)  # Eq. (S.3)
         by_distance = floored.new_zeros(length).index_add_(0, distance, floored[causal])
-        rows.append((floored.sum(0), by_distance, -torch.xlogy(floored, floored).sum() / length))
+        rows.append((floored.sum(0), by_distance, -torch.xlogy(floored, floored).sum() / length))  # Eq. (S.4)
     return Target(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return a pattern's options, with a generator as `seed` replaced by a seed that it draws; all accept `seed`.
 
-    Raises InputError for other options and for a seed that is not a number.
+    Raises InputError for an unknown pattern, other options, and a seed that is not a number.
     """
-    known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, _kind(name).dense)
+    check_name("pattern", name, TARGETS)
+    known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, TARGETS[name].dense)
     taken = {key: value for key, value in options.items() if key in known}
     return taken | ({"seed": seed_of(taken["seed"])} if "seed" in taken else {})
-
-
-def _some(heads: Iterable[Head]) -> HeadSet:
-    if not len(chosen := HeadSet(heads)):
-        raise InputError("a pattern needs at least one head; got none")
-    return chosen
-
-
-def _kind(name: str) -> TargetKind:
-    if not isinstance(name, str) or name not in TARGETS:
-        raise InputError(f"unknown pattern {name!r}; expected one of {sorted(TARGETS)}{did_you_mean(name, TARGETS)}")
-    return TARGETS[name]
 
 
 # --- draws
@@ -238,9 +228,9 @@ def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Ge
 
 
 def concentration(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return the moment estimate of Eq. (18), `[T]`, for rows with mean `[T, T]` and summed variance `[T]`."""
+    """Return the moment estimate of the concentration, `[T]`, of rows with mean `[T, T]`, summed variance `[T]`."""
     spread = 1 - mean.square().sum(-1)
-    return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1
+    return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1  # Eq. (18)
 
 
 def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:

@@ -69,8 +69,9 @@ def make_statistics(logits: torch.Tensor) -> AttentionStatistics:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize(("count", "length"), [(6, 20), (1, 2), (6, 1)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("count", "length", "dtype"), [(6, 20, torch.float64), (1, 2, torch.float32), (6, 1, torch.bfloat16)]
+)
 def test_rows_are_causal_and_sum_to_one(name, count, length, dtype):
     pattern = dense_pattern(make_statistics(make_logits(count, length)), HEADS, name, dtype=dtype)
     assert pattern.weights.shape == (3, length, length)
@@ -132,9 +133,7 @@ def test_the_compact_target_is_that_of_the_dense_pattern(name):
 
 
 def test_zeros_are_floored_before_marginals_are_taken():
-    weights = torch.eye(6, dtype=torch.float64)[None]
-    goal = target_of(weights)
-    assert (goal.eta_abs > 0).all()
+    goal = target_of(torch.eye(6, dtype=torch.float64)[None])
     torch.testing.assert_close(goal.eta_abs.sum(), torch.tensor(6.0).double(), rtol=1e-14, atol=0)  # normalised again
     assert goal.eta_rel[0, 1:].tolist() == pytest.approx([5e-9, 4e-9, 3e-9, 2e-9, 1e-9], rel=1e-6)
     assert 0 < goal.row_entropy.item() < 1e-6
@@ -143,10 +142,9 @@ def test_zeros_are_floored_before_marginals_are_taken():
 def test_wrong_requests_are_refused():
     actual = make_statistics(make_logits())
     for arguments, options, message in [
-        ((HEADS, "median"), {}, "unknown pattern 'median'"),
+        ((HEADS, "median"), {}, "pattern must be one of .*, got 'median'"),
         ((HEADS, "gaussian"), {"scale": 2}, "'gaussian' takes seed; got scale"),
         ((HEADS, "mean"), {"scale": 2}, "'mean' takes no options"),
-        (([], "mean"), {}, "at least one head"),
         ((HEADS, "dirichlet"), {"scale": 0}, "scale must be above 0"),
         ((HEADS, "dirichlet"), {"bounds": (2, 1)}, "bounds ascending above 0"),
         ((HEADS, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
@@ -154,8 +152,6 @@ def test_wrong_requests_are_refused():
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):
                 make(actual, *arguments, **options)
-    with pytest.raises(InputError, match="unknown pattern"):
-        collect_for("median")
 
 
 # --- the distributions that sampled patterns are drawn from
@@ -203,24 +199,18 @@ def test_dirichlet_rows_have_the_moments_of_eq_18():
         assert ((m * (1 - m)).sum() / (strength[row] + 1)).item() == pytest.approx(spread[row].item(), rel=1e-10)
 
 
-def test_a_larger_scale_stays_closer_to_the_mean():
+def test_a_larger_scale_stays_closer_to_the_mean_within_bounds():
     actual = make_statistics(make_logits())
     mean = actual.take("mean", HEADS)
-    near, far = (
-        (dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=scale).weights - mean).square().sum()
-        for scale in (64.0, 4.0)
-    )
+
+    def drawn(**options):
+        return dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, **options).weights
+
+    near, far = ((drawn(scale=scale) - mean).square().sum() for scale in (64.0, 4.0))
     assert near < far / 4
-    default = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64).weights
-    assert torch.equal(default, dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=16.0).weights)
-
-
-def test_concentrations_are_bounded():
-    actual = make_statistics(make_logits())
-    mean = actual.take("mean", HEADS)
-    exact = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=1e30).weights
-    assert 1e-5 < (exact - mean).abs().max() < 1e-2, "1e6 is the largest concentration"
-    loose = dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, scale=1e-30).weights
+    assert torch.equal(drawn(), drawn(scale=16.0))
+    assert 1e-5 < (drawn(scale=1e30) - mean).abs().max() < 1e-2, "1e6 is the largest concentration"
+    loose = drawn(scale=1e-30)
     assert loose.isfinite().all()
     assert (loose.amax(-1) > 0.999).double().mean() > 0.9, "at 1e-2 nearly every row is one key"
 
@@ -237,16 +227,16 @@ def test_rows_that_are_nearly_deterministic_or_never_vary_are_their_mean():
 
 
 def test_structured_random_parameters_are_normal_and_a_prefix_for_shorter_inputs():
-    long = exact_pattern(make_statistics(make_logits(length=40)), HEADS, "structured_random", seed=1)
-    short = exact_pattern(make_statistics(make_logits(length=12)), HEADS, "structured_random", seed=1)
+    def drawn(length, seed):
+        statistics = make_statistics(make_logits(count=2, length=length))
+        return exact_pattern(statistics, HEADS, "structured_random", seed=seed)
+
+    long, short = drawn(40, 1), drawn(12, 1)
     assert torch.equal(long.alpha[:, :12], short.alpha)
     assert torch.equal(long.rho[:, :12], short.rho)
-    patterns = [
-        exact_pattern(make_statistics(make_logits(length=50)), HEADS, "structured_random", seed=s) for s in range(10)
-    ]
-    drawn = torch.cat([torch.stack([pattern.alpha, pattern.rho]).flatten() for pattern in patterns])
-    assert len(drawn.unique()) == len(drawn) == 3000
-    assert distance_from_normal(drawn) < 1.95 / 3000**0.5
+    values = torch.cat([torch.stack(drawn(50, seed).logits()).flatten() for seed in range(10)])
+    assert len(values.unique()) == len(values) == 3000
+    assert distance_from_normal(values) < 1.95 / 3000**0.5
 
 
 # --- identities of the paper's appendix B, Eqs. (13) to (16)
@@ -262,7 +252,7 @@ def risk(patterns: torch.Tensor, fixed: torch.Tensor) -> torch.Tensor:
     return (patterns - fixed).square().sum((1, 2)).mean() / fixed.shape[-1] ** 2
 
 
-@pytest.mark.parametrize(("count", "length", "seed"), [(6, 20, 0), (1, 7, 1), (3, 1, 2), (7, 12, 3)])
+@pytest.mark.parametrize(("count", "length", "seed"), [(6, 20, 0), (1, 7, 1)])
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_identities_hold_for_every_pattern(name, count, length, seed):
     """What a pattern costs beyond the best fixed one is its distance from that one: Eqs. (14), (15) and (16)."""

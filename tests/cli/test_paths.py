@@ -10,7 +10,6 @@ from saf.data import TokenData
 from saf.errors import SafError
 from saf.opening import find_model
 from saf.records.events import read_events
-from saf.statistics import AttentionStatistics
 from tests.freezing.small_model import make, tokens
 
 COMMANDS = {
@@ -31,7 +30,6 @@ READ = {
     "load into a model": lambda path: package.load(make(), path),
     "TokenData.open": TokenData.open,
     "find_model": find_model,
-    "AttentionStatistics.load": AttentionStatistics.load,
 }
 WRITE = {
     "save": lambda path: package.save(make(), path),
@@ -77,12 +75,10 @@ def test_functions_say_so_too(name, wrong):
             assert any(words in str(error.value) for words in ADVICE), error.value
 
 
-def test_events_are_recorded_in_a_folder_and_files_written_under_their_own_name(wrong, tmp_path):
+def test_events_are_recorded_in_a_folder_that_is_there(wrong):
     model = make()
     report = package.freeze_(model, [tokens()], package.FreezeConfig(max_fit_kl=100))
     for path in (wrong[0], wrong[2]):
         with pytest.raises(SafError, match="must be an existing folder"):
             report.save(path)
-    with pytest.raises(SafError, match="folder"):
-        report.statistics.save(tmp_path)
     assert json.loads((wrong[3]).read_text()) == {}
