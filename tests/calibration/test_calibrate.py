@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from saf.calibration import calibrate
 from saf.calibration.streaming import diagonal_sums, measure_layer
-from saf.errors import CheckpointError, DivergenceError, InputError
+from saf.errors import DivergenceError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
@@ -44,7 +43,7 @@ def check_close(actual, expected, tolerance: float) -> None:
         assert ((one - other).abs() <= tolerance * other.abs().max()).all(), name
 
 
-@pytest.mark.parametrize("lengths", [[70] * 5, [128] * 2, [1] * 3, [200] * 7, [70, 70, 33, 5, 1], [70, 69, 1], [70]])
+@pytest.mark.parametrize("lengths", [[70] * 5, [1] * 3, [200] * 7, [70, 70, 33, 5, 1], [70]])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
     count, length = len(lengths), lengths[0]
@@ -177,22 +176,18 @@ def test_frozen_heads_are_not_measured_and_the_others_see_them():
     assert torch.isfinite(actual.eta_abs[actual.measured]).all()
 
 
-def test_statistics_join_over_heads_save_and_load(tmp_path):
+def test_statistics_join_over_heads():
     network, ids = model(), tokens()
     collect = {"collect": ("mean", "mean_rows", "sharp_row_entropy"), "positions": (0, 7, 39)}
     whole = calibrate(network, [ids], **collect)
     parts = [calibrate(network, [ids], heads=some, **collect) for some in (list(whole.collected_heads)[5:], [(0, 1)])]
     rest = [head for head in whole.collected_heads if head not in {*parts[0].collected_heads, (0, 1)}]
     joined = AttentionStatistics.join([*parts, calibrate(network, [ids], heads=rest, **collect)])
-    path = tmp_path / "statistics.safetensors"
-    joined.save(path)
-    loaded = AttentionStatistics.load(path)
-    check_close(loaded, whole, 1e-12)
-    for name, values in loaded.collected.items():
-        assert torch.equal(values, joined.collected[name])
+    check_close(joined, whole, 1e-12)
+    for name, values in joined.collected.items():
         torch.testing.assert_close(values, whole.collected[name], rtol=1e-10, atol=1e-15)
     for name in ("sequences_hash", "collected_heads", "positions", "length", "num_sequences", "lengths"):
-        assert getattr(loaded, name) == getattr(whole, name)
+        assert getattr(joined, name) == getattr(whole, name)
     for others, message in [
         ([whole, parts[0]], "some heads twice"),
         ([parts[0], calibrate(network, [tokens(3)], heads=[(0, 1)])], "different calibration inputs"),
@@ -200,14 +195,6 @@ def test_statistics_join_over_heads_save_and_load(tmp_path):
     ]:
         with pytest.raises(InputError, match=message):
             AttentionStatistics.join(others)
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    (tmp_path / "changed").write_bytes(content)
-    (tmp_path / "cut").write_bytes(path.read_bytes()[:-100])
-    save_file({"x": torch.zeros(1)}, tmp_path / "other")
-    for name in ("changed", "cut", "other", "missing"):
-        with pytest.raises(CheckpointError, match=name):
-            AttentionStatistics.load(tmp_path / name)
 
 
 MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]

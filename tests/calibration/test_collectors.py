@@ -1,4 +1,4 @@
-"""Gradients that scores read: the running Q/K average against Eqs. (8) and (9), gates against real ones, Eq. (19)."""
+"""Collectors against dense computations: the running Q/K average, Eqs. (8) and (9), real gates, Eq. (19), outputs."""
 
 import json
 
@@ -6,17 +6,23 @@ import pytest
 import torch
 
 import saf
-from saf.calibration import QKGradient, gate_gradients
+from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs, latter_half
 from saf.calibration.collectors import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
-from tests.uneven import ids, model
+from tests.uneven import heldout, ids, model
 
-__all__ = ["ids", "model"]
+__all__ = ["heldout", "ids", "model"]
 FROZEN = HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)])
+NAMES = ("output_magnitude", "redundancy", "residual_cosine", "relative_output_change")
+
+
+def freeze(model: GPT) -> None:
+    """Freeze the heads in FROZEN, a whole layer among them."""
+    saf.install_(model, FROZEN, CompactPattern.from_parameters(*torch.randn(2, 5, 24, dtype=torch.float64)))
 
 
 def norms(model: GPT) -> torch.Tensor:
@@ -68,7 +74,7 @@ def test_frozen_heads_are_left_out_of_the_mean_and_score_nan(model, ids):
     backward(model, ids)
     gradient.update()
     first = gradient.scores()
-    saf.install_(model, FROZEN, CompactPattern.from_parameters(*torch.randn(2, 5, 24, dtype=torch.float64)))
+    freeze(model)
     backward(model, ids)
     gradient.update()
     scores = gradient.scores()
@@ -99,17 +105,18 @@ def test_the_state_survives_json(model, ids):
     gradient, fresh = QKGradient(model), QKGradient(model)
     fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict(), allow_nan=False)))
     assert fresh.scores().isnan().all()
-    for part in (gradient, fresh):
-        backward(model, ids)
-        part.update()
+    backward(model, ids)
+    gradient.update()
     fresh.load_state_dict(json.loads(json.dumps(gradient.state_dict(), allow_nan=False)))
     backward(model, ids[:2])
     gradient.update()
     fresh.update()
     assert torch.equal(gradient.scores(), fresh.scores())
-    for state in (gradient.state_dict(),):
-        with pytest.raises(CheckpointError, match="state must"):
-            QKGradient(model, beta=0.5).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="state must"):
+        QKGradient(model, beta=0.5).load_state_dict(gradient.state_dict())
+
+
+# --- gates
 
 
 def gated_loss(model, ids, gates):
@@ -124,33 +131,18 @@ def gated_loss(model, ids, gates):
     return loss
 
 
-def dense_gates(model, ids):
-    """Absolute values before the mean over sequences."""
-    total = torch.zeros(3, 4, dtype=torch.float64)
-    for sequence in ids.split(1):
+def test_gates_are_real_ones_and_measuring_them_leaves_no_trace(model, ids):
+    expected = torch.zeros(3, 4, dtype=torch.float64)
+    for sequence in ids.split(1):  # absolute values before the mean over sequences
         gates = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
         gated_loss(model, sequence, gates).backward()
-        total += gates.grad.abs()
-    return total / len(ids)
-
-
-def test_gates_equal_real_ones_and_finite_differences(model, ids):
+        expected += gates.grad.abs() / len(ids)
+    model.zero_grad()
     actual = gate_gradients(model, [ids[:2], {"input_ids": ids[2:]}])
-    torch.testing.assert_close(actual, dense_gates(model, ids), rtol=1e-5, atol=1e-10)
-    torch.testing.assert_close(gate_gradients(model, [ids.flip(0)]), actual, rtol=1e-10, atol=0)
-    step, up, down = 1e-3, *torch.ones(2, 3, 4, dtype=torch.float64)
-    up[1, 2] += step
-    down[1, 2] -= step
-    with torch.no_grad():
-        slope = (gated_loss(model, ids[:1], up) - gated_loss(model, ids[:1], down)) / (2 * step)
-    assert gate_gradients(model, [ids[:1]])[1, 2].item() == pytest.approx(abs(slope.item()), rel=1e-2)
-
-
-def test_measuring_gates_leaves_no_trace_and_works_on_fixed_weights(model, ids):
-    free = gate_gradients(model, [ids])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-10)
     model.requires_grad_(False)
     model.train()
-    assert torch.equal(gate_gradients(model, [ids]), free)
+    torch.testing.assert_close(gate_gradients(model, [ids.flip(0)]), actual, rtol=1e-10, atol=0)
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
     assert all(module.training for module in model.modules())
 
@@ -158,10 +150,11 @@ def test_measuring_gates_leaves_no_trace_and_works_on_fixed_weights(model, ids):
 def test_gates_of_frozen_heads_are_nan_and_others_keep_their_place(model, ids):
     fixed = CompactPattern.from_parameters(*torch.randn(2, 1, 24, dtype=torch.float64))
     saf.install_(model, HeadSet([(1, 1)]), fixed, backend="reference")
-    assert gate_gradients(model, [ids]).isnan().nonzero().tolist() == [[1, 1]]
     with torch.no_grad():
         model.blocks[1].attention.o_proj.weight[:, 16:24] = 0  # slot 2 is head 3: slots are 0, 2, 3, 1
-    assert gate_gradients(model, [ids])[1, 3] == 0
+    actual = gate_gradients(model, [ids])
+    assert actual.isnan().nonzero().tolist() == [[1, 1]]
+    assert actual[1, 3] == 0
 
 
 def test_a_loss_of_ones_own_and_targets_decide_where_it_is_taken(model, ids):
@@ -198,3 +191,104 @@ def test_targets_and_sequences_without_a_loss_are_refused(model, ids):
     ]:
         with pytest.raises(InputError, match=message):
             gate_gradients(model, batches, **options)
+
+
+# --- outputs
+
+
+def layer_inputs(model, ids):
+    """Run the model; return queries, keys, values, residual stream and attention output of each layer."""
+    seen = [{} for _ in model.blocks]
+    handles = []
+    for block, each in zip(model.blocks, seen, strict=True):
+        handles += [
+            block.register_forward_pre_hook(lambda _, args, each=each: each.update(residual=args[0])),
+            block.attention.register_forward_hook(lambda _, args, out, each=each: each.update(output=out)),
+            block.attention.live.register_forward_pre_hook(
+                lambda _, args, each=each: each.update(q=args[0], k=args[1], v=args[2])
+            ),
+        ]
+    with torch.no_grad():
+        model(ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def causal_patterns(query, key):
+    length, dim = query.shape[-2:]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (query @ key.mT / dim**0.5).masked_fill(future, -torch.inf).softmax(-1)
+
+
+def dense_scores(model, ids, heldout, rows):
+    """Return the four scores, `[L, H]` each, as the paper defines them, every contribution formed head by head."""
+    layers = zip(model.blocks, layer_inputs(model, ids), layer_inputs(model, heldout), strict=True)
+    return {
+        name: torch.stack(scores)
+        for name, scores in zip(
+            NAMES, zip(*(layer_scores(*layer, list(rows)) for layer in layers), strict=True), strict=True
+        )
+    }
+
+
+def layer_scores(block, before, seen, rows):
+    """Return Eqs. (10) to (12) and the magnitude for the heads of a layer, `[H]` each."""
+    mean, pattern = causal_patterns(before["q"], before["k"]).mean(0), causal_patterns(seen["q"], seen["k"])
+    weight = block.attention.o_proj.weight.detach().T.unflatten(0, (mean.shape[0], -1))
+    c, swapped = ((each @ seen["v"] @ weight)[:, :, rows].transpose(0, 1) for each in (pattern, mean))  # [H, N, R, d]
+    output = c.sum(0)
+    torch.testing.assert_close(output, seen["output"][:, rows])
+    after, flat = seen["residual"][:, rows] + output, c.flatten(1)
+    cosine = torch.cosine_similarity(flat[:, None], flat, dim=-1).fill_diagonal_(-1)
+    changed = torch.cosine_similarity(after, after + swapped - c, dim=-1)
+    relative = (swapped - c).norm(dim=-1) / output.norm(dim=-1).clamp(min=1e-8)
+    magnitude = flat.norm(dim=1) / flat.shape[1] ** 0.5
+    return magnitude, -cosine.amax(-1), (1 - changed).mean((1, 2)), relative.mean((1, 2))
+
+
+def measure(model, ids, heldout, positions):
+    statistics = calibrate(model, [ids], collect=("mean_rows",), positions=positions)
+    outputs = head_outputs(model, [heldout], statistics)
+    return outputs, {name: saf.score(statistics, name, outputs=outputs) for name in NAMES}
+
+
+def test_scores_of_outputs_equal_the_dense_computation_and_leave_no_trace(model, ids, heldout):
+    model.train()
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    positions = latter_half(24, 5)
+    outputs, actual = measure(model, ids, heldout, positions)
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+    for name, expected in dense_scores(model, ids, heldout, positions).items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-9, atol=1e-12)
+        assert len(actual[name].unique()) == 12 or name == "redundancy"
+    assert outputs.num_samples == 3 * 5
+
+
+def test_with_frozen_heads_the_others_are_measured_in_the_model_as_it_is(model, ids, heldout):
+    freeze(model)
+    outputs, actual = measure(model, ids, heldout, (12, 20))
+    for name in NAMES:
+        assert actual[name].isnan().tolist() == [[False, True, False, False], [True] * 4, [False] * 4]
+    inputs = layer_inputs(model, heldout)[0]
+    torch.testing.assert_close(outputs.output[0], inputs["output"][:, [12, 20]].norm(dim=-1).flatten())
+    # Live slots come first: head 2 is slot 1.
+    head = causal_patterns(inputs["q"], inputs["k"])[:, 1] @ inputs["v"][:, 1]
+    c = (head @ model.blocks[0].attention.o_proj.weight[:, 8:16].T)[:, [12, 20]]
+    torch.testing.assert_close(actual["output_magnitude"][0, 2], c.square().mean().sqrt())
+
+
+def test_outputs_need_the_rows_of_mean_patterns(model, ids, heldout):
+    with pytest.raises(InputError, match="mean_rows"):
+        head_outputs(model, [heldout], calibrate(model, [ids]))
+    some = calibrate(model, [ids], collect=("mean_rows",), heads=[(0, 0), (2, 3)])
+    with pytest.raises(InputError, match="24 tokens, as calibrated"):
+        head_outputs(model, [heldout[:, :10]], some)
+    outputs = head_outputs(model, [heldout], some)
+    assert saf.score(some, "residual_cosine", outputs=outputs).isfinite().sum() == 2
+    with pytest.raises(InputError, match="'residual_cosine' has no value for live heads"):
+        saf.score(calibrate(model, [ids]), "residual_cosine", outputs=outputs)
