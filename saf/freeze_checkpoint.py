@@ -20,7 +20,7 @@ from saf.freezing import freeze_
 from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.models.description import STATE, recorded_layouts
-from saf.opening import ModelFolder, find_model, open_data, trained_data
+from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json
 from saf.records.table import byte_size
 from saf.surgery import finalize_
@@ -199,7 +199,7 @@ def freeze_opened(
 
 def _open(settings: CheckpointFreezing) -> Checkpoint:
     """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
-    source = find_model(settings.checkpoint, optimizer=True, or_transformers=True)
+    source = find_model(settings.checkpoint, optimizer=True)
     if source.checkpoint is None:
         raise InputError(
             f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
@@ -213,7 +213,7 @@ def _open(settings: CheckpointFreezing) -> Checkpoint:
 def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
     """Return calibration sequences and held-out ones, in batches `[B, length]`."""
     source = ModelFolder(checkpoint.path, checkpoint)
-    data = open_data(settings.data, source)
+    data = source.data(settings.data)
     most = checkpoint.state["model"]["max_length"]
     trained = source.settings.get("length") or most
     length = check_length(settings, trained, "that the model was trained on", most=most)
@@ -226,7 +226,7 @@ def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list
 
 def _check_separate(data: TokenData, source: ModelFolder, config: FreezeConfig) -> None:
     """Raise DataError where the event would read text on which the run is reported."""
-    trained = trained_data(source) if data.fingerprint != source.state.get("data_fingerprint") else None
+    trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is None:
         return
     check_separate(data, data.calibration_source, trained)

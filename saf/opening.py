@@ -4,7 +4,7 @@ A path is a checkpoint, a run, a folder by `saf.save`, or a model of Hugging Fac
 its `ModelSource`. `find_model` is for callers that need a model of this project.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -44,37 +44,20 @@ class Encoder:
 
 
 class ModelSource(Protocol):
-    """Files of a model of one kind."""
+    """The files of a model: `ModelFolder` and `saf.hf.folders.TransformersFolder`."""
 
     has_tokenizer: ClassVar[bool]
     """Whether the tokenizer is in the model's folder; else it is with the data."""
 
     @property
-    def name(self) -> str:
-        """The path, or the name on the hub."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def hash(self) -> str:
-        """SHA-256 of the model."""
-        ...
-
+    def hash(self) -> str: ...
     @property
-    def parents(self) -> Sequence[str]:
-        """Hashes of the models that this one was frozen from, the nearest first."""
-        ...
-
-    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        """Open the model with its frozen heads, in its own dtype by default."""
-        ...
-
-    def data(self, path: Path | None) -> TokenData:
-        """Open data of the model's tokenizer; None is the data that it was trained on."""
-        ...
-
-    def encoder(self, data: TokenData | None = None) -> Encoder:
-        """Open the tokenizer; that of `data` where the model's folder has none."""
-        ...
+    def parents(self) -> tuple[str, ...]: ...
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module: ...
+    def data(self, path: Path | None) -> TokenData: ...
+    def encoder(self, data: TokenData | None = None) -> Encoder: ...
 
 
 @dataclass(frozen=True)
@@ -86,17 +69,19 @@ class ModelFolder:
     has_tokenizer: ClassVar[bool] = False
 
     @property
+    def parents(self) -> tuple[str, ...]:
+        """None: a checkpoint's own files record what it was frozen from."""
+        return ()
+
+    @property
     def name(self) -> str:
+        """The folder's path."""
         return str(self.folder)
 
     @property
     def hash(self) -> str:
         """The hash of a checkpoint's manifest; of a saved model the SHA-256 of its saf.json, which holds sums."""
         return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / "saf.json")
-
-    @property
-    def parents(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -108,27 +93,56 @@ class ModelFolder:
         """Settings of the run that trained the model; empty where its files have none."""
         return self.state.get("settings") or {}
 
-    @property
-    def data_folder(self) -> str | None:
-        """The data folder that the model was trained on, as recorded."""
-        return self.settings.get("data")
-
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        """Open the model with its frozen heads, in its own dtype by default."""
         model = load(self.folder) if self.checkpoint is None else self.checkpoint.model(device)
         return model.to(device, dtype)
 
-    def data(self, path: Path | None) -> TokenData:
-        return open_data(path, self)
-
     def encoder(self, data: TokenData | None = None) -> Encoder:
+        """Open the tokenizer of `data`, by default of the data that the model was trained on."""
         tokenizer = (self.data(None) if data is None else data).tokenizer()
         return Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
 
+    def data(self, path: Path | None) -> TokenData:
+        """Open the data for the model: `path`, or the data that it was trained on when None.
 
-def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bool = False) -> ModelFolder:
+        Raises:
+            InputError: No folder is given and none is recorded, or the examples of a task are.
+            DataError: The folder's tokenizer is not the one that the model was trained with, or that one is unknown.
+        """
+        recorded, task = self.settings.get("data"), self.settings.get("task") or "text"
+        if path is None and (recorded is None or task != "text"):
+            got = "records no data" if recorded is None else f"was trained on {task}, which is no held-out text"
+            raise InputError(f"{self.folder} {got}; give --data, a folder by `saf data prepare` with its tokenizer")
+        data = TokenData.open(path or Path(str(recorded)))
+        if data.fingerprint == self.state.get("data_fingerprint", data.fingerprint):
+            return data
+        expected = self.state.get("tokenizer")  # other text by the same tokenizer is fine
+        if expected is None:
+            if (trained := self.trained_data()) is None:
+                raise DataError(
+                    f"{self.folder} must record its tokenizer, or its data, {recorded}, be there to compare with "
+                    f"{data.folder}: give --data, the folder it was trained on"
+                )
+            expected = trained.tokenizer_hash
+        if expected != data.tokenizer_hash:
+            raise DataError(
+                f"{data.folder} must have the tokenizer of the model's training data, {expected[:12]}, got "
+                f"{data.tokenizer_hash[:12]}; prepare the text with that data's tokenizer (--tokenizer FOLDER)"
+            )
+        return data
+
+    def trained_data(self) -> TokenData | None:
+        """Open the data that the model was trained on; None unless the recorded folder is visible and unchanged."""
+        recorded = self.settings.get("data")
+        if recorded is None or kind_of(recorded) is not Kind.DATA:
+            return None
+        data = TokenData.open(recorded)
+        return data if data.fingerprint == self.state.get("data_fingerprint") else None
+
+
+def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
     """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
-
-    With `or_transformers` the message names models of transformers too, for callers that take them.
 
     Raises:
         InputError: The path is something else.
@@ -137,13 +151,13 @@ def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bo
     path = Path(path)
     if kind_of(path) is Kind.HEADS:
         raise InputError(
-            f"{path} holds frozen heads of another library's model (saf.json): saf.load(model, folder) applies them; "
-            "where the folder's own model has none, move saf.json and saf.safetensors out of it"
+            f"{path} must hold a model, got frozen heads of another library's model: saf.load(model, folder) applies "
+            "them; where an ordinary model is beside them, move saf.json and saf.safetensors out"
         )
-    if kind_of(path) is Kind.TRANSFORMERS:
+    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
+    if kind is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
-    kinds = (Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, *([Kind.TRANSFORMERS] if or_transformers else []))
-    if expect(path, *kinds) is Kind.MODEL:
+    if kind is Kind.MODEL:
         return ModelFolder(path, None)
     checkpoint = find_checkpoint(path)
     assert checkpoint is not None, "a checkpoint or run is one or raises"
@@ -151,9 +165,9 @@ def find_model(path: Path | str, *, optimizer: bool = False, or_transformers: bo
 
 
 def find_source(path: Path | str) -> ModelSource:
-    """Return the model that `path` means; raise what `find_model` raises, also for a model of transformers."""
+    """Return the model that `path` means; raise what `find_model` raises."""
     if not means_transformers(path):
-        return find_model(path, or_transformers=True)
+        return find_model(path)
     from saf.hf.folders import TransformersFolder
 
     return TransformersFolder.find(Path(path))
@@ -169,6 +183,7 @@ class OpenedModel:
 
     @property
     def folder(self) -> Path:
+        """The path, or the name on the hub."""
         return Path(self.source.name)
 
     @property
@@ -206,52 +221,3 @@ def open_model(
     tokens = source.data(data) if needs_data or data is not None or not source.has_tokenizer else None
     model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
     return OpenedModel(model, tokens, source)
-
-
-# --- the data that a model of this project was trained on
-
-
-def open_data(folder: Path | None, source: ModelFolder) -> TokenData:
-    """Open the data for a model: `folder`, or the data that it was trained on when None.
-
-    Raises:
-        InputError: No folder is given and none is recorded, or the examples of a task are.
-        DataError: The folder's tokenizer is not the one that the model was trained with, or that one is unknown.
-    """
-    if folder is None and source.data_folder is None:
-        raise InputError(f"{source.folder} records no data; give --data, a folder made by `saf data prepare`")
-    if folder is None and (task := source.settings.get("task") or "text") != "text":
-        raise InputError(
-            f"{source.folder} was trained on {task}, which is no held-out text; give --data, a folder made by `saf "
-            "data prepare` with its tokenizer"
-        )
-    data = TokenData.open(folder or Path(str(source.data_folder)))
-    if data.fingerprint != source.state.get("data_fingerprint", data.fingerprint):
-        _check_tokenizer(data, source)
-    return data
-
-
-def trained_data(source: ModelFolder) -> TokenData | None:
-    """Open the data that a model was trained on; None unless the recorded folder is visible and unchanged."""
-    if source.data_folder is None or kind_of(source.data_folder) is not Kind.DATA:
-        return None
-    data = TokenData.open(source.data_folder)
-    return data if data.fingerprint == source.state.get("data_fingerprint") else None
-
-
-def _check_tokenizer(data: TokenData, source: ModelFolder) -> None:
-    """Raise DataError for other data of another tokenizer; other text by the same one is fine."""
-    expected, got = source.state.get("tokenizer"), data.tokenizer_hash
-    if expected is None:
-        trained = trained_data(source)
-        if trained is None:
-            raise DataError(
-                f"{source.folder} must record its tokenizer, or its data, {source.data_folder}, be there to compare "
-                f"with {data.folder}: give --data, the folder it was trained on"
-            )
-        expected = trained.tokenizer_hash
-    if expected != got:
-        raise DataError(
-            f"{data.folder} must have the tokenizer of the model's training data, {expected[:12]}, got {got[:12]}; "
-            "prepare the text with that data's tokenizer (--tokenizer FOLDER), or give --data another folder"
-        )

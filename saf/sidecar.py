@@ -82,9 +82,13 @@ def load(
         if folder is None:
             raise InputError("load(model, folder) needs a folder of saf.save")
         model, source = model_or_folder, Path(folder)
+    elif folder is not None:
+        raise InputError(f"load(model, folder) must get an open model, got {model_or_folder}: open that one first")
     else:
         model, source = None, Path(model_or_folder)
-    expect(source, Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS, error=CheckpointError)
+    kinds = (Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS)
+    if expect(source, *kinds, error=CheckpointError) is Kind.TRANSFORMERS and not (source / STATE).is_file():
+        raise CheckpointError(f"{source} must hold frozen heads, got an ordinary model: give the frozen one's folder")
     if (path := find_checkpoint(source)) is not None:
         checkpoint = open_checkpoint(path, optimizer=False)
         if model is None:

@@ -22,7 +22,7 @@ from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
 from saf.models.adapter import Site, adapter_for, unwrap
-from saf.opening import ModelFolder, find_model, open_data
+from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
 from saf.records.files import write_json
 from saf.records.result import read_result, result_header
@@ -72,7 +72,7 @@ class ModelSettings(Output):
     def open(self) -> "Opened":
         """Return the model with its data; raise InputError or CheckpointError if either is missing."""
         source = find_model(self.model)
-        data, device = open_data(self.data, source), pick_device(self.device)
+        data, device = source.data(self.data), pick_device(self.device)
         model: Any = source.model(device)
         seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or source.settings.get("length") or model.config.max_length

@@ -25,9 +25,7 @@ from saf.data import (
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.model_facts import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, freeze_opened, no_countdown
-from saf.freeze_config import check_heads
 from saf.freeze_report import FreezeReport
-from saf.heads import HeadLayout
 from saf.heal import heal_beside_twin
 from saf.heldout import MAX_RISE, halves
 from saf.hf.adapter import TransformersAdapter
@@ -36,9 +34,8 @@ from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
-from saf.models.description import STATE, recorded_layouts
 from saf.opening import Encoder
-from saf.records.files import new_folder, no_room, read_json, write_json
+from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
 from saf.records.run import Kind, kind_of
 from saf.surgery import finalize_
@@ -128,22 +125,7 @@ class TransformersFolder:
             known.apply_caps()
         return model.to(device).eval()
 
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights by the configuration; float32 where it names none."""
-        return self._config().dtype or torch.float32
-
-    def layouts(self) -> list[HeadLayout]:
-        """Return each layer's heads by the folder's files; none for a configuration without them."""
-        if (self.folder / STATE).is_file():
-            return recorded_layouts(read_json(self.folder / STATE, error=CheckpointError))
-        config = self._config().get_text_config()
-        layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(kv_heads, int)):
-            return []
-        return [HeadLayout(heads, kv_heads)] * layers
-
-    def _config(self) -> Any:
+    def config(self) -> Any:
         """Open the configuration; raise CheckpointError where transformers cannot."""
         try:
             return AutoConfig.from_pretrained(self.name)
@@ -152,7 +134,7 @@ class TransformersFolder:
 
     def attention_dropout(self) -> dict[str, float]:
         """Return the rates above 0 of attention dropout in the configuration, by their fields."""
-        config, fields = self._config(), sorted({family.dropout_setting for family in FAMILIES})
+        config, fields = self.config(), sorted({family.dropout_setting for family in FAMILIES})
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
@@ -164,7 +146,8 @@ class TransformersFolder:
         bos = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if bos is None else bos
         bare = partial(tokenizer.encode, add_special_tokens=False)
-        added = _added_before(tokenizer.encode("a"), bare("a"), self.name)
+        whole = tokenizer.encode("a")
+        added = whole[: whole.index(bare("a")[0])]  # none behind: a context has not ended
         return Encoder(lambda text: [*added, *bare(text)], bare, first, bos)
 
     def data(self, path: Path | None) -> TokenData:
@@ -213,8 +196,6 @@ def freeze_folder(
     if "gradient" in config.needs:
         raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
     source = TransformersFolder.find(settings.checkpoint)
-    if layouts := source.layouts():
-        check_heads(config, layouts)  # now, not once the weights are there
     device, data = pick_device(settings.device), source.data(settings.data)
     bos = source.encoder().beginning(source.name) if settings.bos else None
     if "outputs" in config.needs and isinstance(data, TextData):
@@ -236,7 +217,7 @@ def freeze_folder(
         windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)
         progress = countdown("healing", "updates")
         report = _healed(settings, (model, ordinary), windows, heldout, report, progress)
-        model.to(source.dtype())
+        model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
     mark: Any = mark_of(model.config)
@@ -316,31 +297,15 @@ def _healed(
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:
-    """Write a frozen model's folder whole, or raise CheckpointError where the disk is full."""
-    try:
-        with new_folder(out) as folder:
-            model.save_pretrained(folder)
-            for name in TOKENIZER_FILES:
-                if (source.folder / name).is_file():
-                    shutil.copyfile(source.folder / name, folder / name)
-            report.save(folder)
-            values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
-            write_json(folder / RECORD, values)
-    except OSError as error:
-        if (reason := no_room(error)) is None:
-            raise
-        raise CheckpointError(f"{reason}: {out} was not written; free some space") from error
-
-
-def _added_before(full: list[int], bare: list[int], name: str) -> list[int]:
-    """Return the tokens that a tokenizer puts before a text, given one text's tokens with and without those it adds.
-
-    Those that it puts behind are left out: a context has not ended.
-    """
-    for index in range(len(full) - len(bare) + 1):
-        if full[index : index + len(bare)] == bare:
-            return full[:index]
-    raise DataError(f"the tokenizer of {name} must keep a text's tokens when it adds its own; got {full} for {bare}")
+    """Write a frozen model's folder whole."""
+    with new_folder(out) as folder:
+        model.save_pretrained(folder)
+        for name in TOKENIZER_FILES:
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, folder / name)
+        report.save(folder)
+        values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
+        write_json(folder / RECORD, values)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ import pytest
 from saf.data import TokenData, check_separate, prepare
 from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import read_evaluation
-from saf.opening import ModelFolder, find_model, open_data
+from saf.opening import ModelFolder, find_model
 from saf.records.events import read_events
 from saf.records.files import read_json, write_json
 
@@ -58,18 +58,18 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     state = opened.state | {"settings": opened.state["settings"] | {"data": "gone"}}
     source = ModelFolder(opened.folder, replace(opened.checkpoint, state=state))
     with pytest.raises(DataError, match="must have the tokenizer"):
-        open_data(tmp_path / "foreign", source)
-    assert open_data(tmp_path / "same", source).fingerprint != state["data_fingerprint"]
+        source.data(tmp_path / "foreign")
+    assert source.data(tmp_path / "same").fingerprint != state["data_fingerprint"]
     with pytest.raises(DataError, match="gone: no such data folder here; give --data"):
-        open_data(None, source)
+        source.data(None)
     settings = state["settings"] | {"task": "boolq", "data": "train.jsonl"}
     finetuned = ModelFolder(opened.folder, replace(opened.checkpoint, state=state | {"settings": settings}))
     with pytest.raises(InputError, match="was trained on boolq, which is no held-out text; give --data"):
-        open_data(None, finetuned)
+        finetuned.data(None)
     del state["tokenizer"]
     with pytest.raises(DataError, match="must record its tokenizer"):
-        open_data(tmp_path / "same", source)
-    assert open_data(text_data, source).fingerprint == state["data_fingerprint"]
+        source.data(tmp_path / "same")
+    assert source.data(text_data).fingerprint == state["data_fingerprint"]
 
 
 def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
