@@ -78,14 +78,11 @@ def load(
     """
     from saf.checkpoint import find_checkpoint, open_checkpoint
 
-    if isinstance(model_or_folder, nn.Module):
-        if folder is None:
-            raise InputError("load(model, folder) needs a folder of saf.save")
-        model, source = model_or_folder, Path(folder)
-    elif folder is not None:
-        raise InputError(f"load(model, folder) must get an open model, got {model_or_folder}: open that one first")
-    else:
-        model, source = None, Path(model_or_folder)
+    model = model_or_folder if isinstance(model_or_folder, nn.Module) else None
+    source = model_or_folder if folder is None else folder
+    if isinstance(source, nn.Module) or (model is None) != (folder is None):
+        raise InputError("load takes a folder, or an open model and a folder: open the model first")
+    source = Path(source)
     kinds = (Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS)
     if expect(source, *kinds, error=CheckpointError) is Kind.TRANSFORMERS and not (source / STATE).is_file():
         raise CheckpointError(f"{source} must hold frozen heads, got an ordinary model: give the frozen one's folder")
