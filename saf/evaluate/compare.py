@@ -18,7 +18,7 @@ from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.model_facts import PARENT
 from saf.evaluate.paired import RESAMPLES, delta_of_windows, paired_answers, paired_hits
 from saf.evaluate.perplexity import read_evaluation
-from saf.evaluate.recall import RECALL, gate_problem, read_recall
+from saf.evaluate.recall import gate_problem, read_recall
 from saf.evaluate.zero_shot import paired_tasks, read_zero_shot
 from saf.heads import EDITED
 from saf.machine import untimed_updates
@@ -31,9 +31,8 @@ _SAME_LOSS = 1e-6
 """Relative difference of two losses beyond which they are of another model, text or precision."""
 _MINIMUM_TIMED_UPDATES = 5
 """The median of fewer says nothing about updates whose times spread by some percent."""
-# Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared. A gate decides no
-# number.
-_IRRELEVANT = frozenset({"data.folder", "data.tokenizer", "data.test", "data.mqar.gate", "data.mqar.ordinary"})
+# Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
+_IRRELEVANT = frozenset({"data.folder", "data.tokenizer", "data.test"})
 _BUDGETS = ("update_budget", "time_budget_seconds")
 """By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
 _QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
@@ -144,29 +143,24 @@ def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
         raise CompareError(f"the runs were tested on different queries ({words}); test both on the same")
     first, second = read_recall(ordinary), read_recall(frozen)
     tests = {update: paired_tests(first[update], second[update]) for update in first.keys() & second}
-    runs = {"ordinary": ordinary, "frozen": frozen}
-    problems = {name: gate_problem(run.finished_result()["recall"]) for name, run in runs.items()}
     return {
         "tests": tests.pop(None),
         "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
-        "not_learnt": {name: words for name, words in problems.items() if words},
-        "without_hits": [str(run.folder) for run in runs.values() if not (run.folder / RECALL).is_file()],
+        "not_learnt": gate_problem(ordinary.finished_result()["recall"]),
     }
 
 
 def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Compare two models on each test of recall that both have, by its tokens and pairs.
+    """Compare two models on each test of recall that both have, by its tokens and pairs, as `paired_hits` does.
 
-    `difference` is the second model's share of queries answered minus the first's. Error, interval and the rest of
-    `paired_hits` need the hits of every example, and are None without. Raises CompareError where no test is shared.
+    `difference` is the second model's share of queries answered minus the first's. Raises CompareError where no test
+    is shared.
     """
     first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
     results = []
     for key in [key for key in first if key in second]:
         one, other = first[key], second[key]
-        change: Record = dict.fromkeys(("standard_error", "ci95", "better", "worse"))
-        if one.get("hits") is not None and other.get("hits") is not None:
-            change = paired_hits(one["hits"], other["hits"], one["pairs"])  # an example has a query for each pair
+        change = paired_hits(one["hits"], other["hits"], one["pairs"])  # an example has a query for each pair
         accuracy = [one["accuracy"], other["accuracy"]]
         same = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
         results.append({**same, "accuracy": accuracy, **change, "difference": accuracy[1] - accuracy[0]})
@@ -392,8 +386,8 @@ def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | s
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
     """The entries about the two models of evaluations.
 
-    `differences` has a line for each that is not the freezing; `made_from` says whether the frozen model was made from
-    the ordinary one, or both from a third, None where no file says; `heads_by_kind` counts frozen and pruned heads.
+    `differences` has a line for each that is not the freezing, an unrelated origin among them where files name one;
+    `heads_by_kind` counts frozen and pruned heads.
 
     Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
     """
@@ -403,11 +397,16 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; give the ordinary model first")
     shape = _SHAPE if ordinary and frozen else ()
     lines = list(_difference_lines({name: (ordinary.get(name), frozen.get(name)) for name in shape}))
-    own, origins = (_hashes(record) for record in records)
-    origins = {role: value for role, value in origins.items() if role != "model"}
-    made_from = bool(set(origins.values()) & set(own.values())) if origins and own else None
-    if made_from is False:
-        lines.append(f"parent: the frozen model was made from {origins[PARENT][:12]}, which is not the ordinary model")
+    own, other = (
+        {
+            role: value
+            for role, value in record["provenance"]["checkpoints"].items()
+            if role.startswith(("model", PARENT))
+        }
+        for record in records
+    )
+    if own and PARENT in other and not {*own.values()} & {value for role, value in other.items() if role != "model"}:
+        lines.append(f"parent: the frozen model was made from {other[PARENT][:12]}, which is not the ordinary model")
     _check_alike(lines, allow_differences=settings["allow_differences"])
     models = (record["provenance"]["checkpoints"].get("model") for record in records)
     data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
@@ -416,11 +415,5 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
         "ordinary": str(folders[0]),
         "frozen": str(folders[1]),
         "differences": lines,
-        "made_from": made_from,
         "heads_by_kind": counts,
     }
-
-
-def _hashes(record: Record) -> dict[str, str]:
-    checkpoints = record["provenance"]["checkpoints"]
-    return {role: value for role, value in checkpoints.items() if role == "model" or role.startswith(PARENT)}

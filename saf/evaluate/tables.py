@@ -16,6 +16,7 @@ from saf.records.table import Table, byte_size, change_percent, number, seconds,
 Record = Mapping[str, Any]
 ORDINARY, FROZEN = "ORDINARY", "FROZEN"
 """Headings of the two columns of a pair, as `saf compare` names its arguments."""
+_ARMS = (ORDINARY, FROZEN)
 _COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
 _COLUMNS += ("freezing took", "whole run", "whole run, warm")
 _COLOURS = {
@@ -24,13 +25,9 @@ _COLOURS = {
     "pruned": ("pruned", "pruned-2"),
 }
 """CSS colours of the kinds of arms, in the order in which they are taken."""
-_BASELINE = (
-    "Baseline: the ordinary arm. Each arm ran in a process of its own, so update times carry the machine's drift; the "
-    "alternating pairs of saf bench update do not."
-)
-_WHOLE_RUN = (
-    "The whole run counts everything up to the last decision, with the part before the checkpoint that an arm "
-    "continues from; warm leaves out loading and compilation."
+_TIMES = (
+    "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
+    "checkpoint that an arm continues from, warm without loading and compilation."
 )
 _ONE_SEED = "Intervals and p are over questions or examples of one pair of runs, not over seeds."
 _CLOCKS = ("everything", "warm")
@@ -130,25 +127,20 @@ def perplexity_change(record: Record) -> str:
 
 
 def _saving(record: Record) -> str:
-    parts = [f"updates {_speedup(record)}"] if record.get("update_time_ratio") else []
+    parts = []
+    if ratio := record.get("update_time_ratio"):
+        within = ", within the spread of both arms" if speed_caveat(record) else ""
+        busy = "update times unclear: the machine was busy"
+        parts.append(busy if was_busy(record) else f"updates {ratio:.3f}× as fast{within}")
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     parts += [f"peak memory {signed(memory)}"] * (memory is not None)
     return f"Speed: {', '.join(parts)}." if parts else ""
 
 
-def _speedup(record: Record) -> str:
-    if was_busy(record):
-        return "unclear: the machine was busy"
-    return f"{record['update_time_ratio']:.3f}× as fast" + ", within the spread of both arms" * bool(
-        speed_caveat(record)
-    )
-
-
 def _points(change: Record) -> str:
-    """Show a change of accuracy in points, with its interval where that is known."""
-    ends = [100 * change["difference"], *(100 * end for end in change["ci95"] or ())]
-    text, *interval = (signed(end, 2, "") for end in ends)
-    return f"{text} ({' to '.join(interval)})" if interval else text
+    """Show a change of accuracy in points, with its interval."""
+    text, low, high = (signed(100 * share, 2, "") for share in (change["difference"], *change["ci95"]))
+    return f"{text} ({low} to {high})"
 
 
 def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: RecordedRun | None = None) -> list[Table]:
@@ -162,94 +154,69 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
             return _zero_shot_pair_tables(record)
     if ordinary is None or frozen is None:
         return [_evaluations_table(record)]
-    return [_runs_table(record, ordinary, frozen)]
+    runs = (ordinary, frozen)
+    table = arms_table(runs, _ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
+    rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
+    return [Table.of("", ("", *_ARMS), [*rows], [_where(record), *table.notes])]
 
 
 def _pair(record: Record, rows: Sequence[Sequence[Any]], notes: Sequence[str]) -> Table:
-    return Table.of("", ("", ORDINARY, FROZEN, "change"), rows, [_where(record), *notes]).used()
+    heads = [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
+    rows = [["heads frozen or pruned", *heads, None], *rows]
+    return Table.of("", ("", *_ARMS, "change"), rows, [_where(record), *notes]).used()
 
 
 def _where(record: Record) -> str:
     return f"{ORDINARY}: {record['ordinary']}; {FROZEN}: {record['frozen']}."
 
 
-def _head_counts(record: Record) -> list[str]:
-    return [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
-
-
-def _runs_table(record: Record, ordinary: RecordedRun, frozen: RecordedRun) -> Table:
-    comparison, runs = ArmComparison(frozen.folder.name, ordinary, frozen, dict(record)), (ordinary, frozen)
-    memory = [record[f"peak_memory_{arm}"] for arm in ("ordinary", "frozen")]
-    times = [seconds(record[f"update_seconds_{arm}"]) for arm in ("ordinary", "frozen")]
-    rows = [
-        ["heads frozen", *map(_heads, runs), None],
-        ["perplexity", f"{record['ppl_ordinary']:.3f}", f"{record['ppl_frozen']:.3f}", _interval(record)],
-        ["median update", *times, _ratio(record) or None],
-        ["peak memory", *map(byte_size, memory), signed(change_percent(*memory))],
-        ["freezing took", None, seconds(_freezing_seconds(frozen)), None],
-    ]
-    for clock, name in zip(_CLOCKS, ("whole run", "whole run, warm"), strict=True):
-        rows.append([name, *(seconds(run.seconds(clock)) for run in runs), _time_change(comparison, clock) or None])
-    return _pair(record, rows, [*_comparison_notes(comparison), *_missing(runs, (ORDINARY, FROZEN))])
-
-
 def _evaluations_table(record: Record) -> Table:
-    rows = [
-        ["heads frozen", *_head_counts(record), None],
-        ["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)],
-    ]
+    rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
     windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
     return _pair(record, rows, [windows, *model_notes(record)])
 
 
 def model_notes(record: Record) -> list[str]:
     """Say what a reader must know of the two models of a comparison of evaluations; nothing where all is well."""
-    lines = [f"Difference of the models: {line}." for line in record["differences"]]
-    if record["made_from"] is None:
-        lines.append("No file says whether the frozen model was made from the ordinary one.")
-    before = record["heads_by_kind"][0]
+    lines, before = _differences(record), record["heads_by_kind"][0]
     if any(before.values()):
         lines.append(f"The first model has {heads_in_words(before)} heads already: their cost is not in the change.")
     return lines
 
 
+def _differences(record: Record) -> list[str]:
+    return [f"Differs in more than the freezing: {line}." for line in record["differences"]]
+
+
 def _answers_table(record: Record) -> Table:
-    choices = [
-        ", ".join(f"{n}: {each.get(n, 0):,}" for n in sorted(record["answers"], key=int))
-        for each in (*record["taken"], record["answers"])
-    ]
+    taken, right = ([_counts(each) for each in counts] for counts in (record["taken"], [record["answers"]]))
     rows = [
-        ["heads frozen or pruned", *_head_counts(record), None],
         ["accuracy, %", *(f"{100 * share:.2f}" for share in record["accuracy"]), _points(record)],
         ["right alone", record["lost"], record["gained"], f"p = {record['p_value']:.3g}"],
-        ["taken, by choice", *choices[:2], f"right: {choices[2]}"],
+        ["taken, by choice", *taken, f"right: {right[0]}"],
         ["median update", *map(seconds, record["update_seconds"]), None],
     ]
-    notes = [f"{record['questions']:,} questions; p is McNemar's, exact. {_ONE_SEED}", *_run_notes(record)]
+    notes = [f"{record['questions']:,} questions; p is McNemar's, exact. {_ONE_SEED}", *_differences(record)]
     return _pair(record, rows, notes)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{choice}: {counts[choice]:,}" for choice in sorted(counts, key=int))
 
 
 def _recall_pair_tables(record: Record) -> list[Table]:
     rows = []
     for test in record["tests"]:
-        moved = None if test["better"] is None else f"{test['better']:,} / {test['worse']:,}"
         shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
+        moved = f"{test['better']:,} / {test['worse']:,}"
         rows.append([f"{test['length']:,}", test["pairs"], test["queries"], *shares, _points(test), moved])
     columns = ("tokens", "pairs", "queries", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "better / worse")
-    heads = "; ".join(f"{arm} {count}" for arm, count in zip((ORDINARY, FROZEN), _head_counts(record), strict=True))
-    notes = [_where(record), f"Heads frozen or pruned: {heads}.", _ONE_SEED]
-    if record["without_hits"]:
-        notes.append(f"No interval without the answers to every example, which are not in {record['without_hits'][0]}.")
-    notes += [f"{words[:1].upper()}{words[1:]}." for words in dict.fromkeys(record["not_learnt"].values())]
-    notes += _run_notes(record)
-    tables = [Table.of("Queries of recall that two runs answer", columns, rows, notes).used()]
+    problem = [f"{ORDINARY}: {record['not_learnt']}."] if record["not_learnt"] else []
+    notes = [_where(record), _ONE_SEED, *problem, *_differences(record)]
+    tables = [Table.of("Queries of recall that two runs answer", columns, rows, notes)]
     if reports := record["reports"]:
         tables.append(_by_updates("Change of queries answered in between, points (95%)", reports, _points))
     return tables
-
-
-def _run_notes(record: Record) -> list[str]:
-    return [f"Difference of the runs: {line}" for line in record["differences"]]
 
 
 def _zero_shot_pair_tables(record: Record) -> list[Table]:
@@ -260,15 +227,12 @@ def _zero_shot_pair_tables(record: Record) -> list[Table]:
         p_values = [f"{task[key]:.3g}" for key in ("p_value", "p_holm")]
         moved = f"{task['gained']:,} / {task['lost']:,}"
         rows.append([name, task["questions"], *shares, _points(task), moved, *p_values])
-    notes = [
-        f"Mean change {signed(100 * record['mean_difference'], 2, '')} points. Intervals are 95% over questions, "
-        "paired; p is McNemar's, exact, with Holm's correction over the tasks. A large p does not show equality.",
-        *model_notes(record),
-    ]
+    mean = f"Mean change {signed(100 * record['mean_difference'], 2, '')} points."
+    notes = [f"{mean} p is McNemar's, exact, with Holm's correction over the tasks. {_ONE_SEED}", *model_notes(record)]
     columns = ["task", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p"]
     taken = {
         model: {name: task["taken"][place] for name, task in record["tasks"].items()}
-        for place, model in enumerate((ORDINARY, FROZEN))
+        for place, model in enumerate(_ARMS)
     }
     table = Table.of("Zero-shot tasks, paired", [*columns, "Holm"], rows, notes)
     return [table, _choice_counts(record["tasks"], taken)]
@@ -370,10 +334,8 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
                 ),
             ]
         )
-    notes = [_BASELINE] * bool(comparisons) + [_WHOLE_RUN] * any(run.seconds("everything") for run in runs)
-    for comparison in comparisons:
-        notes += [f"{comparison.name}: {note}" for note in _comparison_notes(comparison)]
-    return Table.of("Arms side by side", _COLUMNS, rows, [*notes, *_missing(runs, names)]).used()
+    notes = [f"{each.name}: {note}" for each in comparisons for note in _comparison_notes(each)]
+    return Table.of("Arms side by side", _COLUMNS, rows, [_TIMES, *notes]).used()
 
 
 def _with(value: str, change: str) -> str:
@@ -418,23 +380,11 @@ def _time_change(comparison: ArmComparison, clock: str) -> str:
     return "unclear" if comparison.perplexity and was_busy(comparison.perplexity) else signed(change)
 
 
-def _missing(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
-    missing: dict[str, list[str]] = {}
-    for run, name in zip(runs, names, strict=True):
-        for what in run.missing:
-            missing.setdefault(what, []).append(name)
-    return [f"Not known of {', '.join(names)}: {what}." for what, names in missing.items()]
-
-
 def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
     if comparison.reason is not None:
         yield f"could not be compared: {comparison.reason}"
-    if (record := comparison.perplexity) is None:
-        return
-    yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
-    block = record.get("block", 1)
-    blocks = f" of blocks of {block} neighbours" if block > 1 else ""
-    facts = [f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{blocks}"]
-    if record["timed_updates"]:
-        facts.append(f"update times over updates {' to '.join(map(number, record['timed_updates']))}")
-    yield f"{'; '.join(filter(None, [*facts, speed_caveat(record)]))}."
+    if record := comparison.perplexity:
+        yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
+        block = f" of blocks of {record['block']} neighbours" if record.get("block", 1) > 1 else ""
+        facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
+        yield "; ".join(filter(None, [facts, speed_caveat(record)])) + "."

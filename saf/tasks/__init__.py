@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from saf.tasks.base import Task, TaskSettings
+from saf.tasks.base import Task
 from saf.tasks.mqar import MQARSettings, MQARTask
 from saf.tasks.multiple_choice import LAYOUTS, FinetuneSettings, FinetuneTask
 from saf.tasks.text import TextTask
@@ -21,6 +21,5 @@ __all__ = [
     "MQARSettings",
     "MQARTask",
     "Task",
-    "TaskSettings",
     "TextTask",
 ]

@@ -6,7 +6,7 @@ A run assumes no text: its position in the data, and what must be equal to conti
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,25 +15,6 @@ from saf.calibration import Batch
 from saf.errors import CheckpointError, InputError
 from saf.machine import Execution
 from saf.models import GPT
-
-
-class TaskSettings(Protocol):
-    """The settings of a run that a task reads; `saf.train.TrainConfig` describes each."""
-
-    task: str
-    data: str
-    batch_size: int
-    accumulation: int
-    seed: int
-    sampler: Any
-    eval_windows: int
-    report_tokens: int | None
-    calibration_sequences: int
-    calibration_source: Any
-    heldout_sequences: int
-    token_losses: bool
-    finetuning: Any
-    mqar: Any
 
 
 class Task(ABC):
@@ -45,7 +26,8 @@ class Task(ABC):
 
     name: str
     """Its name in settings and in `TASKS`."""
-    settings: TaskSettings
+    settings: Any
+    """Those of the run, `saf.train.TrainConfig`, whose module imports this one."""
     length: int
     """Tokens of a sequence that the model is given."""
     vocab_size: int

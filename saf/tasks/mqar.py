@@ -7,7 +7,6 @@ al., "Zoology: Measuring and improving recall in efficient language models"), wh
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,14 +19,14 @@ from torch import Tensor
 
 from saf.data.loader import generator
 from saf.distributed import on_rank0
-from saf.errors import InputError, SafWarning
+from saf.errors import InputError
 from saf.evaluate.answers import NO_TARGET
-from saf.evaluate.recall import RECALL, answer_queries, gate_problem, without_hits
+from saf.evaluate.recall import RECALL, answer_queries, without_hits
 from saf.machine import Execution, device_name
 from saf.models import GPT
-from saf.records.files import read_json, write_json
+from saf.records.files import write_json
 from saf.records.result import result_header
-from saf.tasks.base import Task, TaskSettings
+from saf.tasks.base import Task
 
 TEST_SEED = 800_001
 """The paper's examples of a condition have the seed 800001 + tokens + pairs."""
@@ -67,10 +66,6 @@ class MQARSettings:
     """Test on this number of sequences in each test."""
     development: int = 256
     """Evaluate a run on this number of development sequences, which are the same for every seed."""
-    gate: float = 0.8
-    """Compare arms only if the ordinary arm answers this share of the development queries."""
-    ordinary: str = ""
-    """Apply the gate to the answers of this finished run of the ordinary arm; without it, to the run's own answers."""
 
     def __post_init__(self):
         for name in ("test_examples", "development"):
@@ -79,8 +74,6 @@ class MQARSettings:
         if len(self.test_lengths) != len(self.test_pairs) or len(set(self.tests)) < len(self.tests):
             tests = f"{self.test_lengths} and {self.test_pairs}"
             raise InputError(f"mqar.test_lengths and test_pairs must name equally many different tests, got {tests}")
-        if not 0 <= self.gate <= 1:
-            raise InputError(f"mqar.gate must be a share in [0, 1], got {self.gate}")
         if not 0 < self.power < float("inf"):
             raise InputError(f"mqar.power must be a finite number above 0, got {self.power}")
         for length, pairs in ((self.length, self.pairs), *self.tests):
@@ -162,16 +155,11 @@ class MQARTask(Task):
 
     name = "mqar"
 
-    def __init__(self, settings: TaskSettings, *, length: int):
+    def __init__(self, settings: Any, *, length: int):
         """Raise InputError for sequences or tests longer than the model's context, `length`."""
         self.settings, self.context = settings, length
         self.mqar: MQARSettings = settings.mqar
         self.length, self.vocab_size = self.mqar.length, self.mqar.vocabulary
-        paper = MQARSettings()
-        if self.mqar.tests == paper.within(length).tests != paper.tests:
-            missing = sorted({f"{tokens:,}" for tokens, _ in paper.tests if tokens > length})
-            message = f"the tests of {' and '.join(missing)} tokens are left out: the model's context is {length:,}"
-            warnings.warn(message, SafWarning, stacklevel=3)
         longest = max((self.length, *self.mqar.test_lengths))
         if longest > length:
             has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
@@ -180,19 +168,13 @@ class MQARTask(Task):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of everything that examples are made from, and of the first training example."""
-        recipe = {name: value for name, value in self.mqar.to_dict().items() if name not in ("gate", "ordinary")}
         first = self.batch(0, 1)[0]
-        text = json.dumps({"task": self.name, "seed": self.settings.seed, **recipe}, sort_keys=True)
+        text = json.dumps({"task": self.name, "seed": self.settings.seed, **self.mqar.to_dict()}, sort_keys=True)
         return hashlib.sha256(text.encode() + first.numpy().astype("<i8").tobytes()).hexdigest()
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise InputError when the context cannot hold the pairs, or the ordinary arm has no answers yet."""
         if calibrates or scores_outputs:
             self.mqar.check_fits(self._even_context, self.mqar.pairs)
-        if self.mqar.ordinary and not (Path(self.mqar.ordinary) / RECALL).is_file():
-            raise InputError(
-                f"mqar.ordinary must be a finished run of recall, got {self.mqar.ordinary} without {RECALL}"
-            )
 
     def batch(self, position: int, size: int) -> Tensor:
         numbers = range(position, position + size)
@@ -215,33 +197,18 @@ class MQARTask(Task):
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and accuracy by test, and write recall.json with the hits of every example.
-
-        Warns where the ordinary arm answers its development examples too seldom for a comparison to mean anything.
-        """
+        """Return loss and accuracy by test, and write recall.json with the hits of every example."""
         development, tests = self._develop(model, execution, self.mqar.development), []
         for length, pairs in self.mqar.tests:
             examples = self._fixed(Stream.TEST, self.mqar.test_examples, length, pairs)
             answers = answer_queries(model, *examples, batch_size=TEST_BATCH, precision=execution.precision)
             tests.append({"length": length, "pairs": pairs, **answers})
-        accuracy = development["accuracy"]
-        if self.mqar.ordinary:
-            accuracy = read_json(Path(self.mqar.ordinary) / RECALL)["development"]["accuracy"]
-        recall = {
-            "development": {"length": self.length, "pairs": self.mqar.pairs, **development},
-            "gate": self.mqar.gate,
-            "gate_of": self.mqar.ordinary or None,
-            "gate_accuracy": accuracy,
-            "gate_passed": accuracy >= self.mqar.gate,
-            "tests": tests,
-        }
+        development = {"length": self.length, "pairs": self.mqar.pairs, **development}
         device = device_name(execution.device)
         head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
-        on_rank0(lambda: write_json(folder / RECALL, {**head, **recall}))
-        if words := gate_problem(recall):
-            warnings.warn(words, SafWarning, stacklevel=2)
-        short = {"development": without_hits(recall["development"]), "tests": list(map(without_hits, tests))}
-        return {"report_loss": development["loss"], "recall": {**recall, **short}}
+        on_rank0(lambda: write_json(folder / RECALL, {**head, "development": development, "tests": tests}))
+        short = {"development": without_hits(development), "tests": list(map(without_hits, tests))}
+        return {"report_loss": development["loss"], "recall": short}
 
     def description(self) -> dict[str, Any]:
         return {"folder": None, "fingerprint": self.fingerprint, "tokenizer": None, "mqar": self.mqar.to_dict()}

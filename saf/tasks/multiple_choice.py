@@ -27,7 +27,7 @@ from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summa
 from saf.machine import Execution
 from saf.models import GPT
 from saf.records.run import absolute_path
-from saf.tasks.base import Task, TaskSettings
+from saf.tasks.base import Task
 
 TooLong = Literal["leave_out", "shorten", "refuse"]
 Judge = Literal["test", "development"]
@@ -335,7 +335,7 @@ class FinetuneTask(Task):
     `length` is the longest example, training and test, and no more than the settings' or the model's tokens.
     """
 
-    def __init__(self, settings: TaskSettings, *, length: int):
+    def __init__(self, settings: Any, *, length: int):
         """Read, check and split the examples; a warning names those that are left out.
 
         Raises DataError for a file that cannot be read or has too few examples, or long ones that are refused.

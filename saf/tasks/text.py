@@ -1,6 +1,5 @@
 """Text pretraining: windows of a prepared data folder, measured by their perplexity."""
 
-import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor
 
 from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
-from saf.errors import DataError, InputError, SafWarning
+from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT
-from saf.tasks.base import Task, TaskSettings
+from saf.tasks.base import Task
 
 SAMPLERS = {"shuffled": ShuffledWindows, "random": RandomWindows}
 
@@ -27,7 +26,7 @@ class TextTask(Task):
 
     name = "text"
 
-    def __init__(self, settings: TaskSettings, *, length: int):
+    def __init__(self, settings: Any, *, length: int):
         """Open the data folder for windows of `length` tokens; raise DataError when it cannot be used."""
         self.settings, self.length = settings, length
         self.data = TokenData.open(settings.data)
@@ -38,14 +37,8 @@ class TextTask(Task):
         return self.data.fingerprint
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise DataError when a partition is too small for its use; warn where only a later run needs it."""
-        try:
+        if calibrates:
             self.calibration()
-        except DataError as error:
-            if calibrates:
-                raise
-            message = f"this run freezes nothing, but one that freezes from its checkpoints would be refused: {error}"
-            warnings.warn(message, SafWarning, stacklevel=2)
         if scores_outputs:
             self.heldout()
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):

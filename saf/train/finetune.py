@@ -14,7 +14,6 @@ from typing import Any
 from saf.checkpoint import Checkpoint, checkpoint_hash
 from saf.distributed import is_rank0, on_rank0, process_group
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.evaluate.recall import RECALL
 from saf.heads import EDITED
 from saf.records.files import read_json, remove_folder_, write_json
 from saf.records.result import result_header
@@ -88,10 +87,7 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     parent = TrainConfig.from_dict(checkpoint.state["settings"])
     if parent.task != MQARTask.name:
         return {**own, "mqar": MQARSettings().within(context_length(before))}
-    # Whether the model has learnt recall is in the parent's run, or in the ordinary run of its settings.
-    run = checkpoint.path.parent.parent
-    ordinary = parent.mqar.ordinary or (str(run) if (run / RECALL).is_file() else "")
-    return {**own, **RECOVERY, "mqar": replace(parent.mqar, ordinary=ordinary), "seed": parent.seed + NEW_STREAM}
+    return {**own, **RECOVERY, "mqar": parent.mqar, "seed": parent.seed + NEW_STREAM}
 
 
 def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
@@ -102,9 +98,7 @@ def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> di
     own = finetune_defaults(parent, task=like.task, out=out)
     fixed = ("out", "parent", "model", "model_overrides", "length", "freeze")
     taken = {name: value for name, value in vars(like).items() if name not in fixed}
-    if like.finetuning is None:
-        return {**own, **taken, "mqar": replace(like.mqar, ordinary=like.mqar.ordinary or str(run))}
-    return {**own, **taken, **vars(like.finetuning)}
+    return {**own, **taken, **(vars(like.finetuning) if like.finetuning else {})}
 
 
 def updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:

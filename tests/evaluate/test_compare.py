@@ -122,11 +122,8 @@ def test_a_pair_and_all_arms_show_the_same_numbers(tmp_path):
     runs = [RecordedRun.open(folder) for folder in write_pair(tmp_path)]
     comparisons = compare_all(runs, arm_names(runs))
     (pair,), arms = pair_tables(comparisons[0].record, *runs), arms_table(runs, arm_names(runs), comparisons)
-    assert pair.columns == ("", "ORDINARY", "FROZEN", "change")
     cells = {row[0]: row[1:] for row in pair.rows}
-    assert cells["heads frozen"] == ("0 of 12", "3 of 12", "–")
-    assert cells["whole run"] == ("40 s", "42 s", "+5.00%")
-    ordinary, frozen = (dict(zip(arms.columns, row, strict=True)) for row in arms.rows)
-    assert cells["perplexity"] == (ordinary["perplexity"], frozen["perplexity"], frozen["change, 95% interval"])
-    assert frozen["median update"] == f"{cells['median update'][1]} ({cells['median update'][2]})"
-    assert frozen["whole run, warm"] == "32 s (−5.88%)"
+    assert cells == {name: tuple(row[at] for row in arms.rows) for at, name in enumerate(arms.columns) if at}
+    assert cells["heads frozen"] == ("0 of 12", "3 of 12")
+    assert cells["whole run"] == ("40 s", "42 s (+5.00%)")
+    assert cells["whole run, warm"] == ("34 s", "32 s (−5.88%)")

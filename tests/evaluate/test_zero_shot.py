@@ -97,11 +97,9 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
     found = compare_zero_shot(tmp_path / "a", tmp_path / "b", allow_differences=True)
     assert "parent: the frozen model was made from ffff" in " ".join(pair_tables(found)[0].notes)
     # Frozen in the other one, in what that was frozen in, or in nothing that a file tells.
-    for origin, made_from in (("a", True), ("0", True), (None, None)):
+    for origin in ("a", "0", None):
         evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})
-        found = compare_zero_shot(tmp_path / "a", tmp_path / "b")
-        assert (found["made_from"], found["differences"]) == (made_from, [])
-    assert "No file says" in " ".join(pair_tables(found)[0].notes)
+        assert compare_zero_shot(tmp_path / "a", tmp_path / "b")["differences"] == []
     with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"zero_shot\.jsonl"):

@@ -1,14 +1,13 @@
 """What the text task gives a run, and from where in the data."""
 
 import random
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from saf.data import TokenData, prepare, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError, SafWarning
+from saf.errors import CheckpointError, DataError, InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT, preset
@@ -90,12 +89,11 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
         other.check_continues(state, tmp_path)
 
 
-def test_an_ordinary_run_tells_that_freezing_from_it_would_be_refused(settings, task):
-    with warnings.catch_warnings(action="error"):
-        task.check(calibrates=False, scores_outputs=False)
+def test_too_little_calibration_text_matters_where_a_run_freezes(settings):
     few = TextTask(replace(settings, calibration_sequences=100_000), length=LENGTH)
-    with pytest.warns(SafWarning, match="one that freezes .* refused: calibration needs 100000 windows of length 16"):
-        few.check(calibrates=False, scores_outputs=False)
+    few.check(calibrates=False, scores_outputs=False)
+    with pytest.raises(DataError, match="calibration needs 100000 windows of length 16"):
+        few.check(calibrates=True, scores_outputs=False)
 
 
 @pytest.mark.parametrize("sampler", ["shuffled", "random"])
