@@ -27,8 +27,8 @@ def test_early_layers_have_the_shares_that_selection_takes():
 
 
 @pytest.mark.parametrize("placement", ["early", "even"])
-@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (32, 16), (36, 8), (1, 3)])
-@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (36, 8), (1, 3)])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
 def test_the_counts_of_layers_add_up(placement, layers, heads, rate):
     counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=rate, placement=placement)
     assert sum(counts) == round(rate * layers * heads)

@@ -29,13 +29,6 @@ def test_every_error_of_the_papers_case_is_within_its_limit(capsys):
     assert accuracy.main(words.split()) == 0, capsys.readouterr().err
 
 
-def test_errors_are_distances_from_float64():
-    exact = torch.tensor([3.0, 4.0])
-    assert accuracy.distance(exact + torch.tensor([0.0, 0.5]), exact) == {"max_abs": 0.5, "relative_l2": 0.1}
-    with pytest.raises(InputError, match="length must be"):
-        accuracy.measure(accuracy.Accuracy(length=200))
-
-
 @pytest.fixture(scope="module")
 def frozen_record(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "freezing.json"
@@ -74,8 +67,6 @@ def test_attention_layers_of_a_model_of_transformers(tmp_path):
     record = read_json(tmp_path / "attention.json")
     assert record["left_out"] == []
     assert [row["role"] for row in record["rows"]] == ["control", "frozen", "free"]
-    with pytest.raises(InputError, match="compile must be off"):
-        attention.measure(attention.Attention(compile="on", device="cpu"))
 
 
 def test_attention_layers_run_on_what_the_first_is_given():

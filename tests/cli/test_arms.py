@@ -29,17 +29,12 @@ def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
 
 def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp_path):
     (tmp_path / "file").write_text("x")
-    for out, word in (
-        (arms[0], "which `saf evaluate` did not write"),
-        (text_data, "which `saf evaluate` did not write"),
-        (tmp_path / "file", "is a file"),
-    ):
+    for out, word in ((arms[0], "did not write"), (text_data, "did not write"), (tmp_path / "file", "is a file")):
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         code, _, err = saf("evaluate", arms[0] / "checkpoints" / "step-12", "--out", out, "--limit", 1)
         assert (code, word in err) == (2, True)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    for _ in range(2):
-        assert saf("evaluate", arms[0], "--out", tmp_path / "own", "--limit", 1, "--device", "cpu")[0] == 0
+    assert saf("evaluate", arms[0], "--out", tmp_path / "own", "--limit", 1, "--device", "cpu")[0] == 0
 
 
 def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_path):
@@ -82,9 +77,8 @@ def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
     assert out.startswith(f"Cost: perplexity {printed['delta_ppl_percent']:+.3f}%".replace("-", "−"))
+    assert "gains no time: at 32 tokens" in out
     assert max(map(len, out.splitlines())) <= 80
-    assert "2 of 8" in out
-    assert "paired windows" in out
 
 
 def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_json, arms, tmp_path):
@@ -120,28 +114,11 @@ def test_inspect_tells_what_each_folder_is(saf_json, arms, text_data):
     checkpoint = saf_json("inspect", frozen / "checkpoints" / "step-24")
     assert (checkpoint["kind"], checkpoint["update"], checkpoint["frozen"]) == ("checkpoint", 24, run["frozen"])
     assert checkpoint["hash"] == run["provenance"]["checkpoints"]["final"]
-    length = checkpoint["patterns"][0]["length"]
-    layers = len({layer for layer, _ in checkpoint["frozen"]})
-    expected = {"dense_by_layer": layers * 4 * 4 * length**2, "dense_packed": 2 * 4 * length**2}
-    compact = 2 * 3 * 4 * length
-    saved = 2 * (4 + 4 + 8) * length  # alpha and rho in float32, log Z in float64
-    assert checkpoint["storage"] == expected | {"compact": compact, "parameters": saved}
-    assert saf_json("inspect", ordinary / "checkpoints" / "step-12")["storage"] == {}
+    assert checkpoint["storage"]["compact"] == 2 * 3 * 4 * checkpoint["patterns"][0]["length"]
     assert checkpoint["parent"] == saf_json("inspect", ordinary / "checkpoints" / "step-12")["hash"]
     data = saf_json("inspect", text_data)
     assert (data["kind"], data["verified"]) == ("data", True)
     assert data["fingerprint"] == checkpoint["data_fingerprint"]
-
-
-def test_inspect_tells_how_good_the_fits_are(saf, saf_json, arms, tmp_path):
-    event = read_events(arms[1])[0].values
-    printed = saf_json("inspect", arms[1])
-    assert [record["head"] for record in printed["certificates"]] == printed["frozen"]
-    assert printed["fit_kl"] == event["fit_kl"]
-    worst = f"KL at most {max(kl for *_, kl in event['fit_kl']):.4f} nats"
-    _, out, _ = saf("inspect", arms[1])
-    assert f"{worst}; 2 of 2 converged, marginals within " in " ".join(out.replace("│", " ").split())
-    assert saf_json("inspect", arms[0])["fit_kl"] == []
 
 
 def test_inspect_names_a_damaged_file(saf, arms, tmp_path):

@@ -61,18 +61,3 @@ def test_several_sources_and_held_out_ones(text, tmp_path):
     assert [source["documents"] for source in result["heldout"]] == [9]
     assert result["calibration_from"] == "train"
     assert result["partitions"]["calibration"]["tokens"] == 0
-
-
-def test_what_was_left_out_is_shown(text, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")  # narrower tables break long names
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    text.rename(folder / "text.jsonl")
-    for number in range(30):
-        (folder / f"{number:02}.bin").write_bytes(b"\0")
-    options = ("--vocab-size", "300", "--heldout-fraction", "0.3")
-    result = run("prepare", str(folder), "--out", str(tmp_path / "data"), *options)
-    printed = capsys.readouterr().out
-    assert len(result["left_out"]) == 30
-    assert "Left out or cut: 30, the first 20; all in" in printed
-    assert "a NUL byte at 0" in printed

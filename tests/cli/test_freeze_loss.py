@@ -38,24 +38,17 @@ def base(tmp_path_factory):
 def test_a_destroyed_model_is_refused_and_kept_where_it_is_accepted(base, saf, saf_json, tmp_path):
     words = ("freeze", base / "model", "--data", base / "text.txt", "--rate", 1, *WORDS)
     code, out, told = saf(*words, "--out", tmp_path / "out")
-    assert code == 2
-    assert not out
-    assert not (tmp_path / "out").exists()
-    assert "held-out perplexity must rise by at most 5%, got " in told
-    assert "costs most" in told
-    assert "--accept-loss" in told
+    assert (code, out, (tmp_path / "out").exists()) == (2, "", False)
+    assert all(word in told for word in ("must rise by at most 5%", "costs most", "--accept-loss"))
     result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
     assert result["loss_after"] > result["loss_before"] + 0.05
     layer, rise = result["worst_layer"]
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"layer {layer} costs most (alone +{100 * rise:.1f}%)" in card
-    assert f"held-out loss {result['loss_before']:.4f} nats before, {result['loss_after']:.4f} after" in card
+    assert f"layer {layer} costs most (alone +{100 * rise:.1f}%)" in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, saf, saf_json, tmp_path, dtype):
-    AutoModelForCausalLM.from_pretrained(base / "model", dtype=dtype).save_pretrained(tmp_path / "model")
+def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, saf, saf_json, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_bytes((base / "model" / "tokenizer.json").read_bytes())
     words = ("freeze", tmp_path / "model", "--data", base / "text.txt", "--rate", 0.5, *WORDS, "--heal", 320)
     code, _, told = saf(*words, "--out", tmp_path / "none")
@@ -66,8 +59,7 @@ def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, 
     assert healing["loss_healed"] < healing["loss_frozen"] == pytest.approx(result["loss_after"], abs=1e-6)
     assert healing["loss_ordinary"] == pytest.approx(result["loss_before"], abs=1e-6)
     assert healing["loss_twin"] != healing["loss_ordinary"]
-    frozen = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert frozen.dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert "trained alike (perplexity +" in (tmp_path / "out" / "README.md").read_text()
     count = (len(train_bpe([TEXT], vocab_size=300).encode(TEXT)) + 1) // 16
     code, _, told = saf(*words, "--sequences", count - 1, "--out", tmp_path / "none")
@@ -89,15 +81,6 @@ def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base,
     assert (code, f"needs {count + 1} windows" in told) == (2, True)
 
 
-def test_a_run_is_measured_on_its_controller_text(arms, saf, saf_json, tmp_path):
-    words = ("freeze", arms[0], "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
-    code, shown, _ = saf(*words)
-    assert code == 0
-    assert "nats before" in " ".join(shown.split())
-    (event,) = (json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines())
-    assert event["loss_before"] == pytest.approx(event["loss_after"], abs=0.05)
-
-
 def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
     (tmp_path / "short.txt").write_text("The quick brown fox.")
     words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
@@ -114,13 +97,9 @@ def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
 
 def test_no_head_frozen_is_an_error(base, arms, saf, tmp_path):
     folder = (base / "model", "--data", base / "text.txt", "--length", 16, "--allow-shorter")
-    for where in (folder, (arms[0],)):
-        for given in (("--rate", 0), ("--count", 0), ("--max-fit-kl", 1e-12)):
-            words = ("freeze", *where, *given, "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
-            code, out, told = saf(*words)
-            assert (code, out) == (2, "")
-            assert "must " in told
-            assert not (tmp_path / "out").exists()
+    for where, given in ((folder, ("--rate", 0)), ((arms[0],), ("--count", 0)), (folder, ("--max-fit-kl", 1e-12))):
+        code, out, told = saf("freeze", *where, *given, "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
+        assert (code, out, "must " in told, (tmp_path / "out").exists()) == (2, "", True, False)
 
 
 def test_heads_that_cannot_be_frozen_are_refused_before_weights_are_read(base, arms, saf, tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from saf.checkpoint import verify
-from saf.freeze_report import FreezeReport
 from saf.records import events
 from saf.records.events import read_events
 from tests.train.helpers import Killed, die_at
@@ -13,12 +12,10 @@ def words(arms, out):
     return ("freeze", arms[0], "--out", out, "--sequences", 4, "--device", "cpu")
 
 
-@pytest.mark.parametrize("moment", ["save", "line"])
-def test_killed_before_its_line_is_written_it_leaves_no_checkpoint(saf, arms, tmp_path, monkeypatch, moment):
+def test_killed_before_its_line_is_written_it_leaves_no_checkpoint(saf, arms, tmp_path, monkeypatch):
     out = tmp_path / "frozen"
     with monkeypatch.context() as patch:
-        module, name = {"save": (FreezeReport, "save"), "line": (events, "append_line")}[moment]
-        die_at(patch, module, name, 1)
+        die_at(patch, events, "append_line", 1)
         with pytest.raises(Killed):
             saf(*words(arms, out))
     assert not out.exists()

@@ -11,7 +11,6 @@ from saf.cli.pretrain import parse_words
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.records.events import append_event, read_events
-from saf.records.files import read_json
 from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict
@@ -137,16 +136,6 @@ def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path
     assert "--track-gradients" in err
     code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "variance", *common, "--sequences", 1)
     assert (code, "must have two different ones, got 1" in err) == (2, True), err
-
-
-def test_freezing_by_gradients_that_the_run_kept(saf_json, text_data, tmp_path):
-    shape = "--model-overrides num_layers 2 num_heads 4 hidden_size 32 --length 32 --batch-size 4 --updates 4"
-    options = "--eval-every 0 --eval-windows 2 --save-every 0 --device cpu --no-tensorboard --quiet --track-gradients"
-    saf_json("pretrain", "--data", text_data, "--out", tmp_path / "run", *shape.split(), *options.split())
-    words = ("--sequences", 4, "--max-fit-kl", 10, "--device", "cpu", "--score", "qk_gradient")
-    printed = saf_json("freeze", tmp_path / "run" / "checkpoints" / "step-2", "--out", tmp_path / "frozen", *words)
-    state = read_json(tmp_path / "run" / "checkpoints" / "step-2" / "state.json")
-    assert printed["scores"] == state["qk_gradient"]["average"]
 
 
 def test_what_finetuning_begins_with_must_be_named():

@@ -57,15 +57,10 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     assert (record["heads"], record["model"], record["precision"]) == (found["frozen"], found["hash"], "fp32")
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
-    for lost in ("saf.json", "saf.safetensors"):
-        copy = shutil.copytree(frozen, tmp_path / lost)
-        (copy / lost).unlink()
-        code, _, message = saf("inspect", copy)
-        assert (code, f"{lost} is missing" in message) == (2, True)
-    cut = shutil.copytree(frozen, tmp_path / "cut") / "model.safetensors"
-    cut.write_bytes(cut.read_bytes()[:-1_000])
-    code, _, message = saf("inspect", cut.parent)
-    assert (code, f"{cut} is not a readable safetensors file" in message) == (2, True)
+    copy = shutil.copytree(frozen, tmp_path / "copy")
+    (copy / "saf.safetensors").unlink()
+    code, _, message = saf("inspect", copy)
+    assert (code, "saf.safetensors is missing" in message) == (2, True)
 
 
 def test_a_new_process_opens_a_frozen_folder(base, frozen, tmp_path):
@@ -148,19 +143,6 @@ def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_p
     code, _, told = saf(*words, "--sequences", 100_000, "--out", tmp_path / "many")
     assert code == 2
     assert "ask for fewer or shorter ones" in " ".join(told.split())
-
-
-def test_attention_dropout_is_switched_off_and_told(base, saf, tmp_path):
-    shutil.copytree(base / "model", tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"attention_dropout": 0.1}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    words = ("--data", base / "text.txt", "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS)
-    code, _, told = saf("freeze", tmp_path / "model", *words, "--out", tmp_path / "out")
-    assert code == 0
-    assert "frozen heads have no attention dropout: attention_dropout was 0.1 and is 0 in" in told
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").train()
-    assert model.config.attention_dropout == 0.0
-    assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
 
 
 def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf, saf_json, tmp_path):
