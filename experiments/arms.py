@@ -384,12 +384,9 @@ def tracked(k: str, score: str, rate: float) -> str:
     return f"{k}-tracked-{score.replace('_', '-')}-{percent(rate)}"
 
 
-FLAT = {"fitter_options": {"alpha_constant_after": 16}}
-FLAT_SMOKE = {"smoke": {"freeze": {"fitter_options": {"alpha_constant_after": 4}}}}
 HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
 IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
     # Name: settings of the event, and what else is different.
-    "flat": (FLAT, {"scaled": FLAT_SMOKE}),
     "rewarm": ({}, {"settings": {"rewarm": 0.01}}),
     "two-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 2}}}),
     "three-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 3}}}),

@@ -36,6 +36,8 @@ class Row:
     """Arms by their names in `COMPANIONS`."""
     first_seed: bool = False
     """Whether it is of the first seed alone."""
+    retired: bool = False
+    """Whether its arm is run no more: the row shows committed records."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers by metric."""
 
@@ -110,8 +112,9 @@ class Recipe:
         """Return the arms that are run at a scale, without those that they need."""
         if scale == "smoke" and self.smoke is not None:
             return self.smoke
-        named = [name.partition("@")[0] for row in self.rows for name in (row.arm, row.reference, row.against) if name]
-        named += [name for row in self.rows for name in row.companions.values()]
+        rows = [row for row in self.rows if not row.retired]
+        named = [name.partition("@")[0] for row in rows for name in (row.arm, row.reference, row.against) if name]
+        named += [name for row in rows for name in row.companions.values()]
         named += [name for each in self.measurements for name in each.arms(scale)]
         return tuple(dict.fromkeys(named))
 

@@ -225,7 +225,7 @@ def _recipe(table: RecipeTable, folder: Path, images: Path, pictures: dict[Path,
     drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
     for name, records in measured.items():
         if records[0]["kind"] in ANALYSES:
-            drawn[name.replace(" ", "-")] = (name, svg(records[0]))
+            drawn[name.replace(" ", "-")] = (name, svg(records))
             for part in (each for record in records for each in ANALYSES[record["kind"]].tables(record)):
                 if not isinstance(part, str):
                     yield _Silent(heading=heading, title=part.attrs["title"], frame=_indexed(part), cells=where)
@@ -262,7 +262,7 @@ def _analyses(folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator
             else:
                 notes = "\n".join(f"- {escaped(note)}" for note in part.attrs["notes"])
                 yield Shown(heading=heading, title=part.attrs["title"], frame=_indexed(part), text=notes, cells=where)
-        pictures[images / f"{path.stem}.svg"] = svg(record)
+        pictures[images / f"{path.stem}.svg"] = svg([record])
         yield Shown(heading=heading, text=f"![{path.stem}](../images/{path.stem}.svg)")
 
 

@@ -1,12 +1,12 @@
 """Analyses of heads, selections and patterns, a file each: `python -m experiments.analyses NAME --help`.
 
-Each module has `Settings` (a dataclass), `measure(settings) -> record`, `tables(record) -> list[str | DataFrame]` and
-`figure(record) -> matplotlib Figure`; the last two take a record as JSON has it.
+Each module has `Settings` (a dataclass), `measure(settings) -> record`, `tables(record) -> list[str | DataFrame]`, and
+`figure(records) -> matplotlib Figure` of one record or of several seeds' records; both take records as JSON has them.
 """
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -24,6 +24,7 @@ from experiments.analyses import (
     storage,
     zero_shot,
 )
+from experiments.analyses.common import Record
 from saf.records.files import to_json
 
 _MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, zero_shot)
@@ -32,20 +33,16 @@ ANALYSES: dict[str, Any] = {
 }
 """Modules by the name that the command line and the records have for them."""
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "saf",  # the same picture has the same ids
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
+    **{"svg.fonttype": "none", "svg.hashsalt": "saf"},  # the same picture has the same ids
+    **{"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False},
 }
 
 
-def svg(record: Mapping[str, Any]) -> str:
-    """Return the figure of a record as SVG."""
+def svg(records: Sequence[Record]) -> str:
+    """Return the figure of a record, or of the records of several seeds, as SVG."""
     file = io.StringIO()
     with mpl.rc_context(_STYLE):
-        figure = ANALYSES[record["kind"]].figure(to_json(record))
+        figure = ANALYSES[records[0]["kind"]].figure(to_json(records))
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     # Without a file's declarations, so that a page can hold it; a hundredth of a point is fine enough.
     text = file.getvalue()

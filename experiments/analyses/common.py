@@ -1,8 +1,8 @@
-"""Code that several analyses share: settings, the opened model, costs of frozen heads, rank correlations, tables."""
+"""What analyses share: settings, the opened model, costs of frozen heads, rank correlations, figures and tables."""
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,18 @@ from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
+from saf.evaluate.zero_shot import TooLong
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
 from saf.models.adapter import Site, adapter_for, unwrap
 from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
-from saf.records.files import write_json
+from saf.records.files import read_json, to_json, write_json
 from saf.records.result import read_result, result_header
 from saf.records.table import MISSING
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 Record = Mapping[str, Any]
 """A measured record as JSON has it: the header of every result, then the analysis's own entries."""
@@ -49,8 +51,20 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Output):
+class Computing(Output):
     """Settings of every analysis that runs a model."""
+
+    batch_size: int = 8
+    """Sequences in a forward pass."""
+    device: Device = "auto"
+    """Device to compute on; auto is CUDA if there is one."""
+    precision: Precision = "auto"
+    """Precision to compute in; auto is bf16 autocast on CUDA and fp32 on CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Computing):
+    """Settings of every analysis of a model of this project."""
 
     model: tyro.conf.Positional[Path]
     """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
@@ -62,12 +76,6 @@ class ModelSettings(Output):
     """Seed for drawing calibration sequences; by default the run's."""
     length: int | None = None
     """Tokens of a sequence or window; by default the run's."""
-    batch_size: int = 8
-    """Sequences in a forward pass."""
-    device: Device = "auto"
-    """Device to compute on; auto is CUDA if there is one."""
-    precision: Precision = "auto"
-    """Precision to compute in; auto is bf16 autocast on CUDA and fp32 on CPU."""
 
     def open(self) -> "Opened":
         """Return the model with its data; raise InputError or CheckpointError if either is missing."""
@@ -77,6 +85,22 @@ class ModelSettings(Output):
         seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or source.settings.get("length") or model.config.max_length
         return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings(Computing):
+    """Settings of analyses of a model of any kind that answers zero-shot tasks."""
+
+    model: tyro.conf.Positional[Path]
+    """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
+    tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
+    """Tasks to answer; --tasks alone is none."""
+    task_data: Path | None = None
+    """Folder of the tasks' public files; those of the hub if not given."""
+    questions: int | None = None
+    """Number of questions of each task; all if not given."""
+    too_long: TooLong = "refuse"
+    """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +125,10 @@ class Opened:
         """Return the first windows `[count, length + 1]` of the controller partition."""
         return sequential_windows(self.data.tokens("controller"), self.length, count)
 
-    def live(self) -> Tensor:
-        """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
-        return blank(adapter_for(self.model).sites())
-
     def check_rates(self, rates: Sequence[float]) -> None:
         """Raise InputError unless every rate selects a head."""
         check_rates(rates)
-        total = self.live().numel()
+        total = sum(site.layout.num_heads for site in adapter_for(self.model).sites())
         if empty := [rate for rate in rates if not budget(rate, total)]:
             raise InputError(f"each rate must select at least one of {total} heads, got {empty}")
 
@@ -122,15 +142,6 @@ class Opened:
             data={"analysed": self.data.fingerprint},
         )
         return {**head, "model": str(self.source.folder), "length": self.length, **values}
-
-
-def blank(sites: Sequence[Site]) -> Tensor:
-    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
-    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-    for layer, site in enumerate(sites):
-        if site.stays_ordinary is None:
-            values[layer, list(site.layout.live)] = 0.0
-    return values
 
 
 def header(kind: str, settings: Output, **origin: Any) -> dict[str, Any]:
@@ -147,15 +158,38 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     return record
 
 
-def save(record: Record, settings: Output) -> None:
-    """Write a record, or a part of it that is measured already, where the settings name a file."""
-    if settings.out is not None:
-        write_json(settings.out, record)
+def origin_of(record: Record) -> dict[str, Any]:
+    """Return what parts of a study must have in common: settings, models and data."""
+    return {"settings": record["settings"], **{name: record["provenance"][name] for name in ("checkpoints", "data")}}
+
+
+def piece(out: Path | None, name: str, origin: Record, measure: Callable[[], Record]) -> dict[str, Any]:
+    """Return a part of a long study, measured once: with `out` a file beside the study's record holds it.
+
+    Raises InputError where the file is of another origin (`origin_of`).
+    """
+    if out is None:
+        return to_json(measure())
+    if (path := piece_file(out, name)).is_file():
+        found, own = read_json(path), to_json(origin)
+        if changed := [key for key in own if found["origin"].get(key) != own[key]]:
+            raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+        return found
+    return read_json(write_json(path, {"name": name, "origin": origin, **measure()}))
+
+
+def piece_file(out: Path, name: str) -> Path:
+    """Return the file of a part of a study."""
+    folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
 
 def say(text: str) -> None:
     """Print a line about progress on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+# --- heads
 
 
 def head_set(words: Sequence[str]) -> HeadSet:
@@ -175,6 +209,15 @@ def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
     for head in heads:
         mask[head] = True
     return mask
+
+
+def blank(sites: Sequence[Site]) -> Tensor:
+    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        if site.stays_ordinary is None:
+            values[layer, list(site.layout.live)] = 0.0
+    return values
 
 
 class CostMeter:
@@ -278,7 +321,7 @@ def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:
-    """Return a table of text; None becomes a dash, whole numbers get thousands separators."""
+    """Return a table of text without empty columns; None becomes a dash, whole numbers get thousands separators."""
     cells = [
         [f"{cell:,}" if isinstance(cell, int) else MISSING if cell is None else str(cell) for cell in row]
         for row in rows

@@ -360,8 +360,9 @@ def tables(record: Record) -> list[Part]:
     ]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return an entry's distribution functions for some heads, the rows' energy distances, and planes if any."""
+    record, *_ = records
     curves, planes = record["entries"]["curves"], record.get("projections") or []
     drawn, axes = subplots(3 + bool(planes), max(2, len(curves)))
     shares = np.linspace(0, 1, POINTS)

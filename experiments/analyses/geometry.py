@@ -151,8 +151,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, table("", columns, rows), table(title, ["distance", *heads], ranks, notes)]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return each distance from the mean pattern by rate, a line a pattern."""
+    record, *_ = records
     drawn, axes = subplots(2, 2, size=(10, 7))
     for axis, (distance, by_rate) in zip(axes.flat, record["distances"].items(), strict=True):
         shares = [100 * float(rate) for rate in by_rate]

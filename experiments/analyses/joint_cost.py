@@ -1,5 +1,6 @@
 """The cost of two head sets when each is frozen as a whole, before any further training (paper, appendix A.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,9 @@ def tables(record: Record) -> list[Part]:
     ]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return each change with its 95% interval over windows."""
+    record, *_ = records
     drawn, axis = subplots(size=(8, 2.5))
     for place, name in enumerate(("difference", "second", "first")):
         change, (low, high) = record[name]["delta_ppl_percent"], record[name]["ci95"]

@@ -1,5 +1,6 @@
 """The cost of freezing each head alone, and the scores that predict it (A.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,8 +172,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, quality]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return a map of the costs, and each score against the cost."""
+    record, *_ = records
     change = 1e3 * matrix(record["nll_change"]).numpy()
     eligible = mask_of(HeadSet.from_list(record["eligible"]), change.shape).numpy()
     names = list(record["scores"])

@@ -1,5 +1,6 @@
 """Rank correlations of scores with the cost of single heads beyond layer and entropy (paper, appendix A.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, common.without_empty(table)]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return the correlations of each score with the cost: plain, beyond layer, beyond layer and entropy."""
+    record, *_ = records
     scores = sorted(record["correlations"].items(), key=lambda item: highest_first(item[1]["spearman"]), reverse=True)
     drawn, axis = subplots(size=(8, 1 + 0.4 * len(scores)))
     for key in ("spearman", "layer", "layer_entropy"):

@@ -7,24 +7,33 @@ time, in processes with a GPU each.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments.analyses.common import Output, Part, Record, header, say, subplots, table
+from experiments.analyses.common import (
+    Part,
+    Record,
+    TaskSettings,
+    header,
+    origin_of,
+    piece,
+    piece_file,
+    say,
+    subplots,
+    table,
+)
 from saf.calibration import calibrate
 from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError, SafError
@@ -37,14 +46,12 @@ from saf.freezing import CANDIDATES, FittedHead, accept_fits, fit_heads, freeze_
 from saf.heads import Head, HeadSet
 from saf.heal import heal_
 from saf.heldout import accept_jointly
-from saf.machine import Device, Precision, Stopwatch, autocast, device_name, pick_device, visible_devices
+from saf.machine import Stopwatch, autocast, device_name, pick_device, visible_devices
 from saf.opening import OpenedModel, open_model
-from saf.records.files import read_json, write_json
 from saf.records.table import percent, signed
 from saf.scores import score
 from saf.statistics import AttentionStatistics
 from saf.surgery import install_, uninstall_
-from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 CHOICES: dict[str, dict[str, Any]] = {
     "variance": {"score": "variance"},
@@ -61,26 +68,20 @@ TIMED = {"prefill": ("2048x8", "4096x4", "8192x2"), "decode": ("2048x8", "4096x8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Output):
+class Settings(TaskSettings):
     """Freeze and prune heads of a pretrained model by several selections, heal, and compare with the ordinary model.
 
     Every piece is written as it ends, and the same command continues.
     """
 
-    model: tyro.conf.Positional[Path]
-    """A folder of transformers, or a checkpoint."""
     data: Path
     """Folder made by `saf data prepare` with the model's tokenizer: calibration, choice, healing and reports."""
     other: Path
     """A second text to report on: such a folder, or a file of text."""
-    task_data: Path | None = None
-    """Folder of the tasks' public files; those of the hub if not given."""
-    tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
-    """Tasks to answer; --tasks alone is none."""
-    questions: int | None = None
-    """Number of questions of each task; all if not given."""
     too_long: TooLong = "cut"
     """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
+    batch_size: int = 16
+    """Sequences in a forward pass."""
     rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3)
     """Shares of the heads that may be frozen."""
     sequences: int = 32
@@ -97,22 +98,14 @@ class Settings(Output):
     """Begin each window with the tokenizer's BOS."""
     seed: int = 0
     """Seed for drawing calibration sequences, training windows and random heads."""
-    batch_size: int = 16
-    """Sequences in a forward pass."""
     speeds: tuple[float, ...] = (0.1, 0.3)
     """Rates whose prompts and decoding are timed; --speeds alone is none."""
     pairs: int = 5
     """Alternating pairs of each timing."""
     jobs: int | None = None
     """Pieces at a time, each in a process of its own and on one GPU, by turns; one a GPU if not given."""
-    minutes: float | None = None
-    """Begin no piece later than this after the command's start."""
     piece: str | None = None
     """Make this piece alone."""
-    device: Device = "auto"
-    """Device to compute on; auto is CUDA if there is one."""
-    precision: Precision = "auto"
-    """Precision to compute in; auto is bf16 autocast on CUDA and fp32 on CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +125,12 @@ class Arm:
 
 def arms(settings: Settings) -> list[Arm]:
     """Return all arms, those by joint cost first."""
-    every = []
-    for choice in (JOINT, *CHOICES):
-        for rate in settings.rates:
-            every += [Arm(choice=choice, rate=rate), Arm(choice=choice, rate=rate, operation="prune")]
+    every = [
+        Arm(choice=choice, rate=rate, operation=operation)
+        for choice in (JOINT, *CHOICES)
+        for rate in settings.rates
+        for operation in ("freeze", "prune")
+    ]
     return every + [Arm(choice=JOINT, rate=rate, storage="exponential") for rate in settings.rates]
 
 
@@ -157,50 +152,36 @@ def measure(settings: Settings) -> dict[str, Any]:
         raise InputError("--out must name the record: pieces are written beside it")
     if settings.tasks:
         from saf.hf import lm_eval  # noqa: F401 - raises now, not after the first measurement
-    folder, began = settings.out.parent / "pieces", time.monotonic()
     if settings.piece is not None:
-        _make(settings, folder, settings.piece)
+        Study(settings).piece(settings.piece)
         sys.exit()
     for names in stages(settings):
-        missing = [name for name in names if not _file(folder, name).is_file()]
-        _make_all(settings, folder, missing, began)
-        if missing := [name for name in names if not _file(folder, name).is_file()]:
+        _make_all(settings, [name for name in names if not piece_file(settings.out, name).is_file()])
+        if missing := [name for name in names if not piece_file(settings.out, name).is_file()]:
             raise InputError(f"{len(missing)} pieces are missing ({missing[0]} ...); the same command continues")
-    records = {name: _file(folder, name) for names in stages(settings) for name in names}
-    return _joined(settings, {name: read_json(path) for name, path in records.items()})
+    return Study(settings).record()
 
 
-def _file(folder: Path, name: str) -> Path:
-    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
-
-
-def _make_all(settings: Settings, folder: Path, names: Sequence[str], began: float) -> None:
+def _make_all(settings: Settings, names: Sequence[str]) -> None:
     """Make pieces, several at a time; one that fails is named, and the others go on."""
-
-    def late() -> bool:
-        return settings.minutes is not None and time.monotonic() - began > 60 * settings.minutes
-
     devices = visible_devices()
     jobs = settings.jobs or max(1, len(devices))
     if jobs == 1:
         for name in names:
-            if not late():
-                _make(settings, folder, name)
+            Study(settings).piece(name)
         return
-    free = list(range(jobs))
+    lanes = list(range(jobs))
 
     def in_process(name: str) -> None:
-        if late():
-            return
-        lane = free.pop()
+        assert settings.out is not None
+        lane, file = lanes.pop(), piece_file(settings.out, name)
         device = {"CUDA_VISIBLE_DEVICES": devices[lane % len(devices)]} if devices else {}
         command = [sys.executable, "-m", "experiments.analyses", "pretrained", *_words(settings), "--piece", name]
-        log = _file(folder, name).with_suffix(".log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a") as file:
-            subprocess.run(command, stdout=file, stderr=file, env=os.environ | device, check=False)
-        free.append(lane)
-        say(f"{name}: {'ended' if _file(folder, name).is_file() else f'failed, see {log}'}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file.with_suffix(".log"), "a") as log:
+            subprocess.run(command, stdout=log, stderr=log, env=os.environ | device, check=False)
+        lanes.append(lane)
+        say(f"{name}: {'ended' if file.is_file() else 'failed, see ' + str(file.with_suffix('.log'))}")
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(in_process, names))
@@ -211,7 +192,7 @@ def _words(settings: Settings) -> Iterator[str]:
     yield str(settings.model)
     for name, value in vars(settings).items():
         flag = name.replace("_", "-")
-        if name in ("model", "jobs", "piece", "minutes", "json", "figure") or value is None:
+        if name in ("model", "jobs", "piece", "json", "figure") or value is None:
             continue
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
@@ -219,23 +200,114 @@ def _words(settings: Settings) -> Iterator[str]:
             yield from (f"--{flag}", *map(str, value if isinstance(value, tuple) else [value]))
 
 
-def _make(settings: Settings, folder: Path, name: str) -> None:
-    """Make one piece and write it."""
-    say(name)
-    began = time.monotonic()
-    opened = open_model(settings.model, settings.data, settings.device, precision=settings.precision)
-    with autocast(pick_device(settings.device), settings.precision):
-        if name == "selection":
-            record = _select(settings, opened)
-        elif name.startswith("joint ") and name.endswith("%"):
-            record = _select_jointly(settings, opened, float(name.split()[1].rstrip("%")) / 100)
-        elif name.startswith("speed "):
-            record = _time(settings, opened, folder, *name.split()[1:])
+class Study:
+    """The pieces of one study, each made once and read from its file afterwards."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def opened(self) -> OpenedModel:
+        """Open the model anew, with its heads live."""
+        settings = self.settings
+        return open_model(settings.model, settings.data, settings.device, precision=settings.precision)
+
+    @cached_property
+    def header(self) -> dict[str, Any]:
+        """The header of the record."""
+        opened = open_model(self.settings.model, self.settings.data, "cpu")
+        return header(
+            "pretrained",
+            replace(self.settings, piece=None, jobs=None),
+            device=device_name(pick_device(self.settings.device)),
+            checkpoints={"model": opened.source.hash},
+            data={"report": _data(opened).fingerprint, "other": open_text(self.settings, opened).fingerprint},
+        )
+
+    def piece(self, name: str) -> dict[str, Any]:
+        """Return a piece, made where it is missing."""
+        return piece(self.settings.out, name, origin_of(self.header), lambda: self._make(name))
+
+    def _make(self, name: str) -> dict[str, Any]:
+        say(name)
+        began, settings, opened = time.monotonic(), self.settings, self.opened()
+        with autocast(pick_device(settings.device), settings.precision):
+            if name == "selection":
+                record = _select(settings, opened)
+            elif name.startswith("joint ") and name.endswith("%"):
+                record = _select_jointly(settings, opened, float(name.split()[1].rstrip("%")) / 100)
+            elif name.startswith("speed "):
+                record = self._time(opened, *name.split()[1:])
+            else:
+                record = self._measure_arm(opened, next((arm for arm in arms(settings) if arm.name == name), None))
+        facts = {"precision": precision_in_use(opened.model, settings.precision)}
+        return {**facts, "seconds": time.monotonic() - began, **record}
+
+    def _chosen(self, choice: str, rate: float) -> tuple[Head, ...]:
+        """Return the heads of a selection at a rate."""
+        if choice == JOINT:
+            heads = self.piece(f"joint {percent(rate)}")["heads"]
         else:
-            arm = next((arm for arm in arms(settings) if arm.name == name), None)
-            record = _measure_arm(settings, opened, folder, arm)
-    facts = {"name": name, "precision": precision_in_use(opened.model, settings.precision)}
-    write_json(_file(folder, name), {**facts, "seconds": time.monotonic() - began, **record})
+            heads = self.piece("selection")["chosen"][choice][f"{rate:g}"]
+        return tuple((layer, head) for layer, head in heads)
+
+    def _measure_arm(self, opened: OpenedModel, arm: Arm | None) -> dict[str, Any]:
+        """Return an arm's measurements at once and healed; without an arm those of the ordinary model."""
+        settings, record = self.settings, {"arm": None if arm is None else vars(arm)}
+        if arm is not None:
+            heads = self._chosen(arm.choice, arm.rate)
+            record |= _frozen(settings, opened, heads, arm, settings.length, settings.sequences)
+        record["at once"] = _evaluated(settings, opened)
+        if settings.heal:
+            began = time.monotonic()
+            heal_(opened.model, _training(settings, opened), precision=settings.precision)
+            record["healing_seconds"] = time.monotonic() - began
+            record["healed"] = _evaluated(settings, opened)
+        return record
+
+    def _time(self, opened: OpenedModel, rate: str, storage: str) -> dict[str, Any]:
+        """Return the records of `saf bench prefill` and `decode` of the heads by joint cost, with patterns of 8K."""
+        from saf import bench
+
+        settings, share = self.settings, float(rate.rstrip("%")) / 100
+        arm = Arm(choice=JOINT, rate=share, storage=storage)
+        points = [[int(size) for size in point.split("x")] for each in TIMED.values() for point in each]
+        longest = min(max(length for length, _ in points) + 16, opened.longest)
+        if settings.device == "cpu" or not torch.cuda.is_available():
+            longest = settings.length  # a rehearsal
+        heads = self._chosen(JOINT, share)
+        record = _frozen(settings, opened, heads, arm, longest, max(2, settings.sequences // 8))
+        with tempfile.TemporaryDirectory() as saved:
+            opened.model.save_pretrained(saved)  # pyright: ignore[reportCallIssue]
+            for kind, shapes in TIMED.items():
+                fitting = tuple(shape for shape in shapes if int(shape.split("x")[0]) <= longest)
+                options = {"model": saved, "points": fitting or (f"{longest // 2}x1",), "pairs": settings.pairs}
+                options |= {"device": settings.device, "seconds": 200.0, "others": (), "profile": False}
+                try:
+                    record[kind] = bench.measure(bench.KINDS[kind](**options), out=None)
+                except SafError as error:
+                    record[kind] = {"failed": str(error)}
+        return record
+
+    def record(self) -> dict[str, Any]:
+        """Return the record: facts of every arm and its paired changes from the ordinary model in the same state."""
+        settings = self.settings
+        pieces = {name: self.piece(name) for names in stages(settings) for name in names}
+        ordinary, selection = pieces["ordinary"], pieces["selection"]
+        states = [state for state in ("at once", "healed") if state in ordinary]
+        entries = []
+        for arm in arms(settings):
+            own = pieces[arm.name]
+            entry = {"name": arm.name, **own["arm"]} | {n: own[n] for n in ("heads", "kinds", "freezing_seconds")}
+            entries.append(entry | {state: _changes(ordinary[state], own[state]) for state in states})
+        return {
+            **self.header,
+            **{"model": str(settings.model), "precision": ordinary["precision"]},
+            **{name: selection[name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
+            "joint": [pieces[f"joint {percent(rate)}"] for rate in settings.rates],
+            "ordinary": {state: _facts(ordinary[state]) for state in states},
+            "arms": entries,
+            "speeds": {name: each for name, each in pieces.items() if name.startswith("speed ")},
+        }
 
 
 # --- the heads of every selection
@@ -340,14 +412,6 @@ def _training(settings: Settings, opened: OpenedModel) -> Tensor:
 # --- arms
 
 
-def _chosen(folder: Path, choice: str, rate: float) -> tuple[Head, ...]:
-    if choice == JOINT:
-        heads = read_json(_file(folder, f"joint {percent(rate)}"))["heads"]
-    else:
-        heads = read_json(_file(folder, "selection"))["chosen"][choice][f"{rate:g}"]
-    return tuple((layer, head) for layer, head in heads)
-
-
 def _frozen(
     settings: Settings, opened: OpenedModel, heads: tuple[Head, ...], arm: Arm, length: int, count: int
 ) -> dict[str, Any]:
@@ -359,21 +423,6 @@ def _frozen(
     report = freeze_(opened.model, ids, FreezeConfig(heads=heads, operation=arm.operation, **patterns))
     exponential = [fit["kind"] for fit in report.exponential.values()]
     return {"heads": report.heads.to_list(), "freezing_seconds": sum(report.seconds.values()), "kinds": exponential}
-
-
-def _measure_arm(settings: Settings, opened: OpenedModel, folder: Path, arm: Arm | None) -> dict[str, Any]:
-    """Return an arm's measurements at once and healed; without an arm those of the ordinary model."""
-    record: dict[str, Any] = {"arm": None if arm is None else vars(arm)}
-    if arm is not None:
-        heads = _chosen(folder, arm.choice, arm.rate)
-        record |= _frozen(settings, opened, heads, arm, settings.length, settings.sequences)
-    record["at once"] = _evaluated(settings, opened)
-    if settings.heal:
-        began = time.monotonic()
-        heal_(opened.model, _training(settings, opened), precision=settings.precision)
-        record["healing_seconds"] = time.monotonic() - began
-        record["healed"] = _evaluated(settings, opened)
-    return record
 
 
 def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
@@ -404,67 +453,6 @@ def open_text(settings: Settings, opened: OpenedModel) -> TokenData:
     if settings.other.is_file():
         return TextData([settings.other], _data(opened).tokenizer())
     return TokenData.open(settings.other)
-
-
-# --- speed
-
-
-def _time(settings: Settings, opened: OpenedModel, folder: Path, rate: str, storage: str) -> dict[str, Any]:
-    """Return the records of `saf bench prefill` and `decode` of the heads by joint cost, with patterns of 8K."""
-    from saf import bench
-
-    share = float(rate.rstrip("%")) / 100
-    arm = Arm(choice=JOINT, rate=share, storage=storage)
-    points = [[int(size) for size in point.split("x")] for each in TIMED.values() for point in each]
-    longest = min(max(length for length, _ in points) + 16, opened.longest)
-    if settings.device == "cpu" or not torch.cuda.is_available():
-        longest = settings.length  # a rehearsal
-    record = _frozen(settings, opened, _chosen(folder, JOINT, share), arm, longest, max(2, settings.sequences // 8))
-    saved = folder / f"frozen-{rate.rstrip('%')}-{storage}"
-    shutil.rmtree(saved, ignore_errors=True)
-    opened.model.save_pretrained(saved)  # pyright: ignore[reportCallIssue]
-    for kind, shapes in TIMED.items():
-        fitting = tuple(shape for shape in shapes if int(shape.split("x")[0]) <= longest) or (f"{longest // 2}x1",)
-        options = {"model": str(saved), "points": fitting, "pairs": settings.pairs, "others": (), "profile": False}
-        options |= {"device": settings.device, "seconds": 200.0}
-        try:
-            record[kind] = bench.measure(bench.KINDS[kind](**options), out=None)
-        except SafError as error:
-            record[kind] = {"failed": str(error)}
-    shutil.rmtree(saved)
-    return record
-
-
-# --- the record
-
-
-def _joined(settings: Settings, records: Mapping[str, Record]) -> dict[str, Any]:
-    """Return the record: facts of every arm and its paired changes from the ordinary model in the same state."""
-    ordinary = records["ordinary"]
-    opened = open_model(settings.model, settings.data, "cpu")
-    states = [state for state in ("at once", "healed") if state in ordinary]
-    record = {
-        **header(
-            "pretrained",
-            settings,
-            device=device_name(pick_device(settings.device)),
-            checkpoints={"model": opened.source.hash},
-            data={"report": _data(opened).fingerprint, "other": open_text(settings, opened).fingerprint},
-        ),
-        "model": str(settings.model),
-        "precision": ordinary["precision"],
-        **{name: records["selection"][name] for name in ("eligible", "fit", "variance", "forward_kl", "fit_kl")},
-        "joint": [records[f"joint {percent(rate)}"] for rate in settings.rates],
-        "ordinary": {state: _facts(ordinary[state]) for state in states},
-        "arms": [],
-        "speeds": {name: each for name, each in records.items() if name.startswith("speed ")},
-    }
-    for arm in arms(settings):
-        own = records[arm.name]
-        entry = {"name": arm.name, **own["arm"], "heads": own["heads"], "kinds": own["kinds"]}
-        entry["freezing_seconds"] = own["freezing_seconds"]
-        record["arms"].append(entry | {state: _changes(ordinary[state], own[state]) for state in states})
-    return record
 
 
 def _facts(state: Record) -> dict[str, Any]:
@@ -530,8 +518,9 @@ def _speeds(record: Record) -> list[list[Any]]:
     return rows
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return the change in perplexity by rate, a line a selection, frozen and pruned, in each state."""
+    record, *_ = records
     states = list(record["ordinary"])
     drawn, axes = subplots(1, len(states), size=(6 * len(states), 4))
     for axis, state in zip([axes] if len(states) == 1 else axes, states, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from scipy.stats import sem
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -65,7 +66,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Return the record."""
     opened, selected = settings.open(), head_set(settings.selected)
     if selected:
-        layer_matched(opened.live(), selected)  # raises now, not after the measurement
+        layer_matched(blank(adapter_for(opened.model).sites()), selected)  # raises now, not after the measurement
     with opened.autocast:
         windows = opened.windows(settings.windows)[:, :-1]
         if settings.text == "calibration":
@@ -172,25 +173,31 @@ def tables(record: Record) -> list[Part]:
     ]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return each profile of every head by layer, selected heads by layer, and variance against entropy.
 
-    Selected heads stand beside the others; lines are the matched means.
+    Selected heads stand beside the others; lines are the matched means. Bars and lines are means over seeds with their
+    standard errors, points the first seed's heads.
     """
     drawn, axes = subplots(2, 3, size=(13, 6))
     *profiles, counts, scatter = axes.flat
-    values = {name: matrix(rows).numpy() for name, rows in record["profiles"].items()}
-    selected = mask_of(HeadSet.from_list(record["selected"]), values["entropy"].shape).numpy()
-    groups = {"unselected": ~selected, "selected": selected}
+    values = {name: matrix(rows).numpy() for name, rows in records[0]["profiles"].items()}
+    masks = [mask_of(HeadSet.from_list(each["selected"]), values["entropy"].shape).numpy() for each in records]
+    groups = {"unselected": ~masks[0], "selected": masks[0]}
     for axis, (name, words) in zip(profiles, PROFILES.items(), strict=True):
         for label, heads in groups.items():
             layers, places = np.nonzero(heads)
-            axis.plot(layers + 0.6 * (places + 0.5) / selected.shape[1] - 0.3, values[name][heads], ".", label=label)
-        for colour, mean in zip(("C1", "C0"), record["matched"].get(name, ()), strict=False):
-            axis.axhline(mean, color=colour, lw=0.8)
+            axis.plot(layers + 0.6 * (places + 0.5) / heads.shape[1] - 0.3, values[name][heads], ".", label=label)
+        matched = np.array([each["matched"][name] for each in records if name in each["matched"]])
+        for colour, seeds in zip(("C1", "C0"), matched.T, strict=False):
+            axis.axhline(seeds.mean(), color=colour, lw=0.8)
+            if len(seeds) > 1:
+                axis.axhspan(seeds.mean() - sem(seeds), seeds.mean() + sem(seeds), color=colour, alpha=0.2)
         axis.set(title=words, xlabel="layer", yscale="log" if name == "first_token" else "linear")
     axes[0, 0].legend()
-    counts.bar(range(len(selected)), selected.sum(1), color="C1")
+    by_layer = np.array([mask.sum(1) for mask in masks])
+    error = {"yerr": sem(by_layer), "capsize": 2} if len(records) > 1 else {}
+    counts.bar(range(by_layer.shape[1]), by_layer.mean(0), color="C1", **error)
     counts.set(title="selected heads", xlabel="layer")
     for heads in groups.values() if "variance" in values else ():
         scatter.plot(values["entropy"][heads], values["variance"][heads], ".")

@@ -1,5 +1,6 @@
 """The training loss after an intervention: its gap to the ordinary run, smoothed (paper, appendix A.4)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import expm1
 from pathlib import Path
@@ -41,9 +42,9 @@ def measure(settings: Settings) -> dict[str, Any]:
         raise InputError("RUNS must name one run at least")
     ordinary = _metrics(settings.ordinary)
     curves = [_curve(settings, ordinary, path) for path in settings.runs]
-    files = {"ordinary": settings.ordinary / METRICS}
-    files |= {f"run {place}": path / METRICS for place, path in enumerate(settings.runs, 1)}
-    head = header("recovery", settings, files=files)
+    files = {f"run {place}": path / METRICS for place, path in enumerate((settings.ordinary, *settings.runs))}
+    # A run that was frozen after its last update has none of its own.
+    head = header("recovery", settings, files={role: path for role, path in files.items() if path.is_file()})
     return {**head, "window": settings.window, "after": settings.after, "runs": curves}
 
 
@@ -111,8 +112,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, table("", columns, rows, paper.notes(paper.RECOVERY))]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return the smoothed gap of every run by the updates after its intervention."""
+    record, *_ = records
     drawn, axis = subplots(size=(8, 4.5))
     for run in record["runs"]:
         later = [update - run["update"] for update in run["updates"]]

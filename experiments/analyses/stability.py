@@ -1,5 +1,6 @@
 """The likeness of two selections of one model, for example a quarter and half through its training."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, table("", columns, rows, paper.notes(paper.SELECTION_TEXT))]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return both scores of every head, coloured by the sets it is in."""
+    record, *_ = records
     one, other = (matrix(rows).numpy() for rows in record["scores"])
     first, second = (mask_of(HeadSet.from_list(heads), one.shape).numpy() for heads in record["heads"])
     drawn, axis = subplots(size=(7, 5))

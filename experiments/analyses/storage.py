@@ -1,5 +1,6 @@
 """The bytes that the patterns of a model's frozen heads take, in each form (paper, appendix on storage)."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def tables(record: Record) -> list[Part]:
     return [conditions, table("", ["form", "ours", "paper"], rows, notes)]
 
 
-def figure(record: Record) -> Figure:
+def figure(records: Sequence[Record]) -> Figure:
     """Return the size of each form on a logarithmic axis."""
+    record, *_ = records
     drawn, axis = subplots(size=(8, 2.5))
     names = [name for name in reversed(FORMS) if record["bytes"][name]]
     axis.barh([FORMS[name] for name in names], [record["bytes"][name] / 1e9 for name in names])

@@ -32,7 +32,7 @@ def run(tmp_path):
         out, drawn = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
         out.unlink(missing_ok=True)
         assert main([name, *map(str, words), "--out", str(out), "--figure", str(drawn)]) == 0
-        assert drawn.read_text() == svg(read_json(out))
+        assert drawn.read_text() == svg([read_json(out)])
         return read_json(out)
 
     return measure

@@ -41,7 +41,7 @@ def test_the_gap_is_smoothed_and_told_after_so_many_updates_and_at_the_end(make_
     assert run["at_once"] == pytest.approx(100 * math.expm1(0.02))
     _, table = tables(record)
     assert table.iloc[0].tolist() == ["50%", "+2.02%", "+0.0600", "+0.0050"]
-    assert "after 50%" in svg(record)
+    assert "after 50%" in svg([record])
 
 
 def test_an_event_after_training_has_a_cost_at_once_and_no_gap(make_run):

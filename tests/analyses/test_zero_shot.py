@@ -9,7 +9,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'sa
 
 import saf
 import saf.integrations.transformers
-from experiments.analyses import svg, zero_shot
+from experiments.analyses import svg
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import shown
 from experiments.analyses.zero_shot import Settings, measure, tables
@@ -18,7 +18,7 @@ from saf.errors import InputError
 from saf.evaluate.zero_shot import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.opening import Encoder
-from saf.records.files import to_json, write_json
+from saf.records.files import to_json
 from saf.records.result import read_result
 from saf.records.table import signed
 from tests.transformers_models import make
@@ -46,14 +46,9 @@ def settings(folder, **more) -> Settings:
     return Settings(**{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more})
 
 
-KEPT: list[dict] = []
-
-
 @pytest.fixture(scope="module")
 def record(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_shot, "save", lambda record, settings: KEPT.append(to_json(record)))
-        return measure(settings(folder))
+    return measure(settings(folder))
 
 
 def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
@@ -105,36 +100,28 @@ def test_tables_and_figure_say_what_the_record_holds(record):
         assert "/".join(map(str, arm["layer_thirds"])) in text
         assert signed(100 * arm["mean_difference"], 2, "") in text
     assert "negative" in text
-    assert "arc_easy" in svg(record)
+    assert "arc_easy" in svg([record])
 
 
-def test_what_is_there_is_kept_after_every_arm(record):
-    assert [len(kept["arms"]) for kept in KEPT] == [0, 1, 2, 3, 4]
-    assert KEPT[-1] == to_json(record)
-    assert KEPT[2]["overlap"] == {}
-    assert "Cut off after 2 of 4 arms" in tables(KEPT[2])[0]
-    assert "Cut off" not in tables(KEPT[4])[0]
-
-
-@pytest.mark.parametrize("arms", [0, 3])
-def test_what_was_cut_off_goes_on_without_what_is_there(folder, record, arms, tmp_path, capsys):
-    write_json(tmp_path / "study.json", KEPT[arms])
+def test_a_study_that_was_cut_off_goes_on_without_the_arms_that_it_has(folder, record, tmp_path, capsys):
     words = ["--data", folder / "text.txt", "--tasks", *TASKS, "--task-data", folder / "tasks", "--sequences", 6]
     words += ["--rates", 0.25, 0.5, "--max-fit-kl", 100.0, "--device", "cpu", "--out", tmp_path / "study.json"]
     command = ["zero-shot", *map(str, [folder / "model", *words])]
-    assert main([*command, "--max-fit-kl", "99"]) == 2
-    assert "max_fit_kl 100.0, now 99.0; remove it" in capsys.readouterr().err
     assert main(command) == 0
-    told = capsys.readouterr().err
-    assert "the model as it is" not in told
-    assert told.count("sst2, arc_easy") == 4 - arms
-    found = read_result(tmp_path / "study.json")
-    for one, other in zip(found["arms"], to_json(record)["arms"], strict=True):
-        assert (one["tasks"], one["heads"], one["name"]) == (other["tasks"], other["heads"], other["name"])
-    assert found["overlap"] == record["overlap"]
-    assert "answers" not in found["ordinary"]
+    whole = read_result(tmp_path / "study.json")
     assert main(command) == 2
     assert "exists already" in capsys.readouterr().err
+    (tmp_path / "study.json").unlink()
+    (tmp_path / "study-pieces" / "forward_kl-25.json").unlink()
+    assert main([*command, "--max-fit-kl", "99"]) == 2
+    assert "other settings" in capsys.readouterr().err
+    assert main(command) == 0
+    assert capsys.readouterr().err.count("sst2, arc_easy") == 1
+    found = read_result(tmp_path / "study.json")
+    assert found["overlap"] == whole["overlap"] == record["overlap"]
+    for one, other, direct in zip(found["arms"], whole["arms"], to_json(record)["arms"], strict=True):
+        assert one["tasks"] == other["tasks"] == direct["tasks"]
+        assert one["heads"] == other["heads"] == direct["heads"]
 
 
 def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
