@@ -6,8 +6,7 @@ answers, docs/results.md, is written by hand: every number of it stands in a cel
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from operator import itemgetter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +66,33 @@ class Shown:
     """The columns that the page shows; () is all."""
     text: str = ""
     """Markdown below the table."""
+    picture: tuple[str, str, str] | None = None
+    """Title, name and SVG of a picture."""
     cells: Mapping[str, str] = field(default_factory=dict)
-    """Where its cells belong: section, recipe and scale."""
+    """Section, recipe and scale of its cells; without them it has none in cells.csv."""
+    on_page: bool = True
+    """Whether the page shows it, and not only cells.csv."""
 
     def markdown(self) -> Iterator[str]:
-        """Yield the Markdown of title, table and text."""
+        """Yield the Markdown of title, table, text and picture."""
+        if not self.on_page:
+            return
         if self.title:
             yield f"**{escaped(self.title)}**"
         if len(self.frame):
-            shown: Any = self.frame[[name for name in self.frame if not self.columns or name in self.columns]]
-            yield markdown(shown)
+            yield markdown(self.frame.filter(self.columns or list(self.frame)))
         if self.text:
             yield self.text
+        if self.picture:
+            yield f"![{self.picture[0]}](../images/{self.picture[1]})"
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield a line of cells.csv for each cell."""
+        where = {name: self.cells.get(name, "") for name in ("section", "recipe", "scale")}
+        for number, (label, row) in enumerate(self.frame.iterrows() if self.cells else (), 1):
+            for metric, text in row.items():
+                if text not in ("–", ""):
+                    yield {**where, "table": self.title, "row": number, "arm": label, "metric": metric, "text": text}
 
 
 PAGES = {
@@ -126,11 +140,12 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 def render(results: Path, docs: Path) -> dict[Path, str]:
     """Return what each file should hold that is rendered from the records in `results`."""
-    pictures: dict[Path, str] = {}
-    pages = {name: list(_page(name, results, docs / "images", pictures)) for name in PAGES}
+    pages = {name: list(_page(name, results)) for name in PAGES}
+    every = [part for parts in pages.values() for part in parts]
     rendered = {docs / "results" / f"{name}.md": _markdown(name, parts) for name, parts in pages.items() if parts}
-    cells = [line for parts in pages.values() for part in parts for line in _cells(part)]
-    return {**rendered, **pictures, results / "cells.csv": pd.DataFrame(cells).to_csv(index=False)}
+    pictures = {docs / "images" / part.picture[1]: part.picture[2] for part in every if part.picture}
+    cells = pd.DataFrame([line for part in every for line in part.lines()])
+    return {**rendered, **pictures, results / "cells.csv": cells.to_csv(index=False)}
 
 
 def stale(results: Path, docs: Path) -> list[str]:
@@ -141,8 +156,7 @@ def stale(results: Path, docs: Path) -> list[str]:
         for path, text in rendered.items()
         if not path.is_file() or path.read_text() != text
     ]
-    cells = rendered[results / "cells.csv"]
-    answers = docs / "results.md"
+    cells, answers = rendered[results / "cells.csv"], docs / "results.md"
     for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
         if number not in cells:
             problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
@@ -165,91 +179,74 @@ def _markdown(name: str, parts: list[Shown]) -> str:
     return "\n\n".join(filter(None, lines)) + "\n"
 
 
-def _cells(part: Shown) -> Iterator[dict[str, Any]]:
-    """Yield a line for each cell of a table that says where its cells belong."""
-    if not part.cells:
-        return
-    where = {name: part.cells.get(name, "") for name in ("section", "recipe", "scale")}
-    for number, (label, row) in enumerate(part.frame.iterrows(), 1):
-        for metric, text in row.items():
-            if text not in ("–", ""):
-                yield {**where, "table": part.title, "row": number, "arm": label, "metric": metric, "text": text}
-
-
-def _page(name: str, results: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
-    """Yield the tables of one page, and add its pictures to `pictures`."""
+def _page(name: str, results: Path) -> Iterator[Shown]:
+    """Yield the parts of one page."""
     for scale, recipes in SHOWN.get(name, {}).items():
         records = read_records(results, scale)
         for each in recipes if records else ():
-            yield from _recipe(RecipeTable(each, recipe(each), scale, records), results / scale, images, pictures)
+            yield from _recipe(RecipeTable(each, recipe(each), scale, records), results / scale)
     if name == "heads":
-        yield from _analyses(results / "124m-midpoint", images, pictures)
+        yield from _analyses(results / "124m-midpoint")
     if name == "updates":
         yield from _runs(results)
-    measured = benchmarks.read_benchmarks(results) if name in _KINDS and (results / "bench").is_dir() else []
-    for kind, section in _KINDS.get(name, ()) if measured else ():
+    if (results / "bench").is_dir():
+        yield from _benchmarks(name, benchmarks.read_benchmarks(results))
+    if name == "updates":
+        yield from _trainer(results)
+    if name == "attention" and (results / "bench").is_dir():
+        yield from _linear(results / "bench" / "linear.json")
+
+
+def _benchmarks(name: str, measured: list[benchmarks.Benchmark]) -> Iterator[Shown]:
+    for kind, section in _KINDS.get(name, ()):
         columns = SPEED_COLUMNS if kind in benchmarks.SPEEDS and kind != "finetune" else ()
         files = sorted({each.name for each in measured if each.record["kind"] == kind}, key=natural_order)
-        tables = list(benchmarks.TABLES[kind](measured))
-        for title, frame in tables:
-            last = f"Records in results/bench: {', '.join(files)}." if title == tables[-1][0] else ""
-            yield Shown(
-                heading=section, title=title, frame=frame, columns=columns, text=last, cells={"section": section}
-            )
+        where = {"section": section}
+        *tables, last = [
+            Shown(heading=section, title=title, frame=frame, columns=columns, cells=where)
+            for title, frame in benchmarks.TABLES[kind](measured)
+        ]
+        yield from (*tables, replace(last, text=f"Records in results/bench: {', '.join(files)}."))
         if kind in ("update", "prefill") and (frame := benchmarks.memory(measured, kind)) is not None:
             section = f"{section.removesuffix(': speed')}: peak memory"
             columns = ("peak memory", "against ordinary", "paper")
             yield Shown(heading=section, frame=frame, columns=columns, cells={"section": section})
-    if name == "updates":
-        yield from _trainer(results)
-    if name == "attention" and measured:
-        yield from _linear(results / "bench" / "linear.json", images, pictures)
 
 
-def _recipe(table: RecipeTable, folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+def _recipe(table: RecipeTable, folder: Path) -> Iterator[Shown]:
     """Yield a recipe's tables at one scale: its headline where it has one, and what it measured."""
-    heading = f"{table.recipe.title}, {table.scale}"
+    heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
     where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
-    headline = table.recipe.headline
-    shown = table.shown(headline=bool(headline))
+    shown = table.shown(headline=bool(table.recipe.headline))
     if table.recipe.metrics and len(shown):
         yield Shown(heading=heading, frame=shown)  # its cells are among those of the whole table
-        title = f"{table.recipe.title} ({table.scale})"
-        yield _Silent(heading=heading, title=title, frame=table.shown(), cells=where)
+        yield Shown(heading=heading, title=title, frame=table.shown(), cells=where, on_page=False)
     measured = measured_records(table, folder)
     numbers = measured_table(table.recipe, measured)
     if len(numbers):
-        yield Shown(
-            heading=heading, title=f"{table.recipe.title}, measured ({table.scale})", frame=numbers, cells=where
-        )
+        title = f"{table.recipe.title}, measured ({table.scale})"
+        yield Shown(heading=heading, title=title, frame=numbers, cells=where)
     drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
     for name, records in measured.items():
         if records[0]["kind"] in ANALYSES:
             drawn[name.replace(" ", "-")] = (name, svg(records))
             for part in (each for record in records for each in ANALYSES[record["kind"]].tables(record)):
                 if not isinstance(part, str):
-                    yield _Silent(heading=heading, title=part.attrs["title"], frame=_indexed(part), cells=where)
+                    yield replace(_analysed(heading, part, where), text="", on_page=False)
     for name, (title, picture) in drawn.items():
         if picture is not None:
-            path = images / f"{table.scale}-{table.name}-{name}.svg"
-            pictures[path] = picture
-            yield Shown(heading=heading, text=f"![{title}](../images/{path.name})")
+            yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
     yield Shown(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
 
 
-class _Silent(Shown):
-    """A table of which the page shows nothing, and cells.csv everything."""
-
-    def markdown(self) -> Iterator[str]:
-        return iter(())
-
-
-def _indexed(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of an analysis with its first column as index."""
-    return table.set_index(table.columns[0]).astype(str)
+def _analysed(heading: str, part: pd.DataFrame, where: Mapping[str, str]) -> Shown:
+    """Return a table of an analysis, its first column as index, with its notes."""
+    notes = "\n".join(f"- {escaped(note)}" for note in part.attrs["notes"])
+    frame = part.set_index(part.columns[0]).astype(str)
+    return Shown(heading=heading, title=part.attrs["title"], frame=frame, text=notes, cells=where)
 
 
-def _analyses(folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+def _analyses(folder: Path) -> Iterator[Shown]:
     for path in sorted(folder.glob("*.json")):
         record = read_json(path)
         if record["kind"] not in ANALYSES:
@@ -260,10 +257,8 @@ def _analyses(folder: Path, images: Path, pictures: dict[Path, str]) -> Iterator
             if isinstance(part, str):
                 yield Shown(heading=heading, text=escaped(part))
             else:
-                notes = "\n".join(f"- {escaped(note)}" for note in part.attrs["notes"])
-                yield Shown(heading=heading, title=part.attrs["title"], frame=_indexed(part), text=notes, cells=where)
-        pictures[images / f"{path.stem}.svg"] = svg([record])
-        yield Shown(heading=heading, text=f"![{path.stem}](../images/{path.stem}.svg)")
+                yield _analysed(heading, part, where)
+        yield Shown(heading=heading, picture=(path.stem, f"{path.stem}.svg", svg([record])))
 
 
 def _runs(results: Path) -> Iterator[Shown]:
@@ -290,16 +285,13 @@ def _trainer(results: Path) -> Iterator[Shown]:
         change = f"Change {record['change of perplexity, %']:+.3f}% ({low:+.3f} to {high:+.3f})"
         text = f"{change}; {record['tokens']:,} tokens."
         where = {"section": "In a Trainer of transformers", "recipe": path.stem}
-        yield Shown(
-            heading=f"In a Hugging Face Trainer: {path.stem}", title="arms", frame=frame, text=text, cells=where
-        )
+        heading = f"In a Hugging Face Trainer: {path.stem}"
+        yield Shown(heading=heading, title="arms", frame=frame, text=text, cells=where)
 
 
-def _linear(path: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Shown]:
+def _linear(path: Path) -> Iterator[Shown]:
     """Yield the times of frozen heads in linear time beside the same heads otherwise, and draw them over length."""
     record, heading, where = read_json(path), "Linear-time frozen heads", {"section": "Linear"}
-    if "updates" not in record:
-        return
     lines = [
         {"point": f"{one['length']}x{one['batch']}x{one['micro_batches']}", **one["speedups"]}
         for one in record["updates"]
@@ -309,20 +301,16 @@ def _linear(path: Path, images: Path, pictures: dict[Path, str]) -> Iterator[Sho
     yield Shown(heading=heading, title="updates", frame=frame, text=text, cells=where)
     shares, costs = [], {"ordinary, cuDNN": {}, "frozen, compact": {}, "frozen, linear time": {}}
     for row in sorted(record["rows"], key=lambda row: (row["length"], -row["heads"], row["batch"])):
-        length, tokens, best = row["length"], row["length"] * row["batch"], min(row["linear"], key=itemgetter("both"))
-        times = {"ordinary, cuDNN": row["cudnn"][1], "frozen, compact": row["toeplitz"][1]}
-        times["frozen, linear time"] = best["both"]
-        point = {"point": f"{length}x{row['batch']}, {row['heads']} heads"}
-        shares.append(
-            point | {name: f"{time / times['ordinary, cuDNN']:.4f}" for name, time in list(times.items())[1:]}
-        )
+        length, tokens, best = row["length"], row["length"] * row["batch"], min(each["both"] for each in row["linear"])
+        times = dict(zip(costs, (row["cudnn"][1], row["toeplitz"][1], best), strict=True))
+        share = {name: f"{time / row['cudnn'][1]:.4f}" for name, time in list(times.items())[1:]}
+        shares.append({"point": f"{length}x{row['batch']}, {row['heads']} heads", **share})
         if row["heads"] == 6 and tokens in (2**15, 2**16):  # as many tokens at every length
             for name, time in times.items():
                 costs[name][length] = 1e3 * time / tokens
-    pictures[images / "cost-by-length.svg"] = draw_costs(costs)
-    frame = pd.DataFrame(shares).set_index("point")
-    text = "![Time a token over context length](../images/cost-by-length.svg)"
-    yield Shown(heading=heading, title="forward and backward, share of cuDNN's", frame=frame, text=text, cells=where)
+    title, frame = "forward and backward, share of cuDNN's", pd.DataFrame(shares).set_index("point")
+    picture = ("Time a token over context length", "cost-by-length.svg", draw_costs(costs))
+    yield Shown(heading=heading, title=title, frame=frame, picture=picture, cells=where)
 
 
 def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:

@@ -1,16 +1,10 @@
-"""Hash what the code computes, to show that a change moved no number.
-
-    python tools/parity.py --base COMMIT                     # now, and at a commit, which takes as long again
-    python tools/parity.py --out before.json                 # or in two steps: at one commit,
-    python tools/parity.py --against before.json             # and at another, on the same machine
+"""Hash what the code computes, to show that a change moved no number: `python tools/parity.py --base COMMIT`.
 
 It computes on CUDA where there is a device, and on the CPU with `--device cpu`; hashes of two kinds of device differ.
-It hashes a training run of fixed seed (20 updates across a freezing event) and cases of the operators, the
-calibration, the fit and models of transformers. Training reads fixed arrays of tokens, drawn here, in place of those of
-a prepared folder: hashes do not depend on how text is prepared. It calls public names and commands alone, so that it
-runs at commits whose insides differ. On a CPU one thread is used: sums then have one order. Kernels with atomic
-additions (attention's backward pass on CUDA) are left out on CUDA by using SDPA's `math` kernel where gradients are
-hashed.
+It hashes a training run of fixed seed across a freezing event and cases of the operators, the calibration, the fit and
+models of transformers. It calls public names and commands alone, so that it runs at commits whose insides differ. On a
+CPU one thread is used: sums then have one order. Kernels with atomic additions (attention's backward pass on CUDA) are
+left out by SDPA's `math` kernel.
 """
 
 import argparse
@@ -79,20 +73,12 @@ def command(*words: str) -> None:
 
 
 def prepare(root: Path) -> Path:
-    """Prepare a data folder from any text: commits differ in how, and training reads `fixed_tokens` in its place."""
+    """Prepare a data folder from any text; training reads `fixed_tokens` in its place."""
     text, out = root / "text.jsonl", root / "data"
     lines = (" ".join(f"{(7 * line * word) % 997:x}" for word in range(1, 200)) for line in range(1, 400))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    for words in (("data", "prepare", str(text)), ("data", str(text))):
-        done = subprocess.run(
-            [sys.executable, "-m", "saf", *words, "--out", str(out), "--vocab-size", str(VOCABULARY)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode == 0:
-            return out
-    sys.exit(f"{done.stdout}{done.stderr}\nno data folder could be prepared")
+    command("data", "prepare", str(text), "--out", str(out), "--vocab-size", str(VOCABULARY))
+    return out
 
 
 def training(device: str) -> Iterator[tuple[str, str]]:
@@ -253,17 +239,13 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print a line a case, write them where asked, and return 1 when a hash differs from the other file's."""
+    """Print a line a case, write them where asked, and return 1 when a hash differs from the other commit's."""
     if sys.argv[1:2] == [COMMAND]:
         return run_command(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a device, else cpu"
-    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda, else cpu")
     parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")
-    before = parser.add_mutually_exclusive_group()
-    before.add_argument("--against", type=Path, help="compare with the hashes of this file")
-    before.add_argument("--base", help="compare with this commit")
+    parser.add_argument("--base", help="compare with this commit")
     arguments = parser.parse_args()
     device = ("cuda" if torch.cuda.is_available() else "cpu") if arguments.device == "auto" else arguments.device
     print(f"on {device}", flush=True)
@@ -276,12 +258,9 @@ def main() -> int:
             print(f"{value}  {name}", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    if arguments.base:
-        expected = hashes_at(arguments.base, device)
-    elif arguments.against:
-        expected = json.loads(arguments.against.read_text())
-    else:
+    if not arguments.base:
         return 0
+    expected = hashes_at(arguments.base, device)
     moved = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     print(f"{len(found)} hashes, {len(moved)} differ" + "".join(f"\n  {name}" for name in moved))
     return 1 if moved else 0
