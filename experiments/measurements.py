@@ -22,7 +22,7 @@ from experiments.scales import Scale
 from saf.checkpoint import latest, step_name
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
-from saf.records.provenance import command
+from saf.records.result import command
 from saf.schedules import OneTime
 
 

@@ -35,12 +35,12 @@ from saf.models.adapter import adapter_for, find_rows
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
+from saf.records.table import duration
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings, MQARSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.config import continue_from, recorded_config
 from saf.train.finetune import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
-from saf.train.logs import duration
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.step import update_memory
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -29,7 +28,6 @@ from saf.records.files import (
     entries_hash,
     file_hash,
     new_folder,
-    no_room,
     read_json,
     read_tensors,
     remove_folder_,
@@ -37,11 +35,11 @@ from saf.records.files import (
 )
 from saf.records.run import MANIFEST, Kind, expect, kind_of
 
+SCHEMA = "saf.checkpoint/1"
+"""Of manifest.json."""
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, under its own names."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
-SCHEMA = "saf.checkpoint/1"
-"""Of manifest.json."""
 
 
 # --- writing
@@ -67,13 +65,14 @@ def save_checkpoint(
     further files into the folder that it is called with.
 
     Raises:
-        CheckpointError: The disk or a quota is full, or the folder exists; earlier checkpoints are untouched.
+        CheckpointError: The folder exists.
+        OSError: The disk or a quota is full; earlier checkpoints are untouched.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
     groups, moments = optimizer_state(optimizer, model)
     tensors = {"model": model.state_dict(), "optimizer": moments}
-    sharded = any(is_sharded(tensor) for tensor in tensors["model"].values())
+    sharded = any(map(is_sharded, tensors["model"].values()))
 
     def write(folder: Path, shards: list[str]) -> str:
         if missing := sorted({*shards} - {file.name for file in folder.iterdir()}):
@@ -89,17 +88,9 @@ def save_checkpoint(
             record(folder)
         return write_manifest(folder, update=int(state["update"]), parent=parent)
 
-    try:
-        with rank0_context(new_folder(path)) as folder:
-            shards = _write_shards(folder, {**tensors["model"], **moments}) if sharded else []
-            return on_rank0(lambda: write(folder, shards))
-    except (OSError, SafetensorError) as error:
-        if (reason := no_room(error)) is None:
-            raise
-        raise CheckpointError(
-            f"{reason}: checkpoint {path} could not be written; nothing of it remains. {_previous(path)}"
-            "Free some space, then resume the run or repeat the command"
-        ) from error
+    with rank0_context(new_folder(path)) as folder:
+        shards = _write_shards(folder, {**tensors["model"], **moments}) if sharded else []
+        return on_rank0(lambda: write(folder, shards))
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,14 +138,14 @@ class Checkpoint:
         if path.is_file() or not list(self.path.glob("shard-*.safetensors")):
             return read_tensors(path, device=device, error=CheckpointError)
         metadata = _shard_reader(self.path).read_metadata()
-        files = {index.fqn: Path(at.relative_path).name for index, at in metadata.storage_data.items()}
-        moments = {each for each in files if each.rpartition(".")[2] in (STEP, *MOMENTS)}
-        names = [each for each in sorted(files) if files[each].startswith("shard-")]
         stored: dict[str, Any] = metadata.state_dict_metadata
+        in_shards = {
+            index.fqn for index, at in metadata.storage_data.items() if Path(at.relative_path).name.startswith("shard-")
+        }
         tensors = {
             each: torch.empty(stored[each].size, dtype=stored[each].properties.dtype)
-            for each in names
-            if (each in moments) == (name == "optimizer")
+            for each in sorted(in_shards)
+            if (each.rpartition(".")[2] in (STEP, *MOMENTS)) == (name == "optimizer")
         }
         _read_shards_(tensors, self.path)
         return tensors
@@ -190,8 +181,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     try:
         manifest = verify(path, without=None if optimizer else "optimizer")
     except CheckpointError as error:
-        advice = f"To go on from it, move {path.name} away" if newest(path.parent) == path else ""
-        raise CheckpointError(f"{error}. {_previous(path, advice)}".rstrip()) from None
+        raise CheckpointError(f"{error}{_previous(path)}") from None
     state = read_json(path / "state.json", error=CheckpointError)
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
@@ -199,6 +189,19 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
 def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
     """Return the model of a verified checkpoint, frozen heads included."""
     return open_checkpoint(path, optimizer=False).model(device, backend=backend)
+
+
+def _previous(path: Path) -> str:
+    """Name the newest whole checkpoint older than `path`, and say how to go on from it; "" without older ones."""
+    older = [other for other in checkpoints(path.parent) if _order(other) < _order(path)]
+    for candidate in reversed(older):
+        try:
+            verify(candidate)
+        except CheckpointError:
+            continue
+        advice = f". To go on from it, move {path.name} away" if latest(path.parent) == path else ""
+        return f". The previous checkpoint {candidate} is whole{advice}"
+    return f". No earlier checkpoint in {path.parent} is whole" if older else ""
 
 
 # --- shards, by PyTorch's distributed checkpoint
@@ -295,6 +298,11 @@ def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
     return entries
 
 
+def checkpoint_hash(path: Path) -> str:
+    """Return a checkpoint's recorded hash without reading its tensors."""
+    return str(read_manifest(path)["hash"])
+
+
 # --- the optimiser's state
 
 
@@ -303,8 +311,6 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups, tensors = [], {}
     for group in optimizer.param_groups:
-        if unknown := [list(p.shape) for p in group["params"] if p not in names]:
-            raise CheckpointError(f"the optimiser holds parameters of shapes {unknown} that are not the model's")
         settings = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
         groups.append({"names": [names[parameter] for parameter in group["params"]], **settings})
         for parameter in group["params"]:
@@ -331,8 +337,7 @@ def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tens
 def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: dict[str, Tensor]) -> AdamW:
     """Return an AdamW over `model` in the state that `optimizer_state` described.
 
-    Raises:
-        CheckpointError: The state names other parameters or other shapes than the model's.
+    Raises CheckpointError where the state names other parameters or other shapes than the model's.
     """
     parameters, names = dict(model.named_parameters()), [name for group in groups for name in group["names"]]
     if unknown := [name for name in names if name not in parameters]:
@@ -355,14 +360,30 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
 # --- the checkpoints of a folder
 
 
+def checkpoints(folder: Path | str) -> list[Path]:
+    """Return the checkpoints in `folder`, oldest first; a damaged one is among them, and refused when it is opened."""
+    return sorted((path for path in Path(folder).glob("step-*") if _NAME.fullmatch(path.name)), key=_order)
+
+
+def _order(path: Path) -> tuple[int, ...]:
+    """Return the sort key of a run's checkpoints: updates, then whether after an event; empty for another name."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), bool(match[2])) if match else ()
+
+
+def latest(folder: Path | str) -> Path | None:
+    """Return the newest checkpoint in `folder`, or None."""
+    return next(reversed(checkpoints(folder)), None)
+
+
 def find_checkpoint(path: Path | str) -> Path | None:
     """Return the checkpoint that a path means: itself, or a run's newest; None when it is neither."""
     path, kind = Path(path), kind_of(path)
     if kind is not Kind.RUN:
         return path if kind is Kind.CHECKPOINT else None
-    if (newest_whole := latest(path / "checkpoints")) is None:
+    if (newest := latest(path / "checkpoints")) is None:
         raise InputError(f"{path} is a run without a complete checkpoint")
-    return newest_whole
+    return newest
 
 
 def is_same_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
@@ -372,54 +393,11 @@ def is_same_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
     return Path(path).resolve() in (own, *runs)
 
 
-def checkpoints(folder: Path | str) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first; leftovers of killed writes are not among them."""
-    return [path for path in step_folders(folder) if (path / MANIFEST).is_file()]
-
-
-def step_folders(folder: Path | str) -> list[Path]:
-    """Return the folders in `folder` that bear a checkpoint's name, oldest first; one without a manifest too."""
-    return sorted((path for path in Path(folder).glob("step-*") if _order(path)), key=_order)
-
-
-def _order(path: Path) -> tuple[int, ...]:
-    """Return the sort key of a run's checkpoints: updates, then whether after an event; empty for another name."""
-    match = _NAME.fullmatch(path.name)
-    return (int(match[1]), bool(match[2])) if match else ()
-
-
-def newest(folder: Path | str) -> Path | None:
-    """Return the newest checkpoint in `folder` or None; a damaged one too, which is then refused by its name."""
-    return next(reversed(step_folders(folder)), None)
-
-
-def latest(folder: Path | str) -> Path | None:
-    """Return the newest complete checkpoint in `folder`, or None."""
-    return next(reversed(checkpoints(folder)), None)
-
-
 def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
     """Remove all but the newest `keep` checkpoints and the protected names; `keep=0` removes none."""
     if keep:
         for path in [p for p in checkpoints(folder) if p.name not in protect][:-keep]:
             remove_folder_(path)
-
-
-def _previous(path: Path, advice: str = "") -> str:
-    """Name the newest whole checkpoint older than `path`, then advise; "" without older ones."""
-    older = [other for other in checkpoints(path.parent) if _order(other) < _order(path)]
-    for candidate in reversed(older):
-        try:
-            verify(candidate)
-        except CheckpointError:
-            continue
-        return f"The previous checkpoint {candidate} is whole. {advice}"
-    return f"No earlier checkpoint in {path.parent.resolve()} is whole. " if older else ""
-
-
-def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's recorded hash without reading its tensors."""
-    return str(read_manifest(path)["hash"])
 
 
 # --- random state

@@ -27,7 +27,7 @@ from saf.surgery import finalize_
 from saf.targets import collect_for
 from saf.tasks.text import heldout_batches
 from saf.train.events import recorded_gradient
-from saf.train.logs import with_freeze
+from saf.train.run import with_freeze
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""

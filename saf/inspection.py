@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from saf.checkpoint import step_folders, verify
+from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
@@ -52,12 +52,12 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
-    checkpoints = [_verified(folder) for folder in step_folders(path / "checkpoints")]
+    steps = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
     return {
         "kind": "run",
         "path": str(path),
-        "verified": all(entry["problem"] is None for entry in checkpoints),
+        "verified": all(entry["problem"] is None for entry in steps),
         "arm": run.arm,
         "finished": run.result is not None,
         "missing": run.missing,
@@ -70,7 +70,7 @@ def _run(path: Path) -> dict[str, Any]:
         "events": [{name: event.values.get(name) for name in _EVENT} for event in run.events],
         **{name: (run.freeze or {}).get(name, []) for name in ("rejected", "fit_kl", "certificates", "exponential")},
         "config": run.config,
-        "checkpoints": checkpoints,
+        "checkpoints": steps,
         "provenance": final.get("provenance"),
     }
 

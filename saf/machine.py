@@ -213,38 +213,14 @@ class Stopwatch:
 # --- rated speeds
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The speed that a device reaches in bf16, and how it is known."""
-
-    flops: float
-    """FLOP/s that no version of a benchmark exceeds: measured, else the data sheet's."""
-    bandwidth: float
-    """Bytes/s."""
-    source: str
-    rated_flops: float | None = None
-    """Dense bf16 FLOP/s of the data sheet where `flops` is measured: utilisations of training are shares of it."""
-
-
-PEAKS = {
-    "GH200": Peak(989e12, 4.0e12, "data sheet"),
-    "H200": Peak(790e12, 4.3e12, "measured: 8192-cube product, 8.6 GB copy", rated_flops=989e12),
-    "H100": Peak(989e12, 3.35e12, "data sheet"),
-    "A100": Peak(312e12, 2.0e12, "data sheet"),
-    "L40S": Peak(362e12, 0.864e12, "data sheet"),
-}
-"""By a part of the device's name; the first that matches."""
-
-
-def peak_of(device_name: str) -> Peak | None:
-    """Return the peaks of a device; None when they are not known here."""
-    return next((peak for part, peak in PEAKS.items() if part in device_name), None)
+RATED_FLOPS = {"GH200": 989e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bf16 FLOP/s of data sheets, by a part of the device's name."""
 
 
 def rated_flops(device_name: str, precision: str) -> float | None:
     """Return the FLOP/s of the device's data sheet in bf16; None when unknown or another precision is used."""
-    peak = peak_of(device_name)
-    return None if precision != "bf16" or peak is None else peak.rated_flops or peak.flops
+    rated = next((flops for part, flops in RATED_FLOPS.items() if part in device_name), None)
+    return rated if precision == "bf16" else None
 
 
 # --- inventory

@@ -22,7 +22,7 @@ from saf.models.description import (
     described_beside,
     write_description,
 )
-from saf.records.files import check_file, new_files, no_room, read_json, read_tensors, write_json, write_tensors
+from saf.records.files import check_file, new_files, read_json, read_tensors, write_json, write_tensors
 from saf.records.run import Kind, expect
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -35,7 +35,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
     Other models' weights are saved by their own library. A model that `load` opens from the folder has the same outputs
     bit for bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Either
     all files are written or none. Raises InputError for a file, and for the GPT when the folder is a run, a checkpoint
-    or of another origin; CheckpointError when the disk is full.
+    or of another origin.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -47,17 +47,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
         state, tensors = described(adapter.sites())
     else:
         state, tensors = described_beside(adapter)
-    try:
-        with new_files(folder) as new:
-            weights = []
-            if adapter.saves_weights:
-                weights.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
-                write_json(new / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
-            write_description(new, state, tensors, *weights)
-    except OSError as error:
-        if (reason := no_room(error)) is None:
-            raise
-        raise CheckpointError(f"{reason}: {folder} is as it was; free some space, then save again") from error
+    with new_files(folder) as new:
+        weights = []
+        if adapter.saves_weights:
+            weights.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
+            write_json(new / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
+        write_description(new, state, tensors, *weights)
 
 
 def load(

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
-from saf.records.provenance import invocation
 
 COMMANDS = {
     "data": "Prepare text as tokens, or show a prepared folder.",
@@ -63,6 +62,8 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if (code := _answer(words)) is not None:
         return code
+    from saf.records.result import invocation  # with PyTorch, which neither help nor version needs
+
     name, *rest = words
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from saf.cli.output import show
 from saf.cli.parsing import parse_one_of
 from saf.distributed import is_rank0, process_group
 from saf.errors import UnsupportedError
-from saf.records.provenance import clock_words
+from saf.records.result import clock_words
 from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"

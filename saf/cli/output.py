@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from saf.records.files import to_json
-from saf.records.table import Part, plain
-from saf.train.logs import duration
+from saf.records.table import Part, duration, plain
 
 EVERY = 10.0
 """Seconds between plain lines of progress."""

@@ -1,9 +1,8 @@
 """The record of a run's events: a line of events.jsonl for each, and beside it a file of its tensors.
 
 An event is one change of the heads: a freeze, a prune or an undo. Its line has its kind, update and reason, its heads,
-its cost in seconds and its values, `loss_before` and `loss_after` among them in a run. `undone_by` is the number of the
-event that took it back, null for an event that stands. `saf freeze` writes the line of its event into the folder of the
-checkpoint that it makes.
+its cost in seconds and its values, `loss_before` and `loss_after` among them in a run; an undo has the number of the
+event that it `undoes`. `saf freeze` writes the line of its event into the folder of the checkpoint that it makes.
 """
 
 import os
@@ -32,39 +31,38 @@ STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One recorded event; `values` is its line."""
+    """One recorded event; `values` is its line.
+
+    `number` counts from 1 in the run. `kind` is freeze, prune or undo. `update` is the number of updates before it,
+    None outside of training. `heads` are frozen, removed, or live again. `seconds` are those of its parts. `undone_by`
+    is the number of the event that took it back; None for one that stands.
+    """
 
     folder: Path
     values: dict[str, Any]
 
     @property
     def number(self) -> int:
-        """Its number in the run, from 1."""
         return int(self.values["number"])
 
     @property
     def kind(self) -> str:
-        """freeze, prune or undo."""
         return str(self.values["kind"])
 
     @property
     def update(self) -> int | None:
-        """After how many updates it came; None for an event outside of training."""
         return self.values.get("update")
 
     @property
     def heads(self) -> list[list[int]]:
-        """Its heads, `[[layer, head], ...]`: frozen, removed, or live again."""
         return [list(head) for head in self.values["heads"]]
 
     @property
     def undone_by(self) -> int | None:
-        """The number of the event that took it back; None for one that stands."""
         return self.values.get("undone_by")
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of each of its parts."""
         return dict(self.values.get("seconds", {}))
 
     @property
@@ -95,7 +93,8 @@ def read_events(path: Path | str) -> list[EventRecord]:
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():
             raise InputError(f"{path}, line {number}, must have a kind and heads")
-    return [EventRecord(path.parent, line) for line in lines]
+    undone = {line["undoes"]: line["number"] for line in lines if "undoes" in line}
+    return [EventRecord(path.parent, {**line, "undone_by": undone.get(line.get("number"))}) for line in lines]
 
 
 def events_file(path: Path | str) -> Path:
@@ -179,11 +178,8 @@ def append_event(
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"
         write_tensors(folder / line["tensors"], tensors)
-    event = EventRecord(folder, to_json({**line, **values, "undone_by": None}))
-    if "undoes" in values:
-        _write(folder, [*read_events(folder), event])  # the line of the undone event changes with it
-    else:
-        append_line(folder / EVENTS, event.values)
+    event = EventRecord(folder, to_json({**line, **values}))
+    append_line(folder / EVENTS, event.values)
     return event
 
 
@@ -191,7 +187,7 @@ def keep_events_(folder: Path, keep: Callable[[EventRecord], bool]) -> None:
     """Forget the events of a folder that `keep` refuses, with their tensors."""
     if not (events := read_events(folder)):
         return
-    _write(folder, [event for event in events if keep(event)])
+    write_lines(folder / EVENTS, [event.values for event in events if keep(event)])
     for event in events:
         if not keep(event) and event.tensors_path is not None:
             event.tensors_path.unlink()
@@ -204,10 +200,4 @@ def inherit_events(source: Path, folder: Path) -> None:
     for event in events:
         if (path := event.tensors_path) is not None:
             write_atomically(folder / path.name, path.read_bytes())
-    _write(folder, [EventRecord(folder, {**event.values, "inherited": True}) for event in events])
-
-
-def _write(folder: Path, events: list[EventRecord]) -> None:
-    """Write lines that name for each event the other event that undoes it."""
-    undone = {event.values["undoes"]: event.number for event in events if "undoes" in event.values}
-    write_lines(folder / EVENTS, [{**event.values, "undone_by": undone.get(event.number)} for event in events])
+    write_lines(folder / EVENTS, [{**event.values, "inherited": True} for event in events])

@@ -1,6 +1,5 @@
 """Files and folders on the disk: each is written whole or not at all, and errors name it."""
 
-import errno
 import hashlib
 import json
 import math
@@ -240,7 +239,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden
     folders, which the next `new_folder` of the same name or `remove_leftovers_` clears. Where the disk is full, the
-    error is an OSError that names the folder, whichever library met it.
+    error is an OSError that names the folder.
     """
     temporary = path.with_name(f"{_TEMPORARY}{path.name}")
     if temporary.exists():
@@ -254,10 +253,11 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         temporary.rename(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        code = _no_room_code(error)
-        if code and not getattr(error, "filename", None):
-            raise OSError(code, _NO_ROOM[code], str(path)) from error
-        raise
+        # A failed write names no file, and safetensors' errors have their number in the text alone.
+        code = re.search(r"(?:os error |Errno )(\d+)", str(error))
+        if code is None or getattr(error, "filename", None):
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     flush(path.parent)
     if replaced:
         shutil.rmtree(replaced)
@@ -318,21 +318,3 @@ def locked(file: Path, busy: SafError) -> Iterator[None]:
             yield
         finally:
             file.unlink(missing_ok=True)
-
-
-_NO_ROOM = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "the quota on the disk is used up",
-    errno.EFBIG: "a file would exceed the limit on file sizes (`ulimit -f`)",
-}
-
-
-def no_room(error: BaseException) -> str | None:
-    """Return why a file could not grow, for an error of a full disk or quota; None for any other."""
-    return _NO_ROOM.get(_no_room_code(error) or 0)
-
-
-def _no_room_code(error: BaseException) -> int | None:
-    match = re.search(r"os error (\d+)", str(error))  # of safetensors, whose errors have no errno
-    code = getattr(error, "errno", None) or (match and int(match[1]))
-    return code if code in _NO_ROOM else None

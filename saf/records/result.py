@@ -7,14 +7,24 @@ provenance   commit, source_hash, command, versions, device, date, checkpoints {
              and files {role: SHA-256} where files were the only input
 """
 
-from collections.abc import Mapping
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import saf
 from saf.errors import InputError
 from saf.records.files import file_hash, read_json, to_json
-from saf.records.provenance import command, commit, source_hash, versions
 
 SCHEMA = "saf.result/2"
 
@@ -57,3 +67,99 @@ def read_result(
         found = record.get("schema")
         raise InputError(f"{path} is not a result: its schema is {found!r}, expected {SCHEMA!r}; {advice}")
     return record
+
+
+# --- where a result comes from
+
+invocation: ContextVar[tuple[str, ...] | None] = ContextVar("invocation", default=None)
+"""Arguments of the `saf` command that runs in this context; None when the library is called from elsewhere."""
+
+
+@cache
+def source_hash() -> str:
+    """Return the SHA-256 of the package's Python sources, names included, as a process first found them."""
+    root = Path(saf.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of the checkout that the package runs from, with "+" when `saf` or `experiments` was edited.
+
+    None outside a checkout. Cached: what is edited after a process loaded its modules did not run.
+    """
+    root = Path(saf.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "saf", "experiments"))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python, the packages, CUDA and cuDNN; None for what is absent."""
+    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
+    for name in ("saf", "torch", "triton", "numpy", "safetensors", "transformers"):
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            installed[name] = None
+    installed["saf"] = saf.__version__
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {**installed, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def command() -> str:
+    """Return the command line, with only the last names of absolute paths, which are one machine's own.
+
+    A `saf` command that `torchrun` started begins with that, as far as the environment shows it.
+    """
+    if (arguments := invocation.get()) is not None:
+        return shlex.join([*_torchrun(), "saf", *_without_folders(arguments)])
+    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
+    root = Path(saf.__file__).parents[1]
+    if path.name == "__main__.py":
+        package = ".".join(path.parent.relative_to(root).parts if path.is_relative_to(root) else [path.parent.name])
+        words = ["saf"] if package == "saf" else ["python", "-m", package]
+    elif path.suffix == ".py":
+        words = ["python", path.name if path.is_absolute() else path.as_posix()]
+    else:
+        words = [path.name]
+    return shlex.join([*words, *_without_folders(sys.argv[1:])])
+
+
+def _without_folders(words: Sequence[str]) -> list[str]:
+    parts = (word.rpartition("=") for word in words)
+    return [
+        f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts
+    ]
+
+
+def _torchrun() -> list[str]:
+    """Return the words before `saf` of a process that `torchrun` started; none of any other."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return []
+    own, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    nodes = ["--nnodes", str(world // own)] if world > own else []
+    return ["torchrun", *nodes, "--nproc-per-node", str(own), "-m"]
+
+
+def clock_words(provenance: Mapping[str, Any]) -> str:
+    """Return the device's clocks, before and after a measurement, and its power limit; "" where unknown."""
+    clocks = provenance.get("clocks") or {}
+    before, after = clocks.get("before") or {}, clocks.get("after") or {}
+
+    def span(name: str) -> str:
+        return " to ".join(dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each))
+
+    named = (("SM {} MHz", "sm_mhz"), ("memory {} MHz", "memory_mhz"), ("power limit {} W", "power_limit_watts"))
+    return ", ".join(words.format(span(name)) for words, name in named if span(name))

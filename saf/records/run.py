@@ -68,10 +68,9 @@ def kind_of(path: Path | str) -> Kind | None:
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
     has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
-    if _is_transformers(path):
+    if (config := _transformers_config(path)) is not None:
         # Heads that config.json does not name are none of the model's: of a model saved there before, or of `saf.save`.
-        named = "saf" in json.loads((path / "config.json").read_bytes())
-        return Kind.TRANSFORMERS if named or not has("saf.json") else Kind.HEADS
+        return Kind.TRANSFORMERS if "saf" in config or not has("saf.json") else Kind.HEADS
     saved = Kind.MODEL if has("model.safetensors") else Kind.HEADS
     # `saf.save` writes sums into saf.json; a checkpoint's has none.
     if has("saf.json") and "sha256" in read_json(path / "saf.json", error=CheckpointError):
@@ -90,13 +89,13 @@ def kind_of(path: Path | str) -> Kind | None:
     return Kind.EVALUATION if has("evaluation.json", "zero_shot.json") else None
 
 
-def _is_transformers(folder: Path) -> bool:
-    """Return whether a folder's config.json is one of transformers."""
+def _transformers_config(folder: Path) -> dict[str, Any] | None:
+    """Return a folder's config.json if it is one of transformers."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):  # RecursionError: too many brackets
-        return False
-    return isinstance(config, dict) and "model_type" in config
+        return None
+    return config if isinstance(config, dict) and "model_type" in config else None
 
 
 def means_transformers(path: Path | str) -> bool:
@@ -122,7 +121,8 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
     elif Path(path).exists():
         found = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
     else:
-        found = "does not exist"
+        steps = sorted((step.name for step in Path(path).parent.glob("step-*")), key=natural_order)
+        found = f"does not exist (there are {', '.join(steps)})" if steps else "does not exist"
     raise error(f"{path} {found}; expected {expected}")
 
 
@@ -287,29 +287,25 @@ class RecordedRun:
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
-    """Return the heads that are frozen or pruned in a run or checkpoint, its parent's among them, sorted.
+    """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted.
 
-    `path` may also be an events.jsonl. Raises InputError where there is no such head.
+    Raises InputError where there is no such head.
     """
-    path = Path(path)
-    if path.suffix != ".jsonl" and kind_of(path) not in (Kind.RUN, Kind.CHECKPOINT):
-        raise InputError(f"{path} must be a run or a checkpoint; name a run that froze or pruned heads")
-    events = read_events(path)
-    changed = {tuple(head) for event in events for head in event.heads}  # perhaps since the newest checkpoint
-    heads = {tuple(head) for head in _heads_of_model(path.parent if path.name == EVENTS else path)} - changed
-    heads |= {tuple(head) for head in heads_in_force(events)}
+    path, states = Path(path), []
+    if path.suffix == ".jsonl":
+        heads = heads_in_force(read_events(path))
+    elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
+        heads, states = [], [path / "saf.json"]
+    else:
+        run = RecordedRun.open(path)
+        heads = run.edited_heads
+        if run.result is None:
+            states = sorted(path.glob("checkpoints/step-*/saf.json"), key=lambda each: natural_order(each.parent.name))
+    if states:
+        layers = enumerate(read_json(states[-1])["layers"])
+        heads = [
+            [layer, head] for layer, each in layers for kind in STATE_AFTER.values() for head in each.get(kind, ())
+        ]
     if not heads:
-        undone = "made all heads live again that it froze or pruned" if changed else "froze and pruned no heads"
-        raise InputError(f"{path} {undone}; name another run, or heads as LAYER:HEAD")
-    return [list(head) for head in sorted(heads)]
-
-
-def _heads_of_model(folder: Path) -> list[list[int]]:
-    """Return the edited heads that a run's result, its newest checkpoint, or a checkpoint lists."""
-    if (result := folder / "result.json").is_file():
-        provenance = read_json(result)["provenance"]
-        return [*(provenance.get("heads") or []), *(provenance.get("pruned") or [])]
-    steps = sorted(folder.glob("checkpoints/step-*/saf.json"), key=lambda state: natural_order(state.parent.name))
-    newest = steps[-1] if steps else folder / "saf.json"
-    layers = enumerate(read_json(newest)["layers"] if newest.is_file() else [])
-    return [[layer, head] for layer, edited in layers for kind in STATE_AFTER.values() for head in edited.get(kind, [])]
+        raise InputError(f"{path} must have frozen or pruned heads, got none; name another run, or heads as LAYER:HEAD")
+    return sorted(heads)

@@ -59,6 +59,20 @@ def seconds(value: float | None) -> str:
     return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
 
 
+def duration(seconds: float) -> str:
+    """Return seconds in the units that people use.
+
+    >>> duration(59.6), duration(125), duration(7260)
+    ('60s', '2m 05s', '2h 01m')
+    """
+    whole = max(0, round(seconds))
+    if whole <= 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
 def byte_size(value: float | None) -> str:
     """Return a size in GiB, MiB, KiB or bytes, from bytes.
 

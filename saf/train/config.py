@@ -154,22 +154,27 @@ class TrainConfig:
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
         self.data = absolute_path(self.data)
-        for least, names in _AT_LEAST.items():
-            for name in names:
-                value = getattr(self, name)
-                self._require(name, value is None or value >= least, f"at least {least}")
-        for name, (usable, expected) in self._conditions().items():
-            self._require(name, usable, expected)
+        for conditions in (self._bounds, self._conditions):
+            for name, (usable, expected) in conditions().items():
+                if not usable:
+                    raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
-    def _require(self, name: str, usable: bool, expected: str) -> None:
-        if not usable:
-            raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
+    def _bounds(self) -> dict[str, tuple[bool, str]]:
+        """Return for each count whether it is large enough, and how it must be."""
+        least: dict[int, tuple[str, ...]] = {
+            0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
+            1: (
+                *("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every"),
+                *("calibration_sequences", "heldout_sequences", "report_tokens"),
+            ),
+        }
+        values = [(name, getattr(self, name), bound) for bound, names in least.items() for name in names]
+        return {name: (value is None or value >= bound, f"at least {bound}") for name, value, bound in values}
 
     def _conditions(self) -> dict[str, tuple[bool, str]]:
         """Return for each setting whether its value is right, given the others, and how it must be."""
-        freeze, budgets = self.freeze, (self.time_budget_seconds, self.update_budget)
+        freeze, task, budget = self.freeze, TASKS[self.task], self.time_budget_seconds
         first = self.freeze_update  # raises for a schedule that does not fit into so many updates
-        task = TASKS[self.task]
         questions = isinstance(task, type) and issubclass(task, FinetuneTask)
         at_end = freeze is not None and first == self.updates
         fused = freeze is not None and freeze.backend == "fused"
@@ -182,8 +187,9 @@ class TrainConfig:
             "lr_start": (self.lr_start < self.updates, f"below updates={self.updates}"),
             "report_at": (len(reports) == len(self.report_at), f"different updates from 0 to updates={self.updates}"),
             "save_at": (all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"),
-            "warmup": (0 <= self.warmup_share < 1, "updates or a share, fewer than all"),
-            "time_budget_seconds": (budgets[0] is None or (budgets[0] > 0 and budgets[1] is None),
+            "warmup": (0 <= self.warmup < self.updates - self.lr_start if isinstance(self.warmup, int)
+                       else 0 <= self.warmup < 1, "updates or a share, fewer than all"),
+            "time_budget_seconds": (budget is None or (budget > 0 and self.update_budget is None),
                                     "above 0, or None with update_budget"),
             "finetuning": (self.finetuning is None or questions, f"left out with task={self.task!r}"),
             "fresh": (self.parent is not None or not self.fresh, "False without a parent"),
@@ -247,15 +253,6 @@ class TrainConfig:
             return cls(**{**values, **built})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
-
-
-_AT_LEAST = {
-    1: (
-        *("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every"),
-        *("calibration_sequences", "heldout_sequences", "report_tokens"),
-    ),
-    0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
-}
 
 
 # --- the model of a run
@@ -408,15 +405,14 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
         vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
         settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
     config = TrainConfig.from_dict({**settings, **changes})
-    first = config.freeze_update
-    if freeze is not None and config.schedule is not None and first is not None and first < begin:
-        name = setting_of_moment(config.schedule)
-        raise InputError(f"{name} must be at least the parent's update {begin}, got {config.schedule}")
     moments = {
         "save_at": [OneTime(at=share).first_update(config.updates) for share in config.save_at],
         "report_at": list(config.report_at),
     }
-    for name, updates in moments.items():  # those of the parent's run itself are over, and its own
-        if name in changes and min(updates, default=begin) < begin:
-            raise InputError(f"{name} must be at least the parent's update {begin}, got update {min(updates)}")
+    moments = {name: updates for name, updates in moments.items() if name in changes}  # the parent's own are over
+    if freeze is not None and config.schedule is not None and config.freeze_update is not None:
+        moments[setting_of_moment(config.schedule)] = [config.freeze_update]
+    for name, updates in moments.items():
+        if (first := min(updates, default=begin)) < begin:
+            raise InputError(f"{name} must be at least the parent's update {begin}, got update {first}")
     return config

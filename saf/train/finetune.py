@@ -131,9 +131,7 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
         begun = (out / "config.json").exists()
         if resume and begun:
             if epochs is not None and (updates := updates_of_epochs(config, epochs)[0]) != config.updates:
-                raise InputError(
-                    f"updates of the run to resume must stay {config.updates}, epochs={epochs} are {updates}"
-                )
+                raise InputError(f"updates to resume must stay {config.updates}, epochs={epochs} are {updates}")
         elif resume and not (out / CHOICE).exists():
             raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
         elif examples:
@@ -160,12 +158,20 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
             examples, or other settings than those of the epochs to resume.
     """
     _check_can_choose(config, resume=resume)
+    counts = updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
+    if len(set(counts)) < MOST_EPOCHS:
+        numbers = ", ".join(map(str, counts))
+        raise InputError(f"1 to {MOST_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
     assert config.finetuning is not None, "the task was opened"
     folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
     development = replace(config.finetuning, judge="development")
     alike = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
-    counts = _distinct_updates(config)
     on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # by which choosing can go on
+
+    def say(words: str) -> None:
+        if is_rank0() and not config.quiet:
+            print(words, file=sys.stderr)
+
     for epoch, updates in enumerate(counts, 1):
         out = folder / f"epoch-{epoch}"
         one = replace(alike, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
@@ -178,12 +184,12 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
             return result
         tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
         share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
-        _say(config, f"after epoch {epoch} of {MOST_EPOCHS}: {share}")
+        say(f"after epoch {epoch} of {MOST_EPOCHS}: {share}")
         if epoch > 1:
             on_rank0(lambda doomed=parent: _remove(doomed))
         parent = Path(result["checkpoint"])
     best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
-    _say(config, f"epochs chosen: {best['epochs']}; training begins anew, for as many")
+    say(f"epochs chosen: {best['epochs']}; training begins anew, for as many")
     head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
     record = {**head, "epochs": best["epochs"], "tried": tried}
     on_rank0(lambda: write_json(folder / "choice.json", record))
@@ -193,8 +199,14 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
 
 def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
     """Raise InputError where no ordinary model could choose epochs by these settings, or other epochs are there."""
-    if config.freeze is not None:
-        raise InputError("epochs must be chosen by the ordinary model; finetune it first, then this arm --like it")
+    layers = read_json(Path(str(config.parent)) / "saf.json", error=CheckpointError)["layers"]
+    edited = [kind for kind in EDITED if any(layer.get(kind) for layer in layers)]
+    if config.freeze is not None or edited:
+        parent = f"; {config.parent} has {' and '.join(edited)} heads" if edited else ""
+        raise InputError(
+            f"epochs must be chosen by the ordinary model{parent}: finetune that first, then this arm --like it, or "
+            "give epochs"
+        )
     if config.min_lr_ratio != 1 or config.warmup != 0:
         raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
     out = Path(config.out)
@@ -204,12 +216,6 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
         raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
     if resume and (recorded := choosing(out)) is not None:
         check_same_run(config, recorded.to_dict())
-    layers = read_json(Path(str(config.parent)) / "saf.json", error=CheckpointError)["layers"]
-    if edited := " and ".join(kind for kind in EDITED if any(layer.get(kind) for layer in layers)):
-        raise InputError(
-            f"epochs must be chosen by the ordinary model, and {config.parent} has {edited} heads: finetune the "
-            "ordinary one first, then this one --like it, or give epochs"
-        )
 
 
 def choosing(out: Path | str) -> TrainConfig | None:
@@ -218,22 +224,6 @@ def choosing(out: Path | str) -> TrainConfig | None:
     return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
 
 
-def _distinct_updates(config: TrainConfig) -> list[int]:
-    """Return the updates of one to five epochs; raise InputError where two numbers of epochs have the same."""
-    counts = updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
-    if len(set(counts)) < MOST_EPOCHS:
-        raise InputError(
-            f"1 to {MOST_EPOCHS} epochs must have different updates, got {', '.join(map(str, counts))}; give epochs, "
-            "more examples or a smaller batch_size"
-        )
-    return counts
-
-
 def _remove(checkpoint: Path) -> None:
     if checkpoint.is_dir():
         remove_folder_(checkpoint)
-
-
-def _say(config: TrainConfig, words: str) -> None:
-    if is_rank0() and not config.quiet:
-        print(words, file=sys.stderr)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -115,25 +114,14 @@ class Replicas(_Group):
         self._wrapper = None  # a new one, whose gradient buckets have the parameters' present shapes
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
         device, calling = execution.device, _Callable(model, forward)
-        # Without elements they get no gradient, which the wrapper would wait for.
-        empty = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(calling, empty)
-        self._wrapper = DistributedDataParallel(
-            calling,
-            device_ids=None if device.type == "cpu" else [torch.cuda.current_device()],
-            gradient_as_bucket_view=True,
-            **_BUFFERS_STAY,
-        )
+        # Weights without elements get no gradient, which the wrapper would wait for. The tables of frozen heads are the
+        # same on every rank: no forward pass need send them.
+        ignored = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
+        ignored += [name for name, _ in calling.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(calling, ignored)
+        devices = None if device.type == "cpu" else [torch.cuda.current_device()]
+        self._wrapper = DistributedDataParallel(calling, device_ids=devices, gradient_as_bucket_view=True)
         return Engine(self._wrapper, model, optimizer, compiles, no_sync=self._wrapper.no_sync)
-
-
-_BUFFERS_STAY: dict[str, Any] = {
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-    # the name before PyTorch 2.13
-    else "broadcast_buffers": False
-}
-"""The tables of frozen heads are the same on every rank and stay as they are: no forward pass need send them."""
 
 
 class Shards(_Group):
@@ -308,29 +296,25 @@ def parallel_of(
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
     more than half of a GPU's memory: then "fsdp".
     """
-    processes = rank_and_size()[1]
+    processes, reason = rank_and_size()[1], "as set"
     if kind == "none" and processes > 1:
         raise InputError(f"parallel='none' needs one process, got {processes}; start one, or leave it out")
     if kind in ("ddp", "fsdp") and not in_group():
         raise InputError(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
-    reason = "as set"
-    if kind == "auto":
-        kind, reason = _pick(parameters, execution.device) if processes > 1 else ("none", "one process")
+    if kind == "auto" and processes == 1:
+        kind, reason = "none", "one process"
+    elif kind == "auto" and execution.device.type != "cuda":
+        kind, reason = "ddp", "the model is whole in every process"
+    elif kind == "auto":
+        needed, memory = STATE_BYTES * parameters, torch.cuda.get_device_properties(execution.device).total_memory
+        kind = "ddp" if needed <= memory / 2 else "fsdp"
+        reason = f"weights, gradients and moments take {byte_size(needed)} of {byte_size(memory)}"
     if kind == "fsdp":
         check_shards(execution, trained_patterns=trained_patterns)
         return Shards(execution.device), reason
     return (Replicas() if kind == "ddp" else Parallel()), reason
-
-
-def _pick(parameters: int, device: torch.device) -> tuple[ParallelKind, str]:
-    """Return the kind for several processes and the reason."""
-    if device.type != "cuda":
-        return "ddp", "the model is whole in every process"
-    needed, memory = (STATE_BYTES * parameters, torch.cuda.get_device_properties(device).total_memory)
-    reason = f"weights, gradients and moments take {byte_size(needed)} of {byte_size(memory)}"
-    return ("ddp", reason) if needed <= memory / 2 else ("fsdp", f"{reason}, more than half")
 
 
 def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:

@@ -59,62 +59,44 @@ def finish(run: Run) -> dict[str, Any]:
 
 def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write result.json with the task's report of the checkpoint `final`, and return it."""
-    folder, config = run.folder, run.config
-    metrics, events = read_lines(folder / "metrics.jsonl"), run.events
+    config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
     if config.freeze is not None and not events:
         warnings.warn(_why_nothing_froze(run), SafWarning, stacklevel=4)
-    last = metrics[-max(1, min(100, config.updates // 20)) :]
+    branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
+    branched = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
+    saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
+    # One for both: the fingerprint of a task covers all its data, for training and measuring.
+    data = {"train": run.task.fingerprint, "report": run.task.fingerprint}
+    settings, device = config.to_dict(), run.execution.device_name
+    header = result_header("run", settings, device=device, checkpoints=saved, data=data)
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
+    names = {"patterns_hash": _patterns_hash(events), "heads": frozen, "pruned": pruned, "seed": config.seed}
+    header["provenance"] |= names
+    last = [line["loss"] for line in metrics[-max(1, min(100, config.updates // 20)) :]]
     reports = {update: report if update == run.update else _earlier_report(run, update) for update in config.report_at}
-    header = _header(run, final)
-    header["provenance"] |= {
-        "patterns_hash": _patterns_hash(events),
-        "heads": frozen,
-        "pruned": pruned,
-        "seed": config.seed,
-    }
     result = {
         **header,
         "arm": arm(frozen=frozen, pruned=pruned, events=events),
         "updates": run.update,
         "tokens": run.tokens,
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
-        "train_loss": fmean(line["loss"] for line in last) if last else None,
+        "train_loss": fmean(last) if last else None,
         **report,
         "reports": {str(update): reports[update] for update in sorted(reports) if reports[update] is not None},
-        "update_seconds": update_seconds(metrics, run.timed_from),
+        "update_seconds": _update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.elapsed.record(),
         "missing": list(_missing(run, reports)),
-        "intervention": intervention_record(events) if events else None,
+        "intervention": _intervention(events) if events else None,
         "checkpoint": str(final),
     }
-    write_json(folder / "result.json", result)
+    write_json(run.folder / "result.json", result)
     return result
-
-
-def _header(run: Run, final: Path) -> dict[str, Any]:
-    branch = None if run.config.freeze_update is None else run.checkpoints / step_name(run.config.freeze_update)
-    return result_header(
-        "run",
-        run.config.to_dict(),
-        device=run.execution.device_name,
-        checkpoints={
-            "parent": run.parent_hash,
-            "branch": checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None,
-            "final": checkpoint_hash(final),
-        },
-        # One for both: the fingerprint of a task covers all its data, for training and measuring.
-        data={"train": run.task.fingerprint, "report": run.task.fingerprint},
-    )
 
 
 def _earlier_report(run: Run, update: int) -> dict[str, Any] | None:
     path = _report_path(run, update)
     return read_json(path) if path.is_file() else None
-
-
-# --- parts of the record that are missing
 
 
 def _missing(run: Run, reports: dict[int, Any]) -> Iterator[str]:
@@ -133,18 +115,15 @@ def _missing(run: Run, reports: dict[int, Any]) -> Iterator[str]:
 def _why_nothing_froze(run: Run) -> str:
     if adapter_for(run.model).heads(*EDITED):
         return f"{run.folder} has lost {EVENTS}: heads are frozen or pruned, and how they were chosen is not known"
-    if run.config.freeze_update is None:
+    if (first := run.config.freeze_update) is None:
         return f"no heads were frozen: until update {run.update} the schedule found no moment for an event"
     return (
-        f"no heads were frozen: the run ended after update {run.update}, before its freezing point at update "
-        f"{run.config.freeze_update}; allow more time, or freeze earlier"
+        f"no heads were frozen: the run ended after update {run.update}, before its freezing point at update {first}; "
+        "allow more time, or freeze earlier"
     )
 
 
-# --- entries of result.json
-
-
-def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
+def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
     """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, or of all."""
     timed = [line for line in metrics if line["update"] >= timed_from] or metrics
     if not timed:
@@ -155,7 +134,7 @@ def update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, 
     return {**spread, "first_update": timed[0]["update"], "last_update": timed[-1]["update"]}
 
 
-def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
+def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     """Return the summary of a run's events, at least one: first update, heads in force, seconds by part, losses.
 
     `loss_rise` adds up the immediate rises of the controller loss at each event; None where no run measured them.
@@ -178,6 +157,5 @@ def intervention_record(events: list[EventRecord]) -> dict[str, Any]:
 
 def _patterns_hash(events: list[EventRecord]) -> str | None:
     """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
-    paths = [event.tensors_path for event in events if event.undone_by is None]
-    hashes = [file_hash(path) for path in paths if path is not None]
+    hashes = [file_hash(event.tensors_path) for event in events if event.undone_by is None and event.tensors_path]
     return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)

@@ -1,7 +1,8 @@
-"""`Run` is the state of a training run: its progress through the budget, its next update, and the files it writes."""
+"""`Run` is the state of a training run: its time and budget, its next update, its logs and checkpoints."""
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,21 +13,181 @@ import torch
 
 from saf.checkpoint import capture_random_state, latest, prune_checkpoints_, save_checkpoint, step_name
 from saf.distributed import on_rank0
-from saf.errors import CheckpointError
 from saf.heads import HeadSet
 from saf.machine import Execution, untimed_updates
 from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
-from saf.records.files import append_line, no_room
+from saf.records.files import append_line, flush
+from saf.records.table import duration, plain
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
 from saf.train.config import TrainConfig
 from saf.train.events import GRADIENT
-from saf.train.logs import Elapsed, Observer
 from saf.train.step import Updater, learning_rate
+
+# --- time
+
+PARTS = {
+    "load": "opening data, building or restoring the model, reading logs",
+    "train": "updates, and the time between them",
+    "compile": "updates that compile",
+    "freeze": "events: calibration, scores, selection, fits, installation, and recording them",
+    "evaluate": "losses on the controller's windows, those around events and after the last update included",
+    "checkpoint": "writing checkpoints, but for the last one",
+}
+"""The parts of a run's elapsed time. Reports and the last checkpoint are in none."""
+
+
+class Elapsed:
+    """Seconds of a run by part, over all processes that resumed it; a branch has its parent's beside them.
+
+    >>> elapsed = Elapsed()
+    >>> with elapsed("evaluate"):
+    ...     pass
+    >>> elapsed.parts["evaluate"] < elapsed.total
+    True
+    """
+
+    def __init__(self):
+        self._part: str | None = "load"
+        self._since = time.perf_counter()
+        self._own = dict.fromkeys(PARTS, 0.0)
+        self.parent: dict[str, float] | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of this run until now, its parent's left out."""
+        self.enter(self._part)
+        return dict(self._own)
+
+    @property
+    def total(self) -> float:
+        """The seconds of this run until now, its parent's left out."""
+        return sum(self.parts.values())
+
+    def enter(self, part: str | None) -> None:
+        """Count the seconds from now on under `part`; under None they do not count."""
+        now = time.perf_counter()
+        if self._part is not None:
+            self._own[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    @contextmanager
+    def __call__(self, part: str | None) -> Iterator[None]:
+        """Count a block under `part`, but not where nothing counts any more; then go on with the part before."""
+        outer = self._part
+        self.enter(outer and part)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds of this run and of its parent, as JSON values."""
+        return {"parts": self.parts, "parent": self.parent}
+
+    def go_on_(self, state: Mapping[str, Any], *, branch: bool) -> None:
+        """Add the seconds in a checkpoint of this run; those of another run's, of which this is a branch, aside."""
+        if branch:
+            self.parent = _sum(state["parts"], state["parent"] or {})
+        else:
+            self._own, self.parent = _sum(self._own, state["parts"]), state["parent"]
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of result.json: both totals, the parent's part included, and the parts."""
+        parts = self.parts
+        both = _sum(parts, self.parent or {})
+        everything = sum(both.values())
+        totals = {"everything": everything, "warm": everything - both["load"] - both["compile"]}
+        clocks = {name: {"seconds": seconds} for name, seconds in totals.items()}
+        return {**clocks, "parts": parts, "parent_parts": self.parent}
+
+
+def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the elapsed seconds of a checkpoint, in `Elapsed.state_dict`'s form, with those of an event upon it."""
+    return {**state, "parts": _sum(state["parts"], {"freeze": seconds})}
+
+
+def _sum(*records: Mapping[str, float]) -> dict[str, float]:
+    return {part: sum(each.get(part, 0.0) for each in records) for part in PARTS}
+
+
+# --- logs
 
 CHECKPOINT_LOG = "clock.jsonl"
 """A line for each checkpoint of a run, also of those removed since: its hash and the elapsed seconds."""
+
+
+class RunLog:
+    """Write metrics.jsonl, evaluations.jsonl and TensorBoard events, and show progress on standard error.
+
+    Progress is a bar on a terminal, and elsewhere a line now and then.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, *, done: int, total: int, tokens: int, peak: float | None):
+        """Go on with the logs in `folder`; an update has so many `tokens` and takes `peak` seconds at rated speed."""
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+        self._total, self._every, self._tokens, self._peak = total, config.log_every, tokens, peak
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=config.quiet)
+        self._bar = self._board = None
+        if self._console.is_terminal and not config.quiet:
+            counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+            self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
+            self._task = self._bar.add_task("training", total=total, completed=done, text="")
+            self._bar.start()
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def updated(self, record: dict[str, Any], *, left: float | None) -> None:
+        """Record one update, a line of metrics.jsonl, and show it with the seconds `left`, if they are known."""
+        append_line(self._metrics, record, wait=False)
+        update, seconds = record["update"], record["update_seconds"]
+        values = {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm")}
+        values["speed/tokens_per_second"] = speed = self._tokens / seconds
+        words = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
+        if self._peak:
+            values["speed/model_flop_utilisation"] = utilisation = self._peak / seconds
+            words.append(f"MFU {utilisation:.1%}")
+        if left is not None:
+            words.append(f"{duration(left)} left")
+        if self._board:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, update)
+        if self._bar:
+            self._bar.update(self._task, completed=update, text="  ".join(words))
+        elif update % self._every == 0 or update == self._total:
+            self._console.print(f"update {update}/{self._total}  " + "  ".join(words))
+
+    def evaluated(self, update: int, loss: float, when: str) -> None:
+        """Record one loss on the controller partition."""
+        line = {"update": update, "partition": "controller", "loss": loss, "when": when}
+        append_line(self._evaluations, line, wait=False)
+        if self._board and when == "periodic":
+            self._board.add_scalar("controller/loss", loss, update)
+        self.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
+
+    def say(self, text: str) -> None:
+        """Show a line of its own."""
+        self._console.print(plain(text))
+
+    def flush(self) -> None:
+        """Wait until the logs are on the disk."""
+        for path in filter(Path.exists, (self._metrics, self._evaluations)):
+            flush(path)
+
+    def close(self) -> None:
+        """End TensorBoard's events and the bar."""
+        for each in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
+            each()
+
+
+# --- the run
 
 
 @dataclass(kw_only=True)
@@ -45,8 +206,8 @@ class Run:
     start: int
     """Update of the checkpoint that the run began at; 0 for a new one."""
     parent_hash: str | None
-    observer: Observer | None = None
-    """Writes logs and shows progress; None on a rank that writes nothing."""
+    log: RunLog | None = None
+    """None on a rank that writes nothing."""
     heads_changed: int | None = None
     """Update after which the newest event of its own came; None before any."""
     peak_memory: int | None = None
@@ -113,15 +274,11 @@ class Run:
 
         After an event it rises again from zero, over `rewarm_updates`.
         """
-        config = self.config
-
-        def progress_of(update: int) -> float:
-            return (update - config.lr_start) / (config.updates - config.lr_start)
-
-        if (share := self.budget_share()) is None:
-            progress = progress_of(self.update + 1)
-        else:
-            begin = max(progress_of(self.start), 0.0)
+        config, share = self.config, self.budget_share()
+        done = self.update + 1 if share is None else self.start
+        progress = (done - config.lr_start) / (config.updates - config.lr_start)
+        if share is not None:
+            begin = max(progress, 0.0)
             progress = begin + (1 - begin) * min(share, 1.0)
         rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
         if self.heads_changed is None or config.rewarm_updates == 0:
@@ -144,23 +301,30 @@ class Run:
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated())
         record = {"update": self.update, "tokens": self.tokens, "loss": done.loss, "lr": rate}
         record |= {"grad_norm": done.grad_norm, "update_seconds": done.seconds}
-        if self.observer:
-            self.observer.updated(record, update_seconds=median(self.recent) if self.recent else None)
+        if self.log:
+            self.log.updated(record, left=self._seconds_left())
         return record
+
+    def _seconds_left(self) -> float | None:
+        config = self.config
+        if config.time_budget_seconds is not None:
+            return config.time_budget_seconds - self.elapsed.total
+        end = config.updates if config.update_budget is None else self.start + config.update_budget
+        return median(self.recent) * (end - self.update) if self.recent else None
 
     # --- logs and checkpoints
 
     def say(self, text: str) -> None:
         """Show a line about this moment of the run."""
-        if self.observer:
-            self.observer.progress.say(f"update {self.update}: {text}")
+        if self.log:
+            self.log.say(f"update {self.update}: {text}")
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, of so many batches if given, and log it as `when`."""
         with self.elapsed("evaluate"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
-            if self.observer:
-                self.observer.evaluated(self.update, loss, when)
+            if self.log:
+                self.log.evaluated(self.update, loss, when)
         return loss
 
     def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
@@ -190,8 +354,8 @@ class Run:
                 "random": capture_random_state(),
                 **self.task.state(self.update),
             }
-            if self.observer:
-                self.observer.sync()  # a checkpoint counts on the logs before it
+            if self.log:
+                self.log.flush()  # a checkpoint counts on the logs before it
             engine = self.updater.engine
             saved = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
             on_rank0(lambda: self._log_checkpoint(path, saved))
@@ -202,29 +366,9 @@ class Run:
         line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / CHECKPOINT_LOG, line)
 
-    # --- failures
-
     def last_good(self) -> str:
         """Return a sentence that says from which checkpoint to go on after an error."""
         good = latest(self.checkpoints) or self.config.parent
         if good is None:
             return "There is no checkpoint yet: start again"
         return f"The last good checkpoint is {good}: continue from it"
-
-    @contextmanager
-    def full_disk_explained(self, files: str) -> Iterator[None]:
-        """Raise CheckpointError, which says how to go on, in place of an error about a full disk."""
-        try:
-            yield
-        except OSError as error:
-            if (reason := no_room(error)) is None:
-                raise
-            raise CheckpointError(
-                f"{reason}: the run's {files} could not be written to {self.folder}. {self.last_good()}; "
-                "nothing up to there is lost: make room, then resume"
-            ) from error
-
-    def close(self) -> None:
-        """Close the logs."""
-        if self.observer:
-            self.observer.close()

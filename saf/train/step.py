@@ -6,18 +6,19 @@ A run makes its updates by `Updater`, and so does a benchmark without any run.
 import gc
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import AdamW
 
 from saf.calibration import QKGradient
-from saf.errors import DivergenceError, InputError, SafWarning, UnsupportedError
+from saf.errors import DivergenceError, InputError, UnsupportedError
 from saf.evaluate.answers import NO_TARGET
 from saf.machine import Execution, GraphPool, GraphReplay
 from saf.models import GPTConfig
@@ -207,22 +208,9 @@ def trains_patterns(model: nn.Module) -> bool:
 
 # --- CUDA graphs: one launch a micro-batch in place of 1,300
 
-MOST_GRAPHS = 32
-"""Shapes with a graph of their own: as many as there are padded lengths up to 512 tokens, the paper's BoolQ."""
 FEW = 8_192 * 768
 """Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
 the device, by a sixth ordinary and by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
-
-
-def padded_length(length: int, longest: int | None = None) -> int:
-    """Return the length that a micro-batch is padded to: an eighth more at most above 64 tokens, within `longest`.
-
-    >>> [padded_length(length) for length in (3, 50, 64, 65, 200, 511)], padded_length(62, longest=63)
-    ([8, 56, 64, 72, 208, 512], 63)
-    """
-    step = max(8, (1 << (length - 1).bit_length()) // 16)
-    rounded = -(-length // step) * step
-    return rounded if longest is None else min(rounded, max(longest, length))
 
 
 def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
@@ -243,15 +231,14 @@ class GraphedPasses:
 
     The first micro-batch runs uncaptured and shows which parameters have gradients, which are then added up in memory
     that stays. Later ones are padded on the right, where causal attention does not look and nothing is a target; a
-    compiled pass, one program a shape, is not padded. Graphs read weights and tables where they lie: make another
-    object after an event.
+    compiled pass is not padded. Graphs read weights and tables where they lie: make another object after an event.
     """
 
     def __init__(self, run: Callable[[Tensor, Tensor], Tensor], model: nn.Module, device: torch.device, *, pads: bool):
         self._run, self._model, self._device, self._pads = run, model, device, pads
         self._longest, self._pool = longest_input(model), GraphPool()
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self.graphs: dict[tuple[int, int], tuple[Tensor, Tensor, GraphReplay]] = {}
+        self.graphs: dict[torch.Size, tuple[Tensor, Tensor, GraphReplay]] = {}
         """By the shape of micro-batches, with the memory that each reads."""
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -264,43 +251,37 @@ class GraphedPasses:
             if parameter.grad is not own:
                 own.zero_() if parameter.grad is None else own.copy_(parameter.grad)
                 parameter.grad = own
-        count, length = inputs.shape
-        shape = count, padded_length(length, self._longest) if self._pads else length
-        if shape not in self.graphs and len(self.graphs) == MOST_GRAPHS:
-            warnings.warn(f"CUDA graphs hold {MOST_GRAPHS} shapes; others are launched", SafWarning, stacklevel=2)
-            return self._run(inputs, targets)
-        if shape not in self.graphs:
-            self.graphs[shape] = self._capture(inputs, targets, shape)
-        own_inputs, own_targets, replay = self.graphs[shape]
-        _fill_(own_inputs, inputs, 0)
-        _fill_(own_targets, targets, NO_TARGET)
+        extra = self._padding(inputs.shape[1]) if self._pads else 0
+        inputs, targets = F.pad(inputs, (0, extra)), F.pad(targets, (0, extra), value=NO_TARGET)
+        if inputs.shape not in self.graphs:
+            self.graphs[inputs.shape] = inputs, targets, self._capture(inputs, targets)
+        own_inputs, own_targets, replay = self.graphs[inputs.shape]
+        own_inputs.copy_(inputs)
+        own_targets.copy_(targets)
         replay()
         return replay.outcome
 
-    def _capture(self, inputs: Tensor, targets: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor, GraphReplay]:
-        """Return a graph of a shape with its inputs and targets; gradients are afterwards what they were."""
-        own_inputs, own_targets = inputs.new_empty(shape), targets.new_empty(shape)
-        _fill_(own_inputs, inputs, 0)
-        _fill_(own_targets, targets, NO_TARGET)
+    def _padding(self, length: int) -> int:
+        """Return how many tokens to add: an eighth at most above 64, within the longest input of the model."""
+        step = max(8, (1 << (length - 1).bit_length()) // 16)
+        padded = -(-length // step) * step
+        return (padded if self._longest is None else min(padded, max(self._longest, length))) - length
+
+    def _capture(self, inputs: Tensor, targets: Tensor) -> GraphReplay:
+        """Return a graph that reads this memory; gradients are afterwards what they were."""
         before = [own.clone() for own in self._gradients.values()]
         # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one; and
         # memory that passes without a graph hold would lie beside the graphs' own, unused.
         gc.collect()
         torch.cuda.empty_cache()
         with for_graphs(self._model):
-            run = lambda: self._run(own_inputs, own_targets)  # noqa: E731
+            run = partial(self._run, inputs, targets)
             replay = GraphReplay(run, device=self._device, pool=self._pool, same_stream=True)
         if any(p.grad is not None and p not in self._gradients for p in self._model.parameters()):
             raise UnsupportedError("CUDA graphs need the same parameters in every micro-batch; pass graphs='off'")
         for own, values in zip(self._gradients.values(), before, strict=True):
             own.copy_(values)
-        return own_inputs, own_targets, replay
-
-
-def _fill_(memory: Tensor, rows: Tensor, padding: int) -> None:
-    """Write rows `[B, T]` into memory of at least as many columns, padded on the right."""
-    memory[:, : rows.shape[1]].copy_(rows)
-    memory[:, rows.shape[1] :].fill_(padding)
+        return replay
 
 
 # --- memory

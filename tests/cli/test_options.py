@@ -11,6 +11,7 @@ from saf.cli.pretrain import parse_words
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.records.events import append_event, read_events
+from saf.records.files import write_json
 from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict
@@ -90,7 +91,7 @@ def test_heads_come_from_words_and_files(tmp_path):
     )
     (tmp_path / "other.json").write_text("{}")
     for name in ("run", "undone"):
-        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        write_json(tmp_path / name / "config.json", {})
     (tmp_path / "empty").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text("")
     append_event(tmp_path / "undone", "freeze", {"heads": [[0, 1]]})
@@ -98,10 +99,10 @@ def test_heads_come_from_words_and_files(tmp_path):
     for word, message in (
         ("3", "LAYER:HEAD"),
         ("no.json", "LAYER:HEAD"),
-        (tmp_path / "run", "run froze and pruned no heads"),
-        (tmp_path / "run" / "events.jsonl", "events.jsonl froze and pruned no heads"),
-        (tmp_path / "undone", "undone made all heads live again that it froze or pruned"),
-        (tmp_path / "empty", "empty must be a run or a checkpoint"),
+        (tmp_path / "run", "run must have frozen or pruned heads"),
+        (tmp_path / "run" / "events.jsonl", "events.jsonl must have frozen or pruned heads"),
+        (tmp_path / "undone", "undone must have frozen or pruned heads"),
+        (tmp_path / "empty", "empty holds nothing that saf writes; expected a run or a checkpoint"),
         (tmp_path / "other.json", "must list heads"),
     ):
         with pytest.raises(InputError, match=message):

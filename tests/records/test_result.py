@@ -9,8 +9,7 @@ import pytest
 
 import saf
 from saf.errors import InputError
-from saf.records.provenance import command, commit, invocation
-from saf.records.result import read_result, result_header
+from saf.records.result import command, commit, invocation, read_result, result_header
 
 RESULTS = Path(__file__).parents[2] / "results"
 HEADER = ("schema", "kind", "settings", "provenance")

@@ -3,31 +3,37 @@
 import copy
 import hashlib
 import json
+import math
 import os
 import signal
+import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 import saf
 import saf.freezing as editing
 import saf.train.loop as loop
+from saf.calibration.streaming import LayerStatistics
 from saf.checkpoint import _write_shards
 from saf.data import TokenData
 from saf.distributed import _lost_peers_explained, all_gather, on_rank0
-from saf.errors import UnsupportedError
+from saf.errors import SelectionError, UnsupportedError
 from saf.evaluate.continuations import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
-from saf.schedules import Gradual, TrainLoss, ValidationBudget
+from saf.records.files import tensors_hash
+from saf.schedules import ValidationBudget
 from saf.train import TrainConfig, pretrain
-from saf.train.parallel import Shards
+from saf.train.parallel import Parallel, Replicas, Shards
 from saf.train.run import Run
-from saf.train.step import build_optimizer
-from tests.train.helpers import brisk
+from saf.train.step import Updater, build_optimizer
 
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 LAYER = FreezeConfig(heads=[(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)], max_fit_kl=10.0)
@@ -37,11 +43,6 @@ STORIES = {
     "undone": {"freeze": FREEZE, "schedule": ValidationBudget(begin=0.5, every=0.25), "track_gradients": True},
     "pruned": {
         "freeze": FreezeConfig(heads=[*((0, head) for head in range(4)), (1, 1)], operation="prune"),
-        "updates": 4,
-    },
-    "gradual": {
-        "freeze": FreezeConfig(heads=[(0, 0), (1, 1)], max_fit_kl=10.0),
-        "schedule": Gradual(begin=0.25, end=0.75, groups=2),
         "updates": 4,
     },
 }
@@ -60,15 +61,6 @@ def story(config: TrainConfig, name: str) -> dict:
         if name == "undone":
             patch.setattr(Run, "controller_loss", dear)
         return pretrain(replace(config, **STORIES[name]))
-
-
-def levelled(config: TrainConfig) -> None:
-    """Train by the train-loss schedule across a freeze and its undo."""
-    few = {"updates": 40, "batch_size": 1, "accumulation": 2, "eval_windows": 1, "calibration_sequences": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        brisk(patch)
-        few |= {"eval_every": 0, "save_every": 0, "schedule": TrainLoss(multiplier=2.0)}
-        pretrain(replace(config, freeze=FREEZE, **few))
 
 
 class Watching:
@@ -109,9 +101,14 @@ def raised(function) -> list[str]:
     return []
 
 
+def stopping(patch: pytest.MonkeyPatch, update: int, by: bool) -> None:
+    """Let a signal come to this process before an update."""
+    Watching(patch, update, lambda run: by and os.kill(os.getpid(), signal.SIGTERM))
+
+
 def two(rank: int, folder: str, settings: dict) -> None:
     """Train as one of two ranks, one story after the other, and write what came of each."""
-    told = {}
+    said = {}
 
     def config(name: str, **changes) -> TrainConfig:
         return TrainConfig(**{**settings, "out": f"{folder}/{name}", **changes})
@@ -125,37 +122,89 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     patch.setattr("saf.train.run.read_events", lambda folder: [])
                     patch.setattr("saf.train.result.latest", lambda folder: None)
                 watching = Watching(patch)
-                told[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
-                told[f"{name} {kind} hash"] = hash_of(watching.run)
-    told["writes"] = watching.run.observer is not None
-    levelled(config("levelled fsdp", parallel="fsdp"))
-    pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16"))
-    resumed_elsewhere(rank, told, config)
-    told["bytes"] = bytes_held()
-    told["evaluated"] = [evaluated(settings["data"], f"{folder}/evaluated"), answered()]
-    refusals(rank, told, config)
-    failures(rank, told, config, lambda: Path(folder, f"{rank}.json").write_text(json.dumps(told)))
+                said[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
+                said[f"{name} {kind} hash"] = hash_of(watching.run)
+    said["writes"] = watching.run.log is not None
+    pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16", updates=4))
+    with pytest.MonkeyPatch.context() as patch:
+        stopping(patch, 9, rank == 1)
+        said["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
+    with pytest.MonkeyPatch.context() as patch:
+        stopping(patch, 2, rank == 1)
+        assert story(config("four", parallel="fsdp"), "pruned")["stopped_at"] == 2
+    said["bytes"] = bytes_held()
+    said["uneven targets"] = [uneven_targets(rank, parallel) for parallel in (Replicas(), Shards(torch.device("cpu")))]
+    said["evaluated"] = [evaluated(settings["data"], f"{folder}/evaluated"), answered()]
+    said["frozen alike"], said["late"] = frozen_alike(rank), late()
+    refusals(rank, said, config)
+    failures(rank, said, config, lambda: Path(folder, f"{rank}.json").write_text(json.dumps(said)))
     os._exit(0)  # the group is broken: nothing is left to leave in order
 
 
-def resumed_elsewhere(rank: int, told: dict, config) -> None:
-    """Stop at a signal to one rank, and go on where one process was stopped; then in another kind of group."""
-    with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, 5, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
-        told["stopped"] = pretrain(config("stopped", freeze=LAYER, parallel="fsdp"))
-    with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, 9, lambda run: rank == 0 and os.kill(os.getpid(), signal.SIGTERM))
-        told["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
-    told["resumed"] = pretrain(config("begun", freeze=LAYER), resume=True)["report_loss"]
-    with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, 2, lambda run: rank == 1 and os.kill(os.getpid(), signal.SIGTERM))
-        assert story(config("four", parallel="fsdp"), "gradual")["stopped_at"] == 2
+def four(rank: int, config: TrainConfig) -> None:
+    """Go on on four ranks where two were stopped; each reads its own of their shards."""
+    pretrain(replace(config, parallel="fsdp", **STORIES["pruned"]), resume=True)
 
 
-def four(rank: int, folder: str, settings: dict) -> None:
-    """Go on on four ranks where two were stopped between two events; each reads its own of their shards."""
-    config = TrainConfig(**{**settings, "out": f"{folder}/four", "parallel": "fsdp", **STORIES["gradual"]})
-    pretrain(config, resume=True)
+def small_model(**changes) -> saf.GPT:
+    model = saf.GPT(saf.preset("tiny", **{"vocab_size": 64, "max_length": 16, **changes}))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
+
+
+def uneven_targets(rank: int, parallel: Parallel, every: int = 2) -> list[float]:
+    """Return loss and gradient norm of an update whose four micro-batches have unequal numbers of targets."""
+    ids = torch.randint(0, 64, (4, 1, 17), generator=torch.Generator().manual_seed(0))
+    targets = ids[..., 1:].clone()
+    for number, own in enumerate(targets):
+        own[:, 3 + 4 * number :] = -100
+    own = iter([(ids[number, :, :-1], targets[number]) for number in range(rank, 4, every)])
+    updater = Updater(
+        model=(model := small_model()),
+        optimizer=build_optimizer(model),
+        batches=own,
+        execution=Execution.of("cpu"),
+        accumulation=4 // every,
+        parallel=parallel,
+        clip=math.inf,
+    )
+    return list(updater.update(1e-3)[:2])
+
+
+def frozen_alike(rank: int) -> dict:
+    """Freeze with batches of this rank alone, and meet errors of rank 0; return what came of it."""
+    answers = {}
+    for name, error in (("known", SelectionError("too few")), ("strange", Unpicklable())):
+        answers[name] = raised(lambda error=error: on_rank0(lambda: fail(error)))
+    batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
+    model = small_model(num_layers=3)
+    report = saf.freeze_(model, [batch], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
+    answers |= {
+        "heads": report.heads.to_list(),
+        "alpha": report.patterns.alpha.tolist(),
+        "sequences": report.statistics.sequences_hash,
+        "statistics": tensors_hash({name: getattr(report.statistics, name) for name in LayerStatistics._fields}),
+        "output": model(batch[:1] * 0)[0].sum().item(),
+    }
+    return answers
+
+
+def late() -> str:
+    """Return the outcome of work that takes longer than the group, all of which has met, lets a message take."""
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+    outcome = on_rank0(lambda: time.sleep(1) or "done")
+    distributed.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
+    return outcome
+
+
+class Unpicklable(Exception):
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def bytes_held() -> int:
@@ -169,13 +218,13 @@ def bytes_held() -> int:
     return sum(tensor.to_local().numel() * tensor.element_size() for tensor in held)
 
 
-def refusals(rank: int, told: dict, config) -> None:
+def refusals(rank: int, said: dict, config) -> None:
     """Begin runs that no group can make; what one rank refuses, all do."""
-    told["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
-    told["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
-    told["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
+    said["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
+    said["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
+    said["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
     trained = FreezeConfig(rate=0.5, trainable=True)
-    told["trained"] = raised(lambda: pretrain(config("trained", freeze=trained, parallel="fsdp")))
+    said["trained"] = raised(lambda: pretrain(config("trained", freeze=trained, parallel="fsdp")))
 
     def elsewhere(folder, *more):
         """Write shards, of which rank 1's lie on a disk of its own."""
@@ -187,10 +236,10 @@ def refusals(rank: int, told: dict, config) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("saf.checkpoint._write_shards", elsewhere)
-        told["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
+        said["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
 
 
-def failures(rank: int, told: dict, config, tell) -> None:
+def failures(rank: int, said: dict, config, write) -> None:
     """Fail on one of two ranks, one way after the other, at last by ending it."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -200,18 +249,18 @@ def failures(rank: int, told: dict, config, tell) -> None:
                 run.updater.engine = replace(engine, forward=lambda *a, **k: engine.forward(*a, **k) * float("nan"))
 
         watching = Watching(patch, 4, poison)
-        told["diverged"] = raised(lambda: pretrain(config("diverged")))
-        told["applied"] = watching.run.update
+        said["diverged"] = raised(lambda: pretrain(config("diverged")))
+        said["applied"] = watching.run.update
     with pytest.MonkeyPatch.context() as patch:
-        told["refused"], told["unchanged"] = refused(patch, rank)
+        said["refused"], said["unchanged"] = refused(patch, rank)
         watching = Watching(patch)
-        told["event"] = raised(lambda: pretrain(config("refused", freeze=FREEZE)))
-        told["frozen"] = sum(layer.layout.num_frozen for layer in watching.run.model.attention_layers())
+        said["event"] = raised(lambda: pretrain(config("refused", freeze=FREEZE)))
+        said["frozen"] = sum(layer.layout.num_frozen for layer in watching.run.model.attention_layers())
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: {}["plan"])
-        told["apart"] = raised(lambda: pretrain(config("apart", freeze=FREEZE)))
-    tell()
+        said["apart"] = raised(lambda: pretrain(config("apart", freeze=FREEZE)))
+    write()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("saf.calibration.driver.calibrate", lambda *inputs, **options: os._exit(9))
@@ -220,25 +269,22 @@ def failures(rank: int, told: dict, config, tell) -> None:
             with _lost_peers_explained():
                 pretrain(config("lost", freeze=FREEZE))
 
-        told["lost"] = raised(lost)
-        tell()
+        said["lost"] = raised(lost)
+        write()
 
 
 def evaluated(data: str, out: str) -> dict:
     """Return the loss of a small model on seven windows in batches of three, the last one of one window."""
     opened = TokenData.open(data)
-    model = saf.GPT(saf.preset("tiny", vocab_size=opened.vocab_size, max_length=16))
-    model.reset_parameters(torch.Generator().manual_seed(0))
+    model = small_model(vocab_size=opened.vocab_size)
     record = evaluate_perplexity(model, opened, batch_size=3, limit=7, out=out)
     return {name: record[name] for name in ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash")}
 
 
 def answered() -> list[list]:
     """Return a small model's likelihoods of continuations, in batches that do not share out evenly."""
-    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=16))
-    model.reset_parameters(torch.Generator().manual_seed(0))
     asked = [Continuation(tuple(range(1, 2 + n % 4)), (n, n + 1)) for n in range(11)]
-    return [[one.log_prob, one.greedy] for one in likelihoods(model, asked, batch_size=2)]
+    return [[one.log_prob, one.greedy] for one in likelihoods(small_model(), asked, batch_size=2)]
 
 
 def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
@@ -251,8 +297,7 @@ def refused(patch: pytest.MonkeyPatch, rank: int) -> tuple[list[str], bool]:
         real(*arguments, **options)
 
     patch.setattr(editing, "install_", failing)
-    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=16))
-    model.reset_parameters(torch.Generator().manual_seed(0))
+    model = small_model()
     before = copy.deepcopy(model.state_dict())
     batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
     error = raised(lambda: saf.freeze_(model, [batch], FREEZE))

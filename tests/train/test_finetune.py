@@ -22,10 +22,10 @@ from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.run import RecordedRun
 from saf.tasks import FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
-from saf.train import TrainConfig, continue_from, finetune, latest, pretrain
+from saf.train import TrainConfig, continue_from, latest, pretrain
 from saf.train.run import Run
 from tests.train.conftest import SMALL
-from tests.train.helpers import Killed, die_at, killed_and_resumed, together
+from tests.train.helpers import Killed, die_at, killed_and_resumed
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 FREEZE_WORDS = ["--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
@@ -128,20 +128,14 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
         assert told in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
     assert outcome(ordinary.folder) == outcome(again.folder)
-    with pytest.raises(CompareError, match="differ in more than the freezing"):
-        compare_runs(ordinary, command("epochs-1", "--epochs", "1"))
 
 
-@pytest.mark.parametrize(("owner", "name", "call"), [(Run, "run_update", 6), (finetune, "_remove", 5)])
-def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(
-    command, files, parents, outcome, tmp_path, capsys, owner, name, call
-):
-    """In the second epoch, or with the choice written and the run to come not begun."""
+def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, files, parents, outcome, tmp_path, capsys):
     whole = command("chosen", "--peak-lr", "1e-3")
     named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
     words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
     with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, owner, name, call)
+        die_at(patch, Run, "run_update", 6)
         with pytest.raises(Killed):
             main([*words, "--peak-lr", "1e-3", "--keep", "3"])
     assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
@@ -160,7 +154,7 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
     few.write_text("".join((files / "train.jsonl").read_text().splitlines(keepends=True)[:9]))
     train, test = str(files / "train.jsonl"), ["--test", str(files / "test.jsonl")]
     for parent, words, expected in (
-        ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model, and"),
+        ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model; "),
         ("ordinary", ["--task", train, *test, "--freeze.rate", "0.25"], "epochs must be chosen by the ordinary model"),
         ("ordinary", ["--task", train, *test, "--warmup", "0.1"], "constant rate"),
         (
@@ -214,12 +208,7 @@ def one_update(settings: TrainConfig, name: str, size: int, accumulation: int) -
     return out
 
 
-def in_pairs(rank: int, settings: TrainConfig) -> None:
-    for kind in ("ddp", "fsdp"):
-        one_update(replace(settings, parallel=kind), kind, 1, 8)
-
-
-def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int = 8) -> None:
+def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int) -> None:
     """Compare a run's only update with loss and gradient in float64, each example alone and without padding."""
     task = FinetuneTask(replace(settings, batch_size=count, accumulation=1), length=64)
     model = load_model(folder / "checkpoints" / "step-0").double()
@@ -240,16 +229,10 @@ def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int = 8)
             assert (gradient - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
 
 
-@pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (3, 3), (1, 8)])
+@pytest.mark.parametrize(("size", "accumulation"), [(3, 3), (1, 8)])
 def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, accumulation):
     folder = one_update(unequal, f"{size} x {accumulation}", size, accumulation)
     assert_mean_over_tokens(unequal, folder, size * accumulation)
-
-
-def test_so_do_those_of_several_processes(unequal):
-    together(2, in_pairs, unequal)
-    for kind in ("ddp", "fsdp"):
-        assert_mean_over_tokens(unequal, Path(unequal.out, kind))
 
 
 # --- associative recall
@@ -282,11 +265,11 @@ def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, 
         recall(task="text")
     with pytest.raises(CheckpointError, match="was trained on other data"):
         pretrain(continue_from(expected["checkpoint"], out=f"{whole.out}-other", seed=5, updates=14))
-    plain = recall("plain")
+    plain = recall("plain", updates=4)
     parent = pretrain(plain)["checkpoint"]
     gates = gate_gradients(load_model(parent), MQARTask(plain, length=32).calibration())
     freeze = FreezeConfig(rate=0.25, score="gate_taylor", operation="prune")
-    pruned = pretrain(continue_from(parent, out=recall("pruned").out, freeze=freeze))
+    pruned = pretrain(continue_from(parent, out=recall("pruned").out, freeze=freeze, updates=6))
     (event,) = read_events(recall("pruned").out)
     scores = (gates / gates.norm(dim=1, keepdim=True)).flatten()
     assert sorted(event.heads) == sorted([list(divmod(i, 4)) for i in scores.argsort()[:2].tolist()])

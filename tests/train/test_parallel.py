@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,18 +17,21 @@ from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, read_metadata
 from saf.records.run import MANIFEST
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
+from saf.train.parallel import Parallel
+from tests.train.conftest import SMALL
 from tests.train.helpers import together
 from tests.train.parallel_stories import (
     KINDS,
     LAYER,
     STORIES,
-    Watching,
     answered,
     evaluated,
     four,
-    levelled,
+    frozen_alike,
+    stopping,
     story,
     two,
+    uneven_targets,
 )
 
 LOSSES = 2e-6
@@ -39,24 +41,10 @@ pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this PyT
 
 @pytest.fixture(scope="module")
 def stories(data, tmp_path_factory):
-    """The folder of the runs of one process and of two ranks, what each rank told, and a maker of settings there."""
+    """The folder of the runs of one process and of two ranks, what each rank said, and a maker of settings there."""
     folder = tmp_path_factory.mktemp("parallel")
-    settings = {
-        "data": str(data),
-        "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
-        "length": 32,
-        "batch_size": 2,
-        "accumulation": 4,
-        "updates": 12,
-        "peak_lr": 3e-3,
-        "eval_every": 4,
-        "eval_windows": 4,
-        "save_every": 3,
-        "calibration_sequences": 4,
-        "tensorboard": False,
-        "quiet": True,
-        "device": "cpu",
-    }
+    sizes = {"length": 32, "batch_size": 2, "accumulation": 4, "updates": 12, "eval_windows": 4}
+    settings = {**SMALL, **sizes, "data": str(data), "peak_lr": 3e-3, "eval_every": 4, "save_every": 3}
 
     def config(name: str, **changes) -> TrainConfig:
         return TrainConfig(**{**settings, "out": str(folder / name), **changes})
@@ -64,9 +52,8 @@ def stories(data, tmp_path_factory):
     for name in STORIES:
         story(config(name), name)
     pretrain(config("layer", freeze=LAYER))
-    levelled(config("levelled"))
     with pytest.MonkeyPatch.context() as patch:
-        Watching(patch, 4, lambda run: os.kill(os.getpid(), signal.SIGTERM))
+        stopping(patch, 4, by=True)
         assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
     together(2, two, str(folder), settings, codes=(0, 9))
     return folder, [read_json(folder / f"{rank}.json") for rank in range(2)], config
@@ -93,7 +80,7 @@ def test_losses_events_and_checkpoints_are_those_of_one_process(stories, name, k
     run, one = folder / f"{name} {kind}", folder / name
     assert numbers(run) == pytest.approx(numbers(one), rel=LOSSES)
     assert events(run) == events(one)
-    assert len(events(one)) == {"undone": 3, "pruned": 1, "gradual": 2}[name]
+    assert len(events(one)) == {"undone": 3, "pruned": 1}[name]
     assert first[f"{name} {kind}"] == second[f"{name} {kind}"] == pytest.approx(report_loss(one), rel=LOSSES)
     assert first[f"{name} {kind} hash"] == second[f"{name} {kind} hash"], "the same bits on all ranks"
     assert read_json(run / "config.json")["processes"] == 2
@@ -108,8 +95,8 @@ def test_losses_events_and_checkpoints_are_those_of_one_process(stories, name, k
 
 
 def test_only_rank_0_writes_and_each_rank_its_shards(stories, tmp_path):
-    folder, told, _ = stories
-    assert [each["writes"] for each in told] == [True, False]
+    folder, said, _ = stories
+    assert [each["writes"] for each in said] == [True, False]
     path, whole = (latest(folder / name / "checkpoints") for name in ("undone fsdp", "undone"))
     assert read_json(path / "manifest.json")["files"].keys() == {file.name for file in path.iterdir()} - {MANIFEST}
     files = sorted(path.glob("shard-*"))
@@ -117,7 +104,7 @@ def test_only_rank_0_writes_and_each_rank_its_shards(stories, tmp_path):
     assert all("DCP_SHARDING_INFO" in read_metadata(file) for file in files)
     size = sum((whole / f"{name}.safetensors").stat().st_size for name in ("model", "optimizer"))
     assert all(file.stat().st_size < 0.6 * size for file in files)
-    assert [each["bytes"] for each in told] == [8 * saf.preset("tiny").num_parameters] * 2, "half of 16 a parameter"
+    assert [each["bytes"] for each in said] == [8 * saf.preset("tiny").num_parameters] * 2, "half of 16 a parameter"
     bad = tmp_path / path.name
     shutil.copytree(path, bad)
     with open(bad / files[1].name, "r+b") as file:
@@ -125,35 +112,49 @@ def test_only_rank_0_writes_and_each_rank_its_shards(stories, tmp_path):
         file.write(b"\x55")
     with pytest.raises(CheckpointError, match=rf"{files[1].name} is damaged"):
         open_checkpoint(bad)
-    for each in told:
+    for each in said:
         assert each["elsewhere"][0] == CheckpointError.__name__
         assert "does not find shard-00002-" in each["elsewhere"][1]
     assert not list((folder / "elsewhere" / "checkpoints").iterdir())
 
 
-def test_any_number_of_ranks_goes_on_where_others_stopped(stories, data):
+def test_any_number_of_ranks_goes_on_where_others_stopped(stories):
+    """One process, two ranks, one process again; and four ranks after two."""
     folder, (first, second), config = stories
-    assert first["stopped"] == second["stopped"]
-    assert first["stopped"]["stopped_at"] == 5
-    pretrain(config("stopped", freeze=LAYER), resume=True)
     assert first["begun"]["stopped_at"] == second["begun"]["stopped_at"] == 9
-    assert first["resumed"] == second["resumed"]
-    for name in ("stopped", "begun"):
-        assert numbers(folder / name) == pytest.approx(numbers(folder / "layer"), rel=LOSSES)
-    together(
-        4, four, str(folder), config("four").to_dict() | {"freeze": None, "schedule": None, "mqar": config("x").mqar}
-    )
-    assert events(folder / "four") == events(folder / "gradual")
-    assert numbers(folder / "four") == pytest.approx(numbers(folder / "gradual"), rel=LOSSES)
+    pretrain(config("begun", freeze=LAYER), resume=True)
+    assert numbers(folder / "begun") == pytest.approx(numbers(folder / "layer"), rel=LOSSES)
+    together(4, four, config("four"))
+    assert events(folder / "four") == events(folder / "pruned")
+    assert numbers(folder / "four") == pytest.approx(numbers(folder / "pruned"), rel=LOSSES)
 
 
-def test_the_train_loss_schedule_and_bf16(stories):
+def test_bf16_stays_close(stories):
     folder, _, config = stories
-    assert [(kind, update) for kind, update, _ in events(folder / "levelled")] == [("freeze", 30), ("undo", 39)]
-    assert events(folder / "levelled fsdp") == events(folder / "levelled")
-    assert numbers(folder / "levelled fsdp") == pytest.approx(numbers(folder / "levelled"), rel=2 * LOSSES)
-    pretrain(config("low-alone", freeze=LAYER, precision="bf16"))
+    pretrain(config("low-alone", freeze=LAYER, precision="bf16", updates=4))
     assert numbers(folder / "low") == pytest.approx(numbers(folder / "low-alone"), rel=2e-3)
+
+
+def test_micro_batches_weigh_as_many_targets_as_they_have(stories):
+    _, (first, second), _ = stories
+    alone = uneven_targets(0, Parallel(), every=1)
+    for pair in zip(first["uneven targets"], second["uneven targets"], strict=True):
+        assert pair[0] == pair[1] == pytest.approx(alone, rel=LOSSES)
+
+
+def test_every_rank_freezes_by_the_batches_of_the_first(stories):
+    _, said, _ = stories
+    assert [each["late"] for each in said] == ["done", "done"]
+    first, second = (each["frozen alike"] for each in said)
+    assert (first["known"], first["strange"]) == (["SelectionError", "too few"], ["Unpicklable", "holds a lock"])
+    assert second["known"][:2] == first["known"]
+    assert second["strange"][:2] == ["SafError", "process 0 failed: Unpicklable: holds a lock"]
+    same = ("heads", "alpha", "sequences", "statistics", "output")
+    assert [first[name] for name in same] == [second[name] for name in same]
+    # Six heads were measured by each rank, those of the middle layer by both: the same bits as of one process.
+    alone = frozen_alike(0)
+    assert all(alone[name] == first[name] for name in ("heads", "sequences", "statistics"))
+    torch.testing.assert_close(torch.tensor(alone["alpha"]), torch.tensor(first["alpha"]))
 
 
 def test_evaluations_are_those_of_one_process_to_the_last_bit(stories, tmp_path):
@@ -163,9 +164,9 @@ def test_evaluations_are_those_of_one_process_to_the_last_bit(stories, tmp_path)
 
 
 def test_what_one_rank_refuses_all_do_and_one_says_so(stories):
-    folder, told, _ = stories
-    assert [len(each["uneven"]) for each in told] == [2, 3]
-    for each in told:
+    folder, said, _ = stories
+    assert [len(each["uneven"]) for each in said] == [2, 3]
+    for each in said:
         assert each["uneven"][0] == each["alone"][0] == each["unlike"][0] == "InputError"
         assert "process 1 has batch_size 4 (the first one 2)" in each["unlike"][1]
         assert "accumulation=2 and batch_size=3" in each["uneven"][1]
@@ -189,7 +190,9 @@ def test_what_fails_on_one_rank_stops_all(stories):
     assert "process 0 of 2 lost another one" in first["lost"][1]
 
 
-@pytest.mark.parametrize("words", [["--batch-size", "0"], ["--accumulation", "3"]])
+@pytest.mark.parametrize(
+    "words", [pytest.param(["--batch-size", "0"], marks=pytest.mark.slow), ["--accumulation", "3"]]
+)
 def test_a_users_error_is_printed_once_under_torchrun(data, tmp_path, words):
     """Refused by the settings, or in the group: one line, exit code 2 on every rank, no folder."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "saf"]

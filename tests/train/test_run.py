@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-import saf.train.logs
 import saf.train.loop
 import saf.train.result
-from saf.data import TokenData
-from saf.errors import CheckpointError, DataError, DivergenceError, InputError, UnsupportedError
+from saf.errors import DataError, DivergenceError, InputError, UnsupportedError
 from saf.evaluate.compare import differences
-from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
+from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
@@ -26,7 +24,7 @@ from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
-from saf.train import continue_from, load_model, open_checkpoint, pretrain
+from saf.train import continue_from, latest, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.train.helpers import brisk, events_of, killed_and_resumed
 
@@ -48,7 +46,7 @@ def rates(folder) -> list[float]:
 
 
 def test_learns(settings):
-    result = pretrain(settings(updates=150, eval_every=0, save_every=0))
+    result = pretrain(settings(updates=80, accumulation=1, eval_every=0, save_every=0, peak_lr=1e-2))
     assert result["report_loss"] < result["unigram_entropy"] - 0.2
 
 
@@ -156,14 +154,13 @@ def test_a_fresh_run_takes_weights_and_heads_alone(settings, finished):
 
 
 def test_bf16_stays_close_and_the_seed_decides(settings):
-    runs = {
-        name: pretrain(settings(name, updates=2, eval_every=0, **changes))
-        for name, changes in {"one": {}, "bf16": {"precision": "bf16"}, "seed": {"seed": 7}}.items()
-    }
-    assert metrics(settings("one").out)[0]["loss"] != metrics(settings("seed").out)[0]["loss"]
-    assert runs["bf16"]["report_loss"] != runs["one"]["report_loss"]
-    assert runs["bf16"]["report_loss"] == pytest.approx(runs["one"]["report_loss"], rel=0.01)
-    assert {tensor.dtype for tensor in load_model(runs["bf16"]["checkpoint"]).state_dict().values()} == {torch.float32}
+    few = {"updates": 2, "eval_every": 0, "save_every": 0}
+    changes = {"one": {}, "bf16": {"precision": "bf16"}, "seed": {"seed": 7}}
+    losses = {name: pretrain(settings(name, **few, **change))["report_loss"] for name, change in changes.items()}
+    assert len(set(losses.values())) == 3
+    assert losses["bf16"] == pytest.approx(losses["one"], rel=0.01)
+    weights = load_model(f"{settings('bf16').out}/checkpoints/step-2").state_dict()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_trained_patterns_follow_the_learning_rate_without_decay(settings, finished):
@@ -201,13 +198,12 @@ def test_gradient_scores_read_the_average_of_all_updates_and_an_arm_its_parents(
         pretrain(continue_from(untracked, out=settings("none").out, freeze=freeze))
 
 
-@pytest.mark.parametrize("score", ["residual_cosine", "gate_taylor"])
-def test_scores_that_read_more_than_statistics_freeze_and_prune_in_a_run(settings, score):
+@pytest.mark.parametrize(("score", "operation"), [("residual_cosine", "freeze"), ("gate_taylor", "prune")])
+def test_scores_that_read_more_than_statistics_choose_heads_in_a_run(settings, score, operation):
+    fit = {"max_fit_kl": 10.0} if operation == "freeze" else {}
+    freeze = FreezeConfig(rate=0.25, score=score, operation=operation, **fit)
     few = {"heldout_sequences": 3, "updates": 2, "save_every": 0, "eval_every": 0}
-    for operation, fit in (("freeze", {"max_fit_kl": 10.0}), ("prune", {})):
-        freeze = FreezeConfig(rate=0.25, score=score, operation=operation, **fit)
-        result = pretrain(settings(operation, freeze=freeze, precision="bf16", **few))
-        assert len(result["intervention"]["heads"]) == 2
+    assert len(pretrain(settings(freeze=freeze, precision="bf16", **few))["intervention"]["heads"]) == 2
 
 
 # --- schedules of several events
@@ -267,15 +263,6 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finish
     assert outcome(config.out)["metrics"] == ordinary["metrics"]
 
 
-def test_a_validation_budget_measures_eight_fixed_batches(settings, data):
-    config = settings(freeze=HALF, schedule=ValidationBudget(budget=10.0, every=0.25), batch_size=2, keep=0)
-    pretrain(config)
-    assert events_of(config.out) == [(1, "freeze", 6, 1, None), (2, "freeze", 9, 1, None)]
-    size = {"partition": "controller", "length": 32, "limit": 16, "batch_size": 2, "precision": "fp32"}
-    record = evaluate_perplexity(load_model(f"{config.out}/checkpoints/step-6"), TokenData.open(data), **size)
-    assert read_events(config.out)[0].values["loss_before"] == record["loss"]
-
-
 def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(settings, outcome, monkeypatch):
     brisk(monkeypatch)
     few = {"updates": 40, "batch_size": 1, "accumulation": 1, "eval_every": 0, "save_every": 34, "eval_windows": 1}
@@ -286,8 +273,7 @@ def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(setting
     pretrain(quick("whole"))
     killed_and_resumed(quick("killed"), Run, "run_update", 36)
     assert outcome(quick("killed").out) == outcome(quick("whole").out)
-    for name in ("whole", "killed"):
-        assert events_of(quick(name).out) == [(1, "freeze", 30, 1, 2), (2, "undo", 39, 1, None)]
+    assert events_of(quick("whole").out) == [(1, "freeze", 30, 1, 2), (2, "undo", 39, 1, None)]
     assert "after 9 updates the loss is 0.4" in read_events(quick("whole").out)[1].values["reason"]
 
 
@@ -299,7 +285,7 @@ def second_per_look(monkeypatch):
     """A clock that advances one second whenever it is read."""
     now = iter(range(10**9))
     fake = SimpleNamespace(perf_counter=lambda: float(next(now)), monotonic=lambda: float(next(now)))
-    monkeypatch.setattr(saf.train.logs, "time", fake)
+    monkeypatch.setattr(saf.train.run, "time", fake)
     monkeypatch.setattr(saf.train.step, "time", fake)
 
 
@@ -368,12 +354,13 @@ def test_a_full_disk_for_logs_or_result_keeps_the_checkpoints(settings, monkeypa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(saf.train.logs, "append_line", full)
-        with pytest.raises(CheckpointError, match=r"no space left.*logs.*last good checkpoint is .*step-6"):
+        patch.setattr(saf.train.run, "append_line", full)
+        with pytest.raises(OSError, match="No space left"):
             pretrain(settings("logs"))
+    assert latest(f"{settings('logs').out}/checkpoints").name == "step-6"
     with monkeypatch.context() as patch:
         patch.setattr(saf.train.result, "write_json", full)
-        with pytest.raises(CheckpointError, match=r"no space left.*result.*last good checkpoint is .*step-12"):
+        with pytest.raises(OSError, match="No space left"):
             pretrain(settings("result"))
     assert pretrain(settings("result"), resume=True)["updates"] == 12
 
@@ -409,7 +396,6 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
         ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
-        ({"freeze": replace(FREEZE, fitter_options={"alpha_constant_after": 8})}, r"\[0, T/4\), T = 32; got 8"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
         ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
         ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most schedule.cap=0.5 of 8"),

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,7 +88,7 @@ def test_micro_batches_weigh_as_many_targets_as_they_have(model):
     updater = Updater(
         model=model,
         optimizer=build_optimizer(model),
-        batches=SimpleNamespace(take=lambda: next(waiting)),
+        batches=waiting,
         execution=Execution.of("cpu", compile="off"),
         accumulation=2,
         clip=math.inf,
