@@ -81,8 +81,9 @@ def install_(
     for layer, site, own in _layers_of(adapter, _live(adapter, heads)):
         new = {head: by_head[layer, head] for head in own}
         if trainable:
-            new = {head: _trainable(pattern, site) for head, pattern in new.items()}
-            check_group(optimizer, rows_of(site, "value").parameter)
+            weight = rows_of(site, "value").parameter
+            new = {head: _trainable(pattern, weight) for head, pattern in new.items()}
+            check_group(optimizer, weight)
         elif any(pattern.trainable for pattern in new.values()):
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() for a fixed one")
         layout = site.layout.changed(new, "frozen")
@@ -169,12 +170,9 @@ def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)
 
 
-def _trainable(pattern: Pattern, site: Site) -> Pattern:
-    """Return a pattern in trainable form, on the device of the layer's value weights."""
-    if pattern.trainable:
-        return pattern
-    weight = rows_of(site, "value").parameter
-    return TrainablePattern.of(pattern, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+def _trainable(pattern: Pattern, weight: Tensor) -> Pattern:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return pattern if pattern.trainable else TrainablePattern.of(pattern, dtype=dtype, device=weight.device)
 
 
 # --- what can be edited

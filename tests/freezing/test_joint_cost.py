@@ -1,6 +1,7 @@
 """With a budget heads are accepted by what they cost together on one half of the held-out text, never beyond it."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -61,12 +62,11 @@ def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken
 def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):  # noqa: F811
     model = fluent()
     edit_, undo_ = (lambda _, factor=factor: model.norm.weight.data.mul_(factor) for factor in (0.25, 4.0))
-    rise = accept_jointly(model, [(0, 0)], [text], 1, edit_=edit_, undo_=undo_).rise
+    search = partial(accept_jointly, model, [(0, 0)], [text], 1, edit_=edit_, undo_=undo_)
+    rise = search().rise
     assert rise > 0.1
-    for share, accepted in ((1.01, ((0, 0),)), (0.99, ())):
-        budget = share * math.expm1(rise)
-        found = accept_jointly(model, [(0, 0)], [text], 1, budget=budget, edit_=edit_, undo_=undo_)
-        assert found.accepted == accepted
+    assert search(budget=1.01 * math.expm1(rise)).accepted
+    assert not search(budget=0.99 * math.expm1(rise)).accepted
 
 
 def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):  # noqa: F811
@@ -77,7 +77,7 @@ def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):  # noqa: F811
     assert_same(everything(model), before)
 
 
-@pytest.mark.parametrize("call", [12, 40])
+@pytest.mark.parametrize("call", [40])
 def test_a_loss_that_fails_leaves_the_model_alone(text, call):  # noqa: F811
     model, calls = fluent(), []
     before = everything(model)

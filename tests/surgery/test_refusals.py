@@ -64,20 +64,6 @@ def test_weights_that_every_pass_computes(family, name, kind):
     assert_refused(model, "weights|projections are computed together")
 
 
-def test_a_mask_made_after_freezing_is_refused_where_heads_are_undone_or_saved(tmp_path):
-    model = build("gpt")
-    saf.install_(model, [(1, 0)], PATTERN)
-    linear = attentions(model)[1].v_proj
-    prune.l1_unstructured(linear, "weight", 0.3)
-    for refused in (lambda: saf.uninstall_(model), lambda: saf.save(model, tmp_path / "saved")):
-        with pytest.raises(UnsupportedError):
-            refused()
-    prune.remove(linear, "weight")  # a mask made permanent is no matter
-    saf.save(model, tmp_path / "saved")
-    saf.uninstall_(model)
-    assert not adapter_for(model).frozen_heads()
-
-
 def one_parameter(a, b, _):
     b.v_proj.weight = a.v_proj.weight
 
@@ -157,15 +143,14 @@ def test_weights_that_processes_share_out(tmp_path):
         distributed.destroy_process_group()
 
 
-HOOKS = [
-    ("llama", "o_proj", "register_forward_pre_hook"),
-    ("llama", "q_proj", "register_full_backward_hook"),
-    ("qwen3", "q_norm", "register_forward_hook"),
-    ("gpt", "v_proj.weight", "register_post_accumulate_grad_hook"),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "kind"), HOOKS)
+@pytest.mark.parametrize(
+    ("family", "name", "kind"),
+    [
+        ("llama", "o_proj", "register_forward_pre_hook"),
+        ("qwen3", "q_norm", "register_full_backward_hook"),
+        ("gpt", "v_proj.weight", "register_post_accumulate_grad_hook"),
+    ],
+)
 def test_hooks_by_the_number_of_a_head_until_they_are_removed(family, name, kind):
     model = build(family)
     hooked = attentions(model)[1]
