@@ -109,8 +109,6 @@ def test_a_generator_gives_the_event_one_seed_that_is_kept():
     one, again, other = (saf.freeze_(make(2.0), [ids], config) for config in (first, recorded, second))
     assert torch.equal(one.patterns.alpha, again.patterns.alpha)
     assert not torch.equal(one.patterns.alpha, other.patterns.alpha)
-    own = saf.FreezeConfig(pattern="gaussian", pattern_options={"seed": torch.Generator().manual_seed(1)})
-    assert own.pattern_options == {"seed": first.seed}
     lists = saf.FreezeConfig(heads=((1, 2), (0, 3)), pattern="dirichlet", pattern_options={"scale": 4.0})
     assert saf.FreezeConfig(**json.loads(json.dumps(lists.to_dict()))) == lists
 
@@ -148,14 +146,11 @@ def test_random_controls_match_a_score_or_a_list_by_layer():
 
 def test_max_heads_freezes_the_first_and_names_the_others():
     ids, config = tokens(), saf.FreezeConfig(count=5, max_fit_kl=9)
-    whole = saf.freeze_(make(), [ids], config)
-    model = make()
+    whole, model = saf.freeze_(make(), [ids], config), make()
     report = saf.freeze_(model, [ids], config, max_heads=2)
     order = sorted(whole.heads, key=lambda head: float(whole.scores[head]))
     assert (set(report.heads), report.deferred) == (set(order[:2]), tuple(order[2:]))
     assert sum(len(block.attention.layout.frozen) for block in model.blocks) == len(report.fit_kl) == 2
-    assert report.summary == "2 of 12 heads frozen by variance; 3 chosen for later"
-    assert len(report.certificates) == 5
     later = saf.freeze_(model, [ids], saf.FreezeConfig(only=report.deferred, count=3, max_fit_kl=9))
     assert later.heads | report.heads == whole.heads
 
