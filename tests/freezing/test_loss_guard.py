@@ -79,7 +79,7 @@ def trained(text):
     [
         {"max_fit_kl": 9},
         {"operation": "prune"},
-        {"storage": "exponential", "max_fit_kl": 9, "fitter_options": {"band": 40, "max_short_kl": None}},
+        {"storage": "exponential", "max_fit_kl": 9},
     ],
     ids=["compact", "prune", "exponential"],
 )
