@@ -20,7 +20,6 @@ from saf.heads import BIAS, EDITED, HeadLayout, role_of
 from saf.models.adapter import Removed, Site, adapter_for, rows_of
 from saf.models.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
 from saf.ops.backends import choose_backend
-from saf.ops.layout import with_layout
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
 from saf.surgery import (
     LayerEdit,
@@ -112,12 +111,9 @@ def apply_(
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError where they misfit.
-
-    Weights of earlier files do not name the frozen heads; the state that shaped the model does.
-    """
+    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError where they misfit."""
     try:
-        model.load_state_dict(with_layout(weights, model))
+        model.load_state_dict(weights)
     except (RuntimeError, CheckpointError) as error:
         raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 

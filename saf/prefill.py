@@ -35,7 +35,6 @@ class LastToken(nn.Module):
 
 
 def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Return what a model makes of token ids `[B, T]`."""
     return model(input_ids)
 
 
@@ -53,14 +52,10 @@ class Prefill:
     def __init__(self, model: nn.Module, *, batch_size: int, length: int, compile: bool = True, autocast: bool = True):
         """Compile and capture `[batch_size, length]`; `autocast` runs float32 weights in bfloat16.
 
-        Raises:
-            UnsupportedError: The model is not on a CUDA device.
-            InputError: A length that the model does not take, or its frozen heads' patterns do not cover.
+        Raises UnsupportedError for a model that is not on CUDA, InputError for a length that it does not take.
         """
         self._shape = (batch_size, length)
         device, longest = adapter_for(model).device, longest_input(model)
-        if batch_size < 1:
-            raise InputError(f"batch_size must be at least one sequence; got {batch_size}")
         if not 1 <= length <= (longest or length):
             raise InputError(f"length must be 1 to {longest} tokens; got {length}")
         if device.type != "cuda":
@@ -82,14 +77,10 @@ class Prefill:
                 module.training = training
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own.
-
-        Raises InputError for ids of another shape, and for what are no whole numbers.
-        """
-        if tuple(input_ids.shape) != self._shape:
-            raise InputError(f"captured for {list(self._shape)} token ids; got {list(input_ids.shape)}: capture again")
-        if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise InputError(f"input_ids must be whole numbers; got {input_ids.dtype}")
+        """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own."""
+        if tuple(input_ids.shape) != self._shape or input_ids.is_floating_point():
+            got = f"{input_ids.dtype} {list(input_ids.shape)}"
+            raise InputError(f"input_ids must be token ids {list(self._shape)}, as captured; got {got}: capture again")
         self._input_ids.copy_(input_ids)
         self._replay()
         return self._replay.outcome.clone()

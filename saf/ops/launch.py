@@ -30,6 +30,11 @@ class PlanCache(dict[tuple[Any, ...], Any]):
 _compiled = PlanCache()
 
 
+def strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, head and position of tensors `[B, H, T, D]`, one after another."""
+    return [each for tensor in tensors for each in tensor.stride()[:3]]
+
+
 def operand_key(*tensors: Tensor) -> tuple[Any, ...]:
     """Return what a planned launch depends on of its operands: shape, strides, dtype, device."""
     return tuple((each.shape, each.stride(), each.dtype, each.device) for each in tensors)

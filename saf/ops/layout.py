@@ -31,14 +31,14 @@ class LayoutMixin(nn.Module):
 
     def set_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None") -> None:
         """Keep this layout from now on."""
-        rows = None
+        self.frozen_layout = None
         if not layout.ordinary:
             rows = torch.zeros(layout.num_heads, 2, dtype=torch.int64)
             for number, kind in enumerate(KINDS):
                 rows[list(getattr(layout, kind)), 0] = number
             for head, pattern in zip(layout.frozen, () if frozen is None else frozen.patterns, strict=True):
                 rows[head, 1] = 0 if pattern.trainable else _digest(pattern)
-        self.frozen_layout = rows
+            self.frozen_layout = rows
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -60,20 +60,16 @@ class LayoutMixin(nn.Module):
             compare_layouts(layer.rstrip("."), self.frozen_layout, state_dict.get(name))
 
 
-def with_layout(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return weights with the layout of `model` where they have none, as those of earlier files do not."""
-    own = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] == LAYOUT}
-    return own | weights
-
-
 def compare_layouts(layer: str, own: Tensor | None, stored: Tensor | None) -> None:
     """Raise CheckpointError unless a layer's layout, `own`, is the one `stored` with its weights."""
     if stored is not None and (stored.dtype != torch.int64 or stored.dim() != 2 or stored.shape[1] != 2):
-        raise CheckpointError(
-            f"{layer}.{LAYOUT} is damaged: expected int64 [heads, 2]; got {stored.dtype} {list(stored.shape)}"
-        )
-    here, there = _edited(own), _edited(stored)
-    if {head: kind for head, (kind, _) in here.items()} != {head: kind for head, (kind, _) in there.items()}:
+        got = f"{stored.dtype} {list(stored.shape)}"
+        raise CheckpointError(f"{layer}.{LAYOUT} must be int64 [heads, 2], got {got}: the file is damaged")
+    here, there = (
+        {head: row for head, row in enumerate([] if each is None else each.tolist()) if row[0]}
+        for each in (own, stored)
+    )
+    if {head: row[0] for head, row in here.items()} != {head: row[0] for head, row in there.items()}:
         raise CheckpointError(
             f"{layer}: the state dict is of a layer with {_listed(there)}, this one has {_listed(here)}; freeze or "
             "prune the same heads first, as saf.load does, or undo with saf.uninstall_"
@@ -85,15 +81,9 @@ def compare_layouts(layer: str, own: Tensor | None, stored: Tensor | None) -> No
         )
 
 
-def _edited(layout: Tensor | None) -> dict[int, tuple[int, int]]:
-    """Return the index of the kind in `KINDS` and the digest of the pattern of every head that is not live."""
-    rows = [] if layout is None else layout.tolist()
-    return {head: (kind, digest) for head, (kind, digest) in enumerate(rows) if kind}
-
-
-def _listed(edited: dict[int, tuple[int, int]]) -> str:
+def _listed(edited: dict[int, list[int]]) -> str:
     """Return "frozen heads [0, 1]" and those of other kinds, "frozen heads none" where there are not any."""
-    by_kind = {kind: [head for head, (at, _) in edited.items() if at == n] for n, kind in enumerate(KINDS)}
+    by_kind = {kind: [head for head, row in edited.items() if row[0] == n] for n, kind in enumerate(KINDS)}
     return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in by_kind.items() if heads or kind == "frozen")
 
 

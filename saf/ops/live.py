@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,32 +11,33 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from saf.errors import InputError, UnsupportedError, did_you_mean
 
-
-class Package(NamedTuple):
-    """Where a flash kernel comes from: PyTorch's name for it, the module that provides it, how to get it."""
-
-    implementation: str
-    module: str
-    install: str
-
-
 FLASH_PACKAGES = {
-    "fa3": Package("FA3", "flash_attn_interface", "FlashAttention-3, built from hopper/ of Dao-AILab/flash-attention"),
-    "fa4": Package("FA4", "flash_attn.cute.interface", "FlashAttention-4: pip install flash-attn-4"),
+    "fa3": ("FA3", "flash_attn_interface", "FlashAttention-3, built from hopper/ of Dao-AILab/flash-attention"),
+    "fa4": ("FA4", "flash_attn.cute.interface", "FlashAttention-4: pip install flash-attn-4"),
 }
+"""PyTorch's name of a flash kernel, the module that provides it, how to get it."""
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
+}
+FLASH_DECODE = "flash_decode"
+"""The kernel of few queries, frozen heads beside live ones (saf/ops/decode); other passes take PyTorch's choice."""
 _activated: dict[str, str] = {}
 
 
 def unsupported_reason(kernel: str, device: str) -> str | None:
     """Return why a kernel of `FLASH_PACKAGES` cannot run on a type of device; None when it can."""
-    package = FLASH_PACKAGES[kernel]
+    _, module, install = FLASH_PACKAGES[kernel]
     if device != "cuda":
         return f"it needs CUDA tensors, these are on {device}"
     try:
-        spec = find_spec(package.module)
+        spec = find_spec(module)
     except ImportError:  # a parent package is missing or broken
         spec = None
-    return None if spec else f"the module {package.module} cannot be found ({package.install})"
+    return None if spec else f"the module {module} cannot be found ({install})"
 
 
 def activate_flash(kernel: str, device: str) -> str | None:
@@ -48,7 +48,7 @@ def activate_flash(kernel: str, device: str) -> str | None:
     """
     if kernel in FLASH_PACKAGES and (reason := unsupported_reason(kernel, device)):
         return reason
-    implementation = FLASH_PACKAGES[kernel].implementation if kernel in FLASH_PACKAGES else None
+    implementation = FLASH_PACKAGES[kernel][0] if kernel in FLASH_PACKAGES else None
     active = attention.current_flash_attention_impl()
     if active == implementation and _activated.setdefault("kernel", kernel) == kernel:
         return None
@@ -66,17 +66,6 @@ def activate_flash(kernel: str, device: str) -> str | None:
 # What torch.compiler.assume_constant_result sets: compiled code decides while it is traced. Asking for the decorator
 # would load the compiler with the package.
 activate_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-KERNELS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-    **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
-}
-FLASH_DECODE = "flash_decode"
-"""The kernel of few queries, frozen heads beside live ones (saf/ops/decode); other passes take PyTorch's choice."""
 
 
 def pinned(kernel: str, device: torch.device):
@@ -103,25 +92,6 @@ def check_kernel(kernel: str) -> None:
         raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {names}{near}")
 
 
-def causal_mask(
-    rows: int, columns: int, left_pad: Tensor | None, device: torch.device, window: int | None = None
-) -> Tensor:
-    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with left padding.
-
-    Queries are the last `rows` of `columns` positions, and see the last `window` keys up to their own. A padded query
-    sees itself alone, so that no row is empty.
-    """
-    keys = torch.arange(columns, device=device)
-    queries = keys[columns - rows :, None]
-    visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window)
-    if left_pad is None:
-        return visible
-    first = left_pad.to(device)[:, None, None, None]
-    return visible & ((keys >= first) | (keys == queries))
-
-
 def live_attention(
     query: Tensor,
     key: Tensor,
@@ -143,19 +113,19 @@ def live_attention(
     `c * tanh(logit / c)`, which no SDPA kernel computes: patterns are materialised then, in float32 at least. Raises
     InputError for an unknown kernel, UnsupportedError for one that cannot run here or has no soft cap.
     """
-    rows, columns = query.shape[-2], key.shape[-2]
-    grouped = query.shape[1] != key.shape[1]
+    heads, rows, columns = query.shape[1], query.shape[-2], key.shape[-2]
+    grouped = heads != key.shape[1]
     mask, causal = visible, False
     windowed = window is not None and columns > window
     if visible is not None:
         left_pad = None
     elif left_pad is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
-        mask = causal_mask(rows, columns, left_pad, query.device, window)
+        mask = _causal_mask(rows, columns, left_pad, query.device, window)
     elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
         causal = True
     if soft_cap is not None:
-        return _capped_attention(query, key, value, mask, scale, soft_cap, left_pad, kernel)
-    heads = query.shape[1]
+        assert mask is not None
+        return _without_padding(_capped_attention(query, key, value, mask, scale, soft_cap, kernel), left_pad, columns)
     if grouped and rows == 1:
         # A group's queries are rows of one head, so that every kernel reads its keys once and none copies them.
         query, grouped = query.reshape(query.shape[0], key.shape[1], heads // key.shape[1], query.shape[-1]), False
@@ -177,10 +147,26 @@ def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     return logits if soft_cap is None else (logits / soft_cap).tanh() * soft_cap
 
 
+def _causal_mask(rows: int, columns: int, left_pad: Tensor | None, device: torch.device, window: int | None) -> Tensor:
+    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with left padding.
+
+    Queries are the last `rows` of `columns` positions, and see the last `window` keys up to their own. A padded query
+    sees itself alone, so that no row is empty.
+    """
+    keys = torch.arange(columns, device=device)
+    queries = keys[columns - rows :, None]
+    visible = keys <= queries
+    if window is not None:
+        visible = visible & (keys > queries - window)
+    if left_pad is None:
+        return visible
+    first = left_pad.to(device)[:, None, None, None]
+    return visible & ((keys >= first) | (keys == queries))
+
+
 def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float,
-    left_pad: Tensor | None, kernel: str,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, soft_cap: float, kernel: str
+) -> Tensor:
     """Return attention with soft-capped logits: products in the tensors' dtype, softmax in float32 at least."""
     check_kernel(kernel)
     if kernel not in ("auto", "math"):
@@ -188,10 +174,8 @@ def _capped_attention(
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
     logits = capped(query @ key.mT * score_scale(scale, query.shape[-1]), soft_cap)
-    assert mask is not None
     wide = torch.promote_types(logits.dtype, torch.float32)
-    pattern = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype)
-    return _without_padding(pattern @ value, left_pad, key.shape[-2])
+    return logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype) @ value
 
 
 def _without_padding(output: Tensor, left_pad: Tensor | None, columns: int) -> Tensor:

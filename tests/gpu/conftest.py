@@ -14,7 +14,7 @@ FEWEST = 20
 SHARE = """
 import sys
 from tests.gpu.test_sweep import CASES
-from tests.ops.layer_case import mix
+from tests.ops.layers import mix
 part, parts = map(int, sys.argv[1:])
 for case in list(CASES.values())[part::parts]:
     mix(case, "cuda", case.pattern("cuda") if case.frozen else None)

@@ -7,8 +7,7 @@ import torch
 
 from saf.ops.operator import uses_triton
 from tests.ops.hard_patterns import NAMES, real_patterns
-from tests.ops.layer_case import Case
-from tests.ops.layer_outcome import BUDGET, run
+from tests.ops.layers import BUDGET, Case, run
 from tests.ops.properties import Frozen, problems
 
 pytestmark = pytest.mark.gpu
@@ -18,13 +17,13 @@ TOEPLITZ = [
     Case(length=1, dim=16, batch=1, frozen=(0,)),
     Case(length=1, dim=128, batch=8, dtype=FULL, frozen=(0, 1, 2, 3)),
     Case(length=63, dim=80, dtype=HALF, heads=8, group=2, frozen=(0, 2, 4, 6)),
-    Case(length=63, dim=96, batch=8, dtype=FULL, layout="channels"),
-    Case(length=64, dim=60, batch=1, frozen=(3,), layout="contiguous", extra=0),
+    Case(length=63, dim=96, batch=8, dtype=FULL, memory="channels"),
+    Case(length=64, dim=60, batch=1, frozen=(3,), memory="contiguous", extra=0),
     Case(length=64, dim=192, batch=8, dtype=FULL, heads=8, group=4, frozen=tuple(range(8))),
     Case(length=129),
     Case(length=129, dtype=HALF),
     Case(length=129, dtype=FULL),
-    Case(length=129, dim=96, batch=8, dtype=HALF, frozen=(0, 1), layout="channels"),
+    Case(length=129, dim=96, batch=8, dtype=HALF, frozen=(0, 1), memory="channels"),
     Case(length=129, dim=16, dtype=HALF, frozen=()),
     Case(length=129, dim=80, heads=8, group=4, frozen=()),
     Case(length=512, dim=96, heads=8, group=4, frozen=(0, 1, 4)),
@@ -33,7 +32,7 @@ TOEPLITZ = [
     Case(length=1000, dim=128, batch=8, dtype=HALF, heads=8, frozen=(0, 2, 4, 6)),
     Case(length=1000, dim=256, batch=1, heads=len(NAMES), frozen=ALL, patterns=NAMES),
     Case(length=1000, dim=16, batch=1, dtype=FULL, heads=len(NAMES), frozen=ALL, patterns=NAMES),
-    Case(length=1000, dim=256, batch=1, dtype=HALF, heads=2, frozen=(0,), layout="contiguous"),
+    Case(length=1000, dim=256, batch=1, dtype=HALF, heads=2, frozen=(0,), memory="contiguous"),
     Case(length=4096, batch=1, heads=3, frozen=(0, 2)),
     Case(length=4096, batch=8, dtype=HALF, heads=len(NAMES), frozen=ALL, patterns=NAMES),
     Case(length=4096, batch=2, heads=len(NAMES), frozen=ALL, patterns=NAMES),
@@ -48,15 +47,15 @@ FUSED = [
         Case(length=129),
         Case(length=129, dtype=FULL),
         Case(length=1, dim=16, batch=8, dtype=HALF, frozen=(0, 1, 2)),
-        Case(length=64, dim=96, batch=8, extra=0, layout="contiguous"),
+        Case(length=64, dim=96, batch=8, extra=0, memory="contiguous"),
         Case(length=512, dim=80, dtype=HALF, heads=len(NAMES), frozen=ALL, patterns=NAMES),
-        Case(length=1000, dim=128, heads=8, group=2, frozen=(0, 1, 2, 4, 6), layout="channels"),
+        Case(length=1000, dim=128, heads=8, group=2, frozen=(0, 1, 2, 4, 6), memory="channels"),
         Case(length=4096, heads=8, group=4, frozen=(0, 1, 5)),
     )
 ]
 REFERENCE = [
     Case(length=129, backend="reference", dtype=FULL),
-    Case(length=1000, backend="reference", layout="channels"),
+    Case(length=1000, backend="reference", memory="channels"),
 ]
 CASES = {case.name: case for case in TOEPLITZ + FUSED + REFERENCE}
 
@@ -100,7 +99,7 @@ def test_properties(length, dim, dtype, backend):
 @pytest.mark.parametrize(("length", "dim"), [(129, 64), (4096, 64), (1000, 128)])
 def test_no_worse_than_twice_pytorchs_own_attention(length, dim, dtype):
     """The same numbers as values of ordinary attention: outputs and value gradients, on either side its own float64."""
-    case = Case(length=length, dim=dim, dtype=dtype, heads=3, frozen=(), layout="contiguous")
+    case = Case(length=length, dim=dim, dtype=dtype, heads=3, frozen=(), memory="contiguous")
     theirs = run(case, "cuda")
     frozen = dataclasses.replace(case, frozen=(0, 1, 2), patterns=("ripple",))
     ours = run(frozen, "cuda")

@@ -9,7 +9,7 @@ from saf.ops import FrozenHeads, frozen_attention
 from saf.patterns import CompactPattern, ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
-from tests.ops.layer_answers import UNIT, rebuilding, underflow
+from tests.ops.layers import UNIT, rebuilding, underflow
 
 PATTERNS = ("decay", "ripple", "sink", "local")
 

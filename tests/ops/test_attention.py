@@ -1,7 +1,4 @@
-"""The seam beside what test_sweep.py compares with float64: rows of caches, padding, refusals, dispatch."""
-
-import subprocess
-import sys
+"""A layer beside what test_sweep.py compares with float64: rows of caches, padding, refusals, dispatch."""
 
 import pytest
 import torch
@@ -9,13 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
-from saf.heads import HeadLayout, HeadSet
-from saf.models import GPT, GPTConfig
+from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, mixed_attention
 from saf.ops.heads import cached_order
+from saf.ops.operator import product_precision
 from saf.ops.positions import CachePosition
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
-from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
 LENGTH, DIM, STORED = 40, 8, 50
@@ -110,19 +106,6 @@ def test_live_slots_may_read_value_heads_in_any_order(generator):
     torch.testing.assert_close(output[:, :3], live_attention(query, key[:, order], value[:, order]))
 
 
-def test_dense_and_compact_patterns_mix_in_one_layer(generator):
-    compact = random_pattern(2, 50, generator)
-    weights = torch.rand(50, 50, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(50)
-    dense = DensePattern(weights / weights.sum(-1, keepdim=True))
-    frozen = FrozenHeads.from_patterns([compact[0], dense, compact[1]], dtype=torch.float64)
-    value = torch.randn(2, 3, 50, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    expected = torch.stack([compact.dense()[0], dense.weights, compact.dense()[1]])
-    output = frozen_attention(value, frozen)
-    assert relative(output, expected @ value) <= 1e-13
-    (gradient,) = torch.autograd.grad(output.sum(), value)
-    assert relative(gradient, expected.mT.sum(-1, keepdim=True).expand_as(value)) <= 1e-13
-
-
 def test_without_frozen_or_live_heads_it_is_sdpa_or_the_patterns_alone(generator):
     query, key, value = (torch.randn(2, 3, 30, 8, generator=generator) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -156,7 +139,7 @@ def test_tables_elsewhere_than_the_values_are_refused(trainable, generator):
 
 @pytest.mark.parametrize("backend", ["toeplitz", "reference"])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize(("batch", "rows"), [(0, 30), (0, 1), (2, 0)])
+@pytest.mark.parametrize(("batch", "rows"), [(0, 30), (2, 0)])
 def test_no_sequences_and_no_queries_make_no_outputs(backend, padded, batch, rows, generator):
     frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator), backend=backend, kv_head=(0, 0, 1, 1))
     query, key, value = torch.randn(batch, 2, rows, 8), torch.randn(batch, 1, 30, 8), torch.randn(batch, 2, 30, 8)
@@ -244,48 +227,13 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
         assert mixed_attention(query.bfloat16(), query, query, None).dtype == torch.bfloat16
 
 
-PRECISIONS = {
-    "": "ieee",
-    "torch.set_float32_matmul_precision('high')": "tf32",
-    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": "ieee",
-}
-FORKS = """
-import os, sys, torch
-for setting in sys.argv[1:]:
-    if not (child := os.fork()):
-        exec(setting)
-        from saf.ops.operator import product_precision
-        print(product_precision(torch.float32), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, setting
-"""
-
-
 def test_tf32_is_used_only_where_pytorch_may():
-    """In processes forked off one that has imported PyTorch alone: some switches cannot be read once others are set."""
-    run = subprocess.run([sys.executable, "-c", FORKS, *PRECISIONS], capture_output=True, text=True, check=True)
-    assert dict(zip(PRECISIONS, run.stdout.split(), strict=True)) == PRECISIONS
-
-
-def test_joined_heads_give_live_ones_a_gradient_in_the_memory_order_of_their_output(generator, monkeypatch):
-    from saf.ops import attention
-
-    seen = []
-
-    def watched(*args, **kwargs):
-        output = live_attention(*args, **kwargs)
-        output.register_hook(lambda gradient: seen.append(gradient))
-        return output
-
-    monkeypatch.setattr(attention, "live_attention", watched)
-    frozen = FrozenHeads.from_patterns(random_pattern(2, 30, generator))
-    query, key, value = (torch.randn(2, heads, 30, 8, requires_grad=True) for heads in (3, 3, 5))
-    output = mixed_attention(query, key, value, frozen)
-    assert output.transpose(1, 2).is_contiguous()
-    upstream = torch.randn(2, 5, 30, 8)
-    output.backward(upstream)
-    assert torch.equal(seen[0], upstream[:, :3])
-    assert seen[0].transpose(1, 2).is_contiguous()
+    assert product_precision(torch.float32) == "ieee"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert (product_precision(torch.float32), product_precision(torch.bfloat16)) == ("tf32", "ieee")
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 class Calls(TorchDispatchMode):
@@ -305,7 +253,7 @@ class Calls(TorchDispatchMode):
         return [shape for name, shape in self.seen if part in name]
 
 
-@pytest.mark.parametrize(("group", "frozen"), [(1, (1, 3)), (2, (0, 3)), (2, (0, 1)), (1, (0, 1, 2, 3)), (4, (2,))])
+@pytest.mark.parametrize(("group", "frozen"), [(1, (1, 3)), (2, (0, 3)), (1, (0, 1, 2, 3))])
 def test_live_heads_alone_attend_and_frozen_heads_alone_are_convolved(group, frozen, generator):
     slots = HeadLayout(4, 4 // group, frozen)
     used = sorted(set(slots.kv_head[: slots.num_live]))
@@ -319,20 +267,3 @@ def test_live_heads_alone_attend_and_frozen_heads_alone_are_convolved(group, fro
     assert calls.of("softmax") == []
     attended = [shape for name, shape in calls.seen if "attention" in name and "backward" not in name]
     assert attended == ([(2, slots.num_live, LENGTH, DIM)] if slots.num_live else [])
-
-
-def test_a_models_layers_run_what_their_head_map_says():
-    model = GPT(GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH))
-    chosen = HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)])
-    install_(model, chosen, hard_patterns(["decay"] * 6, LENGTH))
-    tokens = torch.randint(0, 60, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    with Calls() as calls:
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    assert [shape[1] for shape in calls.of("saf::toeplitz")] == [2, 4]
-    assert [shape[1] for name, shape in calls.seen if "attention" in name] == [2, 4]
-    for layer, attention in enumerate(model.attention_layers()):
-        assert list(attention.layout.frozen) == chosen.in_layer(layer)
-        for weight in (attention.q_proj.weight, attention.k_proj.weight):
-            assert weight.shape[0] == attention.layout.num_live * 8
-            assert weight.numel() == 0 or weight.grad.abs().sum(1).all()

@@ -97,13 +97,6 @@ def test_descriptors_differ_by_their_blocks_and_come_first(kernel):
     assert kernel.direct == [((3, 1, 1), (descriptor, x.data_ptr(), 8, 4, True))]
 
 
-def test_the_cache_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    for size in range(10):
-        call(kernel, torch.zeros(64), size)
-    assert len(module._compiled) <= 3
-
-
 def prepared(kernel):
     return PreparedLaunch(kernel, (3,), 8, device=torch.device("cpu"), EVEN=True, BLOCK=4, num_warps=2)
 

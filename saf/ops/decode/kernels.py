@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.launch import add_product, cdiv, launch, shared_memory
+from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -270,7 +270,7 @@ def sum_parts(
     launch(
         flash_decode_kernel, (parts, kv + groups, batch),
         query, key, value, *optional, sums, logs, place, length, stretch, lowest, scale * LOG2_E,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *strides(query, key, value),
         0 if tables[0] is None else tables[0].stride(0), sums.stride(0), sums.stride(1), logs.stride(0), logs.stride(1),
         device=value.device, **constants,
     )  # fmt: skip

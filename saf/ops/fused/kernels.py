@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, strides
 from saf.ops.live import score_scale
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -456,7 +456,6 @@ def _padded(dim: int) -> int:
 
 
 def _pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
-    """Return the patterns' strides in the order the kernels take them."""
     return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
 
 
@@ -468,16 +467,10 @@ def state_constants(maps: HeadMaps) -> dict[str, bool]:
 def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
     """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
     constants = {
-        "D": dim,
-        "DP": _padded(dim),
-        "BM": blocks.block_m,
-        "BN": blocks.block_n,
-        "EVEN": length % max(blocks.block_m, blocks.block_n) == 0,
-        "PRECISION": "ieee",
-        "STAGES": blocks.num_stages,
-        "num_warps": blocks.num_warps,
-        "num_stages": blocks.num_stages,
-    }
+        "D": dim, "DP": _padded(dim), "BM": blocks.block_m, "BN": blocks.block_n,
+        "EVEN": length % max(blocks.block_m, blocks.block_n) == 0, "PRECISION": "ieee", "STAGES": blocks.num_stages,
+        "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
+    }  # fmt: skip
     return constants | ({"PAD": PAD} if pad else {})
 
 
@@ -494,27 +487,15 @@ def fused_forward(
     D and any others. Returns the output `[B, H, T, D]` in head order, laid out as `[B, T, H, D]`, and the live heads'
     row log-sum-exps `[B, L, T]`, float32, nats.
     """
-    result = heads_like(value, maps.state.numel())
-    lse = _log_sums_like(value, maps.counts[0])
+    result, lse = _results(value, maps)
     if not result.numel():
         return result, lse
     known = (maps.counts, scale, config, *operand_key(query, key, value, *patterns))
     if (plan := _plans.get(known)) is None:
-        grid, numbers, constants = forward_arguments(query, key, value, result, maps, patterns, scale, config)
-        plan = PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
-        _plans[known] = plan
-    plan(query, key, value, result, lse, *_forward_tables(maps, patterns))
+        grid, numbers, constants = _forward_arguments(query, key, value, result, maps, patterns, scale, config)
+        plan = _plans[known] = PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
+    plan(query, key, value, result, lse, *maps[:5], *patterns)
     return result, lse
-
-
-def _log_sums_like(value: Tensor, live: int) -> Tensor:
-    """Return uninitialised memory for the row log-sum-exps of `live` heads beside `value [B, H_kv, T, D]`."""
-    return value.new_empty(value.shape[0], live, value.shape[2], dtype=torch.float32)
-
-
-def _forward_tables(maps: HeadMaps, patterns: FusedPatterns) -> tuple[Tensor, ...]:
-    """Return what the forward kernel reads besides the operands, in its order."""
-    return maps.state, maps.query, maps.key, maps.value, maps.pattern, *patterns
 
 
 @torch.library.triton_op("saf::fused_visible", mutates_args=())
@@ -527,28 +508,34 @@ def visible_forward(
     Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
     `saf::fused`, whose arguments these are. The channels of query, key and value have unit stride.
     """
-    head_maps, fixed = read_tables(maps, patterns, counts, grouped)
-    result = heads_like(value, sum(counts))
-    grid, numbers, constants = forward_arguments(query, key, value, result, head_maps, fixed, scale)
-    tensors = query, key, value, result, _log_sums_like(value, counts[0]), *_forward_tables(head_maps, fixed)
+    own, fixed = read_tables(maps, patterns, counts, grouped)
+    result, lse = _results(value, own)
+    grid, numbers, constants = _forward_arguments(query, key, value, result, own, fixed, scale)
+    tensors = query, key, value, result, lse, *own[:5], *fixed
     torch.library.wrap_triton(fused_forward_kernel)[grid](*tensors, *numbers, **constants)
     return result
 
 
-def forward_arguments(
+def _results(value: Tensor, maps: HeadMaps) -> tuple[Tensor, Tensor]:
+    """Return memory for all heads `[B, H, T, D]`, and for the row log-sum-exps of live ones `[B, L, T]`."""
+    batch, _, length, _ = value.shape
+    lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
+    return heads_like(value, sum(maps.counts)), lse
+
+
+def _forward_arguments(
     query: Tensor, key: Tensor, value: Tensor, result: Tensor, maps: HeadMaps, patterns: FusedPatterns,
     scale: float | None = None, config: FusedConfig | None = None,
 ) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:  # fmt: skip
     """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
     batch, _, length, dim = value.shape
-    heads = maps.state.numel()
+    heads = sum(maps.counts)
     rows = batch * heads * length
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
     blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
-    numbers = (
-        heads, maps.counts[0], length, score_scale(scale, dim) * LOG2E,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *result.stride()[:3], *_pattern_strides(patterns),
-    )  # fmt: skip
+    factor = score_scale(scale, dim) * LOG2E
+    operands = strides(query, key, value, result)
+    numbers = (heads, maps.counts[0], length, factor, *operands, *_pattern_strides(patterns))
     constants = block_constants(blocks, length, dim) | state_constants(maps)
     return (batch * heads, cdiv(length, blocks.block_m)), numbers, constants
 
@@ -563,35 +550,28 @@ def fused_backward(
     Deterministic.
     """
     batch, num_value_heads, length, dim = value.shape
-    live = maps.counts[0]
+    live, factor = maps.counts[0], score_scale(scale, dim)
     dq, dk, dv = heads_like(query, live), heads_like(key, key.shape[1]), heads_like(value, num_value_heads)
     if dv.numel() == 0:
         return dq, dk, dv
     blocks = config or choose_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
-    delta = torch.empty_like(lse)
+    operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
     if live:
         launch(
             delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
-            *out.stride()[:3], *grad.stride()[:3],
-            D=dim, DP=_padded(dim), BM=64, num_warps=4, device=value.device,
+            *strides(out, grad), D=dim, DP=_padded(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
-        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_n)),
-        query, key, value, grad, lse, delta, dk, dv,
-        maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads,
-        patterns.alpha, patterns.band, patterns.log_z, patterns.dense,
-        num_value_heads, live, length, score_scale(scale, dim),
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
-        *dk.stride()[:3], *dv.stride()[:3], *_pattern_strides(patterns),
+        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_n)), *operands, delta, dk, dv,
+        maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads, *patterns,
+        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv), *_pattern_strides(patterns),
         **block_constants(blocks.keys, length, dim), **state_constants(maps), GROUPED=maps.grouped,
         device=value.device,
     )  # fmt: skip
     if live:
         launch(
-            query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)),
-            query, key, value, grad, lse, delta, dq, maps.live, maps.key, maps.value,
-            live, length, score_scale(scale, dim),
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3], *dq.stride()[:3],
+            query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)), *operands, delta, dq,
+            maps.live, maps.key, maps.value, live, length, factor, *strides(query, key, value, grad, dq),
             **block_constants(blocks.queries, length, dim, pad=False), device=value.device,
         )  # fmt: skip
     return dq, dk, dv

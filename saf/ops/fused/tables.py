@@ -51,37 +51,26 @@ class HeadMaps(NamedTuple):
 
     @classmethod
     def build(
-        cls,
-        state: Sequence[int],
-        *,
-        key: Sequence[int],
-        value: Sequence[int],
-        num_value_heads: int,
+        cls, state: Sequence[int], *, key: Sequence[int], value: Sequence[int], num_value_heads: int,
         device: torch.device | str,
-    ) -> "HeadMaps":
+    ) -> "HeadMaps":  # fmt: skip
         """Return the maps of heads with these states, key slots (of live heads) and value slots."""
-        seen = [0, 0, 0]
-        own = []
-        for kind in state:
-            own.append(seen[kind])
-            seen[kind] += 1
         heads = range(len(state))
-        order = sorted(heads, key=lambda head: value[head])
-        starts = [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)]
-
-        def tensor(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        own = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
+        is_live = [kind == LIVE for kind in state]
+        maps = {
+            "state": state,
+            "query": [own[head] if is_live[head] else 0 for head in heads],
+            "key": [key[head] if is_live[head] else 0 for head in heads],
+            "value": value,
+            "pattern": own,
+            "live": [head for head in heads if is_live[head]],
+            "group_start": [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)],
+            "group_heads": sorted(heads, key=lambda head: value[head]),
+        }
         return cls(
-            state=tensor(state),
-            query=tensor([own[head] if state[head] == LIVE else 0 for head in heads]),
-            key=tensor([key[head] if state[head] == LIVE else 0 for head in heads]),
-            value=tensor(value),
-            pattern=tensor(own),
-            live=tensor([head for head in heads if state[head] == LIVE]),
-            group_start=tensor(starts),
-            group_heads=tensor(order),
-            counts=(seen[0], seen[1], seen[2]),
+            **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()},
+            counts=(sum(is_live), list(state).count(COMPACT), list(state).count(DENSE)),
             grouped=sorted(value) != list(range(num_value_heads)),
         )
 
@@ -130,30 +119,27 @@ def read_tables(
 
 
 def fused_tables(
-    patterns: Sequence[Pattern],
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_head: tuple[int, ...] | None = None,
+    patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
     """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
 
     Patterns that are not compact are stored entry by entry. Mixed maps need `kv_head`, the value head of every slot.
     """
     length = patterns[0].length
-    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
     forms = [pattern.compact() for pattern in patterns]
     compact = [form.to(device=device, dtype=torch.float64).balanced() for form in forms if form is not None]
     dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
+    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
     alpha, rho, log_z = (
         torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
     )
     stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
     tables: dict[str, Any] = FusedPatterns.build(alpha, rho, log_z, stored)._asdict()
     kinds = [DENSE if form is None else COMPACT for form in forms]
-    layouts = {"alone": (kinds, tuple(range(len(kinds))))}
+    slots = {"alone": (kinds, tuple(range(len(kinds))))}
     if kv_head is not None:
-        layouts["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
-    for name, (state, value) in layouts.items():
+        slots["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
+    for name, (state, value) in slots.items():
         used = sorted({slot for slot, kind in zip(value, state, strict=True) if kind == LIVE})
         key = [used.index(slot) if kind == LIVE else 0 for slot, kind in zip(value, state, strict=True)]
         maps = HeadMaps.build(state, key=key, value=value, num_value_heads=max(value) + 1, device=device)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, strides
 from saf.ops.linear.tables import CHUNK, LinearTables
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -272,18 +272,22 @@ class LinearConfig(NamedTuple):
     stages: tuple[int, int] = (2, 2)
 
 
-def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype, chunk: int = CHUNK) -> LinearConfig:
+def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
     """Return the written rule: as many programs as run at once, or as little more as there are heads and columns.
 
     Shorter stretches than two chunks would read more for the chunks before them than for their own.
     """
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
-    chunks, others = cdiv(length, chunk), heads * cdiv(columns, block)
-    stretch = max(2, cdiv(chunks, max(1, WAVE // others)))
+    stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
     # Loads three chunks ahead: 5% sooner than two, and four are no better.
-    warps, stages = (8, (2, 1)) if exact else (4 if chunk == 64 else 8, (3, 3))
+    warps, stages = (8, (2, 1)) if exact else (4, (3, 3))
     return LinearConfig(stretch, block, (4, warps), stages)
+
+
+def _stretch(chunks: int, others: int) -> int:
+    """Return the chunks of a program beside so many programs of `others`."""
+    return max(2, cdiv(chunks, max(1, WAVE // others)))
 
 
 _plans = PlanCache()
@@ -312,42 +316,39 @@ def linear_matmul(
     absent = sources is None, left_pad is None
     key = (transpose, precision, config, *absent, *operand_key(x, *tables, before, after, out))
     if (plan := _plans.get(key)) is None:
-        mapped, padded = sources is not None, left_pad is not None
-        plan = _plans[key] = _plan(x, tables, before, after, out, transpose, mapped, padded, config, precision)
-    plan(
-        x, tables, before, after, before if sources is None else sources, before if left_pad is None else left_pad, out
-    )
+        how = {"reverse": transpose, "mapped": not absent[0], "padded": not absent[1], "precision": precision}
+        plan = _plans[key] = _plan(x, tables, before, after, out, config, **how)
+    # Absent tensors are never read: another stands in their place.
+    maps = before if sources is None else sources, before if left_pad is None else left_pad
+    plan(x, tables, before, after, *maps, out)
     return out
 
 
 def _plan(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, out: Tensor,
-    transpose: bool, mapped: bool, padded: bool, config: LinearConfig | None, precision: str,
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, out: Tensor, config: LinearConfig | None,
+    **how: Any,
 ) -> Callable[..., None]:  # fmt: skip
-    """Return what multiplies all operands of this layout."""
+    """Return what multiplies all operands of these shapes and strides: all of the launches but their memory."""
     batch, _, length, dim = x.shape
     heads, reach, rows, _ = tables.near.shape
-    poles = tables.write.shape[1] // 2
-    columns = batch * dim
+    poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
     if config is None:
-        config = choose_config(length=length, columns=columns, heads=heads, chunk=rows, dtype=x.dtype)
-    block, stretches = config.columns, cdiv(cdiv(length, rows), config.stretch)
+        config = choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
+    blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     adding, mixing = linear_constants(
-        config, rows=rows, reach=reach, poles=poles, powers=tables.turns.shape[1], dim=dim, columns=columns,
-        reverse=transpose, mapped=mapped, padded=padded, precision=precision,
-    )  # fmt: skip
-    blocks = cdiv(columns, block)
+        config, rows=rows, reach=reach, poles=poles, powers=powers, dim=dim, columns=columns, **how
+    )
     add = PreparedLaunch(
-        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, reach - 1, *x.stride()[:3],
+        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, reach - 1, *strides(x),
         before.stride(0), **adding, device=x.device,
     )  # fmt: skip
     scan = PreparedLaunch(
         scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), columns, stretches - 1, config.stretch,
-        P=poles, BN=SCAN_COLUMNS, POWERS=adding["POWERS"], num_warps=4, device=x.device,
+        P=poles, BN=SCAN_COLUMNS, POWERS=powers, num_warps=4, device=x.device,
     )  # fmt: skip
     mix = PreparedLaunch(
-        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *x.stride()[:3],
-        *out.stride()[:3], before.stride(0), after.stride(0), **mixing, device=x.device,
+        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *strides(x, out),
+        before.stride(0), after.stride(0), **mixing, device=x.device,
     )  # fmt: skip
     shape = (heads, max(1, stretches - 1), 2, poles, columns)
 
@@ -359,8 +360,7 @@ def _plan(
             add(x, before, sources, left_pad, tables.write, tables.turns, states)
             if stretches > 2:
                 scan(states, tables.turns)
-        own = tables.near, tables.write, tables.read, tables.turns
-        mix(x, before, sources, left_pad, after, *own, states, out)
+        mix(x, before, sources, left_pad, after, *tables, states, out)
 
     return run
 
@@ -489,32 +489,33 @@ def fill(
     """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, H, T, D]`."""
     batch, _, length, dim = x.shape
     heads, reach, rows, _ = tables.near.shape
-    poles, columns = tables.write.shape[1] // 2, batch * dim
+    poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
     common = {
-        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": tables.turns.shape[1],
-        "MAPPED": sources is not None, "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0,
-        "PRECISION": precision,
+        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers, "MAPPED": sources is not None,
+        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision,
+        "num_warps": 4, "device": x.device,
     }  # fmt: skip
     maps = before if sources is None else sources, before if left_pad is None else left_pad
     blocks = cdiv(columns, STEP_COLUMNS)
     chunks = max(0, (length - 1) // rows - reach)  # those that the sum of the chunk before the last one holds
-    stretch = max(2, cdiv(chunks, max(1, WAVE // (heads * blocks))))
+    stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
     states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
+    operands = x, before, *maps, tables.write, tables.turns, states
     if stretches:
         launch(
-            states_kernel, (stretches, heads, blocks), x, before, *maps, tables.write, tables.turns, states, length,
-            columns, stretch, stretches * stretch - chunks, *x.stride()[:3], before.stride(0),
-            **common, REVERSE=False, STAGES=2, num_warps=4, num_stages=2, device=x.device,
+            states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
+            stretches * stretch - chunks, *strides(x), before.stride(0), **common,
+            REVERSE=False, STAGES=2, num_stages=2,
         )  # fmt: skip
     if stretches > 1:
         launch(
             scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, tables.turns, columns, stretches, stretch,
-            P=poles, BN=SCAN_COLUMNS, POWERS=common["POWERS"], num_warps=4, device=x.device,
+            P=poles, BN=SCAN_COLUMNS, POWERS=powers, num_warps=4, device=x.device,
         )  # fmt: skip
     launch(
-        fill_kernel, (heads, blocks), x, before, *maps, tables.write, tables.turns, states, ring, sums, length, columns,
-        stretches, *x.stride()[:3], before.stride(0), **common, REACH=reach, num_warps=4, device=x.device,
+        fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
+        before.stride(0), **common, REACH=reach,
     )  # fmt: skip
 
 
@@ -526,11 +527,10 @@ def step(
     batch, _, rows, dim = x.shape
     heads, reach, chunk, _ = tables.near.shape
     columns, moves = batch * dim, isinstance(first, Tensor)
+    maps = before if sources is None else sources, before if left_pad is None else left_pad
     launch(
-        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, before if sources is None else sources,
-        before if left_pad is None else left_pad, after, tables.near, tables.write, tables.read, tables.turns,
-        first if moves else before, ring, sums, out, rows, 0 if moves else first, columns, *x.stride()[:3],
-        *out.stride()[:3], before.stride(0), after.stride(0),
+        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, *maps, after, *tables, first if moves else before,
+        ring, sums, out, rows, 0 if moves else first, columns, *strides(x, out), before.stride(0), after.stride(0),
         D=dim, C=chunk, P=tables.write.shape[1] // 2, BN=STEP_COLUMNS, REACH=reach, POWERS=tables.turns.shape[1],
         MAPPED=sources is not None, PADDED=left_pad is not None, MOVES=moves, PRECISION=precision, num_warps=4,
         device=x.device,

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, shared_memory
+from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, shared_memory, strides
 from saf.ops.toeplitz.tables import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -305,14 +305,14 @@ def _config_for(x: Tensor) -> Config:
 def _plan(
     x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor, transpose: bool, config: Config, precision: str
 ) -> Callable[..., None]:
-    """Return what multiplies all operands of this layout: all of the launches but their memory."""
+    """Return what multiplies all operands of these shapes and strides: all of the launches but their memory."""
     batch, heads, length, dim = x.shape
     columns, fold = batch * dim, config.fold
     rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
     # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
     prescale = PreparedLaunch(
         prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), length, columns, rows,
-        *x.stride()[:3], pre.stride(0),
+        *strides(x), pre.stride(0),
         D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
     )  # fmt: skip
     num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
@@ -320,34 +320,26 @@ def _plan(
     blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
     constants = product_constants(config, length, columns, dim, transpose, precision)
     if config.descriptors:
-        multiply = PreparedLaunch(
-            toeplitz_descriptor_kernel, grid, length, columns, rows,
-            *out.stride()[:3], post.stride(0), tables.shape[1], *blocks, **constants, device=x.device,
-        )  # fmt: skip
+        kernel = toeplitz_descriptor_kernel
+        numbers = length, columns, rows, *strides(out), post.stride(0), tables.shape[1]
     else:
-        multiply = PreparedLaunch(
-            toeplitz_kernel, grid, length, columns,
-            *out.stride()[:3], tables.stride(0), post.stride(0), *blocks, **constants, device=x.device,
-        )  # fmt: skip
+        kernel = toeplitz_kernel
+        numbers = length, columns, *strides(out), tables.stride(0), post.stride(0)
+    multiply = PreparedLaunch(kernel, grid, *numbers, *blocks, **constants, device=x.device)
+
+    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
 
     def run(x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor) -> None:
         scaled = x.new_empty(heads, rows, fold * columns)
         prescale(x, pre, scaled)
-        if config.descriptors:
-            multiply(post, out, descriptors=_descriptors(scaled, tables, config, transpose))
-        else:
+        if not config.descriptors:
             multiply(scaled, tables, post, out)
+            return
+        # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
+        x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
+        multiply(post, out, descriptors=(x_desc, TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)))
 
     return run
-
-
-def _descriptors(scaled: Tensor, tables: Tensor, config: Config, transpose: bool) -> tuple[TensorDescriptor, ...]:
-    """Return what the bulk copy engine reads: the scaled input, and all tiles stacked as `[-, TILE]`."""
-    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-    return (
-        TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n]),
-        TensorDescriptor.from_tensor(tables.view(-1, TILE), tile),
-    )
 
 
 def product_constants(

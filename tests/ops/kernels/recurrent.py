@@ -30,7 +30,6 @@ class Case:
 
 
 CASES = {
-    "two-tiles": Case(),
     "three-tiles": Case(band=128, prompt=300),
     "one-tile": Case(band=1, prompt=70),
     "from-nothing": Case(prompt=0, steps=(1, 2, 16, 16, 16, 16)),
@@ -38,13 +37,11 @@ CASES = {
     "chunk-end": Case(prompt=191, steps=(1, 1, 1, 1), moves=True),
     "whole-chunks": Case(prompt=192, steps=(1, 1)),
     "padded": Case(prompt=150, padded=True, moves=True, band=128),
-    "padded-short": Case(prompt=40, padded=True),
-    "grouped": Case(heads=(2, 0, 2), prompt=130),
-    "taken-back": Case(prompt=180, steps=(16, 16, 16, 16), back=64),
+    "padded-short": Case(prompt=40, padded=True, steps=(3, 1)),
+    "grouped": Case(heads=(2, 0, 2), prompt=130, steps=(3, 1)),
     "taken-back-padded": Case(prompt=250, steps=(16, 16), back=31, band=128, padded=True),
     "many-rows": Case(prompt=150, steps=(100, 1, 70)),
     "D60": Case(dim=60, prompt=129, steps=(2, 1)),
-    "D96": Case(dim=96, prompt=129, steps=(2, 1)),
     "poles-32": Case(poles=20, prompt=260, steps=(1,)),
     "many-stretches": Case(prompt=900, steps=(1,), dim=64),
     "bfloat": Case(dtype="bfloat16", dim=64, prompt=300, band=128),

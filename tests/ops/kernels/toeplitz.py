@@ -27,36 +27,31 @@ class Case:
     config: dict[str, int] | None = dataclasses.field(default_factory=SMALL.copy)
 
 
-def _cases() -> dict[str, Case]:
-    cases = {}
-    for name, case in {
-        "T1": Case(length=1, dim=16, extra=0),
-        "T37-D16": Case(length=37, dim=16, batch=3),
-        "T64-D64": Case(length=64, dim=64, extra=0),
-        "T129-D128": Case(dim=128, batch=1),
-        "T200-D60": Case(length=200, batch=1),
-        "wide-k": Case(config={**SMALL, "block_k": 128}),
-        "tall-m": Case(config={**SMALL, "block_m": 128}, batch=3, heads=1),
-        "slabs": Case(config={**SMALL, "slabs": 2}, heads=3),
-        "descriptor": Case(dtype="float16", dim=64, config=DESCRIPTOR),
-        "descriptor-D60": Case(dtype="float16", length=200, config=DESCRIPTOR),
-        "descriptor-T1": Case(dtype="float16", length=1, extra=0, dim=16, config=DESCRIPTOR),
-        **{
-            f"folded-T{length}": Case(dtype="float16", length=length, dim=dim, batch=batch, config=FOLDED)
-            for length, dim, batch in ((1, 16, 1), (128, 64, 1), (513, 16, 2))
-        },
-        "folded-slabs": Case(dtype="float16", length=200, dim=64, heads=3, config={**FOLDED, "slabs": 2}),
-        "default": Case(config=None),
-        "half-default": Case(dtype="float16", dim=64, config=None),
-        "half-default-narrow": Case(dtype="float16", dim=64, batch=1, config=None),
-        "bfloat-default": Case(dtype="bfloat16", dim=64, config=None),
-    }.items():
-        cases[f"{name}-forward"] = case
-        cases[f"{name}-transposed"] = dataclasses.replace(case, transpose=True)
-    return cases
-
-
-CASES = _cases()
+FORWARD = {
+    "T1": Case(length=1, dim=16, extra=0),
+    "T37-D16": Case(length=37, dim=16, batch=3),
+    "T129-D128": Case(dim=128, batch=1),
+    "tall-m": Case(config={**SMALL, "block_m": 128}, batch=3, heads=1),
+    "slabs": Case(config={**SMALL, "slabs": 2}, heads=3),
+    "descriptor": Case(dtype="float16", dim=64, config=DESCRIPTOR),
+    "descriptor-T1": Case(dtype="float16", length=1, extra=0, dim=16, config=DESCRIPTOR),
+    "folded-slabs": Case(dtype="float16", length=200, dim=64, heads=3, config={**FOLDED, "slabs": 2}),
+    "default": Case(config=None),
+    "half-default-narrow": Case(dtype="float16", dim=64, batch=1, config=None),
+}
+BOTH = {
+    "T64-D64": Case(length=64, dim=64, extra=0),
+    "T200-D60": Case(length=200, batch=1),
+    "descriptor-D60": Case(dtype="float16", length=200, config=DESCRIPTOR),
+    "folded-T513": Case(dtype="float16", length=513, dim=16, config=FOLDED),
+    "half-default": Case(dtype="float16", dim=64, config=None),
+    "bfloat-default": Case(dtype="bfloat16", dim=64, config=None),
+}
+CASES = FORWARD | {
+    f"{name}-{way}": dataclasses.replace(case, transpose=way == "transposed")
+    for name, case in BOTH.items()
+    for way in ("forward", "transposed")
+}
 
 
 def run(case: Case, device: str) -> list[str] | None:
