@@ -130,9 +130,7 @@ def prepare(
         progress: show a progress bar; None means only on a terminal.
         **settings: the fields of `PrepareConfig`: `heldout`, `tokenizer`, `vocab_size`, `seed`, ...
 
-    Raises:
-        DataError: Text cannot be read or is too little to fill every partition, or `out` is taken.
-        InputError: A setting is out of range.
+    Raises DataError when text cannot be read or is too little to fill every partition, or `out` is taken.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -182,12 +180,11 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     tokenizer.save_config(folder / CONFIG_FILE)
     sizes = [source.size for sources in groups.values() for source in sources]
     task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
-    corpus = _Corpus(groups, config)
-    spool = _Spool(folder / "spool.bin", tokenizer)
-    spool.fill(_encoded(corpus.texts(lambda count: bar.advance(task, count)), tokenizer))
+    corpus = _Corpus(folder / "spool.bin", tokenizer)
+    corpus.read(groups, config, lambda count: bar.advance(task, count))
     bar.add_task("writing", total=None)
     documents = np.frombuffer(corpus.rows, _DOCUMENT)
-    partition = _assign(documents, np.array(spool.tokens), config)
+    partition = _assign(documents, np.array(corpus.tokens), config)
     near = _leave_out_near_(partition, documents["loose"])
     partitions = {}
     for number, name in enumerate(PARTITIONS):
@@ -199,9 +196,9 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
             "documents": len(order),
             "bytes": int(documents["bytes"][order].sum()),
             "digests_sha256": sha256(digests).hexdigest(),
-            **spool.write(order, folder / f"{name}.bin"),
+            **corpus.write(order, folder / f"{name}.bin"),
         }
-    spool.path.unlink()
+    corpus.path.unlink()
     kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
     left_out = [
@@ -210,7 +207,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         for file, reason in sorted(source.left_out.items())
     ]
     index = {
-        "dtype": spool.dtype.name,
+        "dtype": corpus.dtype.name,
         "tokenizer": {"kind": kind, "sha256": tokenizer.fingerprint, **vocabulary},
         "partitions": partitions,
         "calibration_from": config.calibration_from,
@@ -228,30 +225,58 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
 
 
 class _Corpus:
-    """The distinct documents of all sources, with the facts of each document and of each source."""
+    """The distinct documents of all sources: facts of each, and a file of their tokens in reading order."""
 
-    def __init__(self, groups: dict[str, list[Source]], config: PrepareConfig):
-        self.groups, self.config = groups, config
-        self.sources: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
+    def __init__(self, path: Path, tokenizer: Tokenizer):
+        self.path, self.tokenizer = path, tokenizer
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self.sources: dict[str, list[dict[str, Any]]] = {}
         self.skipped = Counter(repeated=0, also_held_out=0, empty=0)
         self.rows = bytearray()
         """A `_DOCUMENT` for each."""
+        self.tokens = array("q")
+        """Tokens of each, end-of-text included."""
 
-    def texts(self, advance: Callable[[int], Any]) -> Iterator[str]:
-        """Yield the documents and record their facts; `advance` is called with the bytes of each."""
+    def read(self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]) -> None:
+        """Read and tokenise the documents of all sources; `advance` is called with the bytes of each."""
+        with open(self.path, "wb", buffering=_BLOCK) as file:
+            for ids in _encoded(self._texts(groups, config, advance), self.tokenizer):
+                file.write(np.array([*ids, self.tokenizer.eot_id], dtype=self.dtype).tobytes())
+                self.tokens.append(len(ids) + 1)
+
+    def _texts(
+        self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]
+    ) -> Iterator[str]:
         seen: dict[bytes, str] = {}
-        for group, sources in self.groups.items():  # held-out text first: a document that is in both stays held out
-            for text in _read(sources, self.config, self.sources[group], self.skipped):
+        for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
+            self.sources[group] = []
+            for text in _read(sources, config, self.sources[group], self.skipped):
                 size, digest = len(text.encode()), _digest(text)
                 advance(size)
                 if digest in seen:
                     self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
                     continue
                 seen[digest] = group
-                row = (_order_key(digest, self.config.seed), size, group == "heldout")
                 loose = _digest("".join(text.split()).casefold())
-                self.rows += struct.pack("<Qq?16s16s", *row, digest, loose)
+                row = (_order_key(digest, config.seed), size, group == "heldout", digest, loose)
+                self.rows += struct.pack("<Qq?16s16s", *row)
                 yield text
+
+    def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
+        """Write the documents of a partition and return its number of tokens, unigram entropy and SHA-256."""
+        sizes, vocabulary = np.array(self.tokens) * self.dtype.itemsize, self.tokenizer.vocab_size
+        starts, counts = np.cumsum(sizes) - sizes, np.zeros(vocabulary, dtype=np.int64)
+        # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
+        with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
+            for document in order.tolist():
+                spool.seek(int(starts[document]))
+                file.write(spool.read(int(sizes[document])))
+        with open(path, "rb") as file:
+            while len(block := np.fromfile(file, self.dtype, _BLOCK)):
+                counts += np.bincount(block, minlength=vocabulary)
+        share = counts[counts > 0] / max(counts.sum(), 1)
+        entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
+        return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
 
 
 def _read(
@@ -304,9 +329,6 @@ def _order_key(digest: bytes, seed: int) -> int:
     return int.from_bytes(blake2b(digest, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
-# --- tokens
-
-
 def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the token ids of each text, in order; a batch is tokenised on all cores while the next one is read."""
     batch, size = list[str](), 0
@@ -320,38 +342,6 @@ def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
                 ahead, batch, size = pool.submit(tokenizer.encode_batch, batch), [], 0
         yield from ahead.result()
         yield from tokenizer.encode_batch(batch)
-
-
-class _Spool:
-    """A file of all documents' tokens in reading order, from which partitions are written in their own."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self.path, self.vocab_size, self.eot_id = path, tokenizer.vocab_size, tokenizer.eot_id
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
-        self.tokens = array("q")
-        """Tokens of each document, end-of-text included."""
-
-    def fill(self, encoded: Iterable[list[int]]) -> None:
-        with open(self.path, "wb", buffering=_BLOCK) as file:
-            for ids in encoded:
-                file.write(np.array([*ids, self.eot_id], dtype=self.dtype).tobytes())
-                self.tokens.append(len(ids) + 1)
-
-    def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
-        """Write the documents of a partition and return its number of tokens, unigram entropy and SHA-256."""
-        sizes = np.array(self.tokens) * self.dtype.itemsize
-        starts, counts = np.cumsum(sizes) - sizes, np.zeros(self.vocab_size, dtype=np.int64)
-        # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
-        with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
-            for document in order.tolist():
-                spool.seek(int(starts[document]))
-                file.write(spool.read(int(sizes[document])))
-        with open(path, "rb") as file:
-            while len(block := np.fromfile(file, self.dtype, _BLOCK)):
-                counts += np.bincount(block, minlength=self.vocab_size)
-        share = counts[counts > 0] / max(counts.sum(), 1)
-        entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
-        return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
 
 
 # --- partitions

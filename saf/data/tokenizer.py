@@ -40,10 +40,7 @@ class Tokenizer:
         names = _EOT_NAMES if eos is None else (eos,)
         self.eot_token = next((token for token in names if token in vocabulary), "")
         if not self.eot_token:
-            raise DataError(
-                f"{name}: no end-of-text token; its vocabulary must have one of {', '.join(names)}, or a {CONFIG_FILE} "
-                "must name its eos_token"
-            )
+            raise DataError(f"{name}: no end-of-text token, one of {', '.join(names)}; name it in a {CONFIG_FILE}")
         self.eot_id: int = vocabulary[self.eot_token]
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.fingerprint = sha256(data).hexdigest()
@@ -60,11 +57,10 @@ class Tokenizer:
         if file.is_file():
             return cls(file.read_bytes(), name=str(file), eos=_eos_token(file.parent))
         for pair in _GPT2_FILES:
-            vocabulary, merges = (path / name for name in pair)
-            if vocabulary.is_file() and merges.is_file():
-                backend = _byte_level(vocabulary, merges)
+            if all((path / name).is_file() for name in pair):
+                backend = _byte_level(*(str(path / name) for name in pair))
                 backend.add_special_tokens([EOT])
-                return cls(backend.to_str().encode(), name=str(vocabulary), eos=_eos_token(path))
+                return cls(backend.to_str().encode(), name=str(path), eos=_eos_token(path))
         pairs = ", ".join(" + ".join(pair) for pair in _GPT2_FILES)
         raise DataError(f"{path}: no tokenizer there; give --tokenizer a folder with tokenizer.json, or {pairs}")
 
@@ -77,10 +73,8 @@ class Tokenizer:
         try:
             folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns)
         except Exception as error:
-            raise DataError(
-                f"{repository}: no such folder here, and its tokenizer could not be downloaded "
-                f"({type(error).__name__}: {error}); offline, give --tokenizer a folder with tokenizer.json"
-            ) from error
+            problem = f"no such folder here, and it could not be downloaded ({type(error).__name__}: {error})"
+            raise DataError(f"{repository}: {problem}; give --tokenizer a folder with tokenizer.json") from error
         return cls.load(folder)
 
     def save(self, path: str | Path) -> None:
@@ -110,24 +104,22 @@ class Tokenizer:
 
 def _eos_token(folder: Path) -> str | None:
     """Return the eos_token that a tokenizer's other files name; None without them."""
-    for name in (CONFIG_FILE, _MAP_FILE):
-        if (folder / name).is_file():
-            token = read_json(folder / name, error=DataError).get("eos_token")
-            token = token.get("content") if isinstance(token, dict) else token
-            if token is not None:
-                return str(token)
+    for file in (folder / CONFIG_FILE, folder / _MAP_FILE):
+        token = read_json(file, error=DataError).get("eos_token") if file.is_file() else None
+        if token is not None:
+            return str(token["content"] if isinstance(token, dict) else token)
     return None
 
 
-def _byte_level(*files: Path) -> Any:
+def _byte_level(*files: str) -> Any:
     """Build a BPE that splits bytes into words as GPT-2 does; untrained, or from GPT-2's vocabulary and merges."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
     try:
-        backend = Backend(models.BPE.from_file(*map(str, files)) if files else models.BPE())
+        backend = Backend(models.BPE.from_file(*files) if files else models.BPE())
     except Exception as error:
-        raise DataError(f"{', '.join(map(str, files))}: not GPT-2's vocabulary and merges ({error})") from error
+        raise DataError(f"{', '.join(files)}: not GPT-2's vocabulary and merges ({error})") from error
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
@@ -143,12 +135,9 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
 
     if vocab_size < 257:
         raise InputError(f"--vocab-size must be at least 257 (256 bytes and end-of-text), got {vocab_size}")
-    backend = _byte_level()
+    backend, alphabet = _byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend.to_str().encode())
