@@ -10,7 +10,7 @@ import pytest
 
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
-from tests.data.texts import jsonl, partition_documents
+from tests.data.conftest import jsonl, partition_documents
 
 
 def heldout_documents(data: TokenData) -> list[str]:

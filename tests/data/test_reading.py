@@ -11,12 +11,14 @@ import pytest
 from saf.data import TextData, TokenData, prepare, train_bpe
 from saf.data.reading import Source
 from saf.errors import DataError
-from saf.tasks.multiple_choice import read_examples
-from tests.data.texts import documents, lines
+from tests.data.conftest import documents, lines
 
 BOM = b"\xef\xbb\xbf"
 ROWS = [f'Grüße {n}: she said "{n}", and left;\ttwo\nlines ' + "and words " * (n % 7) for n in range(40)]
 FLAT = [row.replace("\n", " ").replace("\t", " ") for row in ROWS]
+TSV = BOM + "".join(f"{n}\t{row}\r\n" for n, row in [("id", "text"), *enumerate(FLAT)]).encode()
+QUOTED = ('{},"{}"\r\n'.format(n, row.replace('"', '""')) for n, row in enumerate(FLAT))
+CSV = BOM + f"id,text\r\n{''.join(QUOTED)}".encode()
 
 
 def zstd(data: bytes) -> bytes:
@@ -30,31 +32,19 @@ def read(path: Path, **options) -> list[str]:
     return list(Source(str(path), **options).documents())
 
 
-def table(suffix: str, end: str) -> bytes:
-    """A table with a number and a text in each row; only .csv has quotes."""
-    if suffix == ".tsv":
-        return BOM + "".join(f"{n}\t{row}{end}" for n, row in [("id", "text"), *enumerate(FLAT)]).encode()
-    quoted = ('{},"{}"{}'.format(n, row.replace('"', '""'), end) for n, row in enumerate(FLAT))
-    return BOM + f"id,text{end}{''.join(quoted)}".encode()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", lines(ROWS), ROWS),
         ("A.JSONL", BOM + lines(ROWS), ROWS),
         ("a.ndjson", lines(ROWS), ROWS),
-        ("a.jsonlines", lines(ROWS), ROWS),
         ("a.json", BOM + lines(ROWS), ROWS),
-        ("list.json", json.dumps([{"text": row} for row in ROWS]).encode(), ROWS),
         ("indented.json", json.dumps([{"text": row} for row in ROWS], indent=2).encode(), ROWS),
         ("one.json", json.dumps({"text": ROWS[0]}).encode(), ROWS[:1]),
-        ("one-indented.json", json.dumps({"text": ROWS[0]}, indent=1).encode(), ROWS[:1]),
         ("other.json", b'{"width": 3}', ['{"width": 3}']),
         ("a.txt", BOM + ROWS[0].encode(), ROWS[:1]),
-        ("a.tsv", table(".tsv", "\n"), FLAT),
-        ("a.tsv", table(".tsv", "\r\n"), FLAT),
-        ("a.csv", table(".csv", "\r\n"), FLAT),
+        ("a.tsv", TSV, FLAT),
+        ("a.tsv", TSV.replace(b"\r", b""), FLAT),
+        ("a.csv", CSV, FLAT),
         ("long.csv", b"text\n" + b"x y " * 34_000, ["x y " * 34_000]),
     ],
 )
@@ -69,12 +59,10 @@ def test_compressed_files(tmp_path, suffix):
     half = corpus.index(b"\n", len(corpus) // 2) + 1
     path.write_bytes(pack(corpus[:half]) + pack(corpus[half:]))  # two streams, one behind the other
     assert read(path) == ROWS
-    path.write_bytes(pack(corpus * 200)[:-20])
-    with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged"):
-        read(path)
-    path.write_bytes(corpus)
-    with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged"):
-        read(path)
+    for damaged in (pack(corpus * 200)[:-20], corpus):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a.jsonl{suffix}: truncated or damaged"):
+            read(path)
 
 
 def test_a_parquet_file(tmp_path):
@@ -95,24 +83,19 @@ def test_a_parquet_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.txt", b"", "a.txt: no text in it"),
         ("a.txt", b" \n\t", "a.txt: no text in it"),
         ("a.txt", b"abc\nd\xff", r"a.txt: not UTF-8 at byte 5 \(line 2\)"),
         ("a.txt", "utf-16".encode("utf-16"), "a.txt: not text: a NUL byte at 3"),
-        ("a.bin", b"\0", "a.bin: not text: a NUL byte at 0"),
-        ("a.jsonl", b"\n\n", "a.jsonl: no text in it"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"text": "ok"}\n\n["x"]\n', "a.jsonl, line 3: expected a JSON object, got list"),
         ("a.jsonl", b'{"body": "x", "id": 1}\n', "a.jsonl, line 1: no field 'text'; fields found: body, id"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: text must be a string, got int"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', "a.jsonl, line 1: text must be Unicode"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not JSON"),
+        ("a.json", b"[" * 100_000, "a.json, line 1: not JSON"),
         ("a.csv", b"body\nx", "a.csv, line 2: no field 'text'; fields found: body"),
-        ("a.csv", b"text\nok\n\xff\n", "a.csv, line 3: not UTF-8"),
         ("a.csv", b'text\n"open', "a.csv, line 2: not a table"),
         ("a.csv", b"text\nwhole\nHello, world\n", "a.csv, line 3: a row must have 1 fields, got 2"),
-        ("a.csv", b"id,text,label\n1,whole,0\n2,first half\nsecond half,0\n", "a.csv, line 3"),
         ("a.csv", b"text,text\none,two\n", "a.csv, line 1: columns must have different names"),
         ("a.tsv", b"id\ttext\n1\twhole\n2\tone\ttwo\n", "a.tsv, line 3"),
         ("a.tsv", b'id\ttext\n1\twhole\n2\t"two\nlines"\n', "a.tsv, line 4"),
@@ -124,10 +107,6 @@ def test_unusable_files_are_refused_by_name_and_line(tmp_path, name, data, messa
         (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
-    if data is not None and ("line" in message or "UTF-8" in message) and "no field" not in message:
-        (tmp_path / "fine.md").write_text("fine")
-        with pytest.raises(DataError, match=message):
-            read(tmp_path)
 
 
 def test_a_text_of_more_than_max_bytes_is_cut_at_a_character(tmp_path):
@@ -139,87 +118,67 @@ def test_a_text_of_more_than_max_bytes_is_cut_at_a_character(tmp_path):
         assert "--max-bytes" in source.left_out[source.name]
 
 
-def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path, monkeypatch):
+def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path):
     source = tmp_path / "source"
     (source / "b").mkdir(parents=True)
     for n, row in enumerate(ROWS):
-        suffix = ("md", "py", "txt", "rst.gz")[n % 4]
-        (source / ("b" if n % 3 else "") / f"{n}.{suffix}").write_bytes(
-            gzip.compress(row.encode()) if suffix.endswith("gz") else row.encode()
-        )
+        (source / ("b" if n % 3 else "") / f"{n}.{('md', 'py', 'txt')[n % 3]}").write_text(row)
     (source / "no-suffix").write_text("also read")
-    (source / "picture.png").write_bytes(b"\x89PNG\r\n")
-    (source / "sound").write_bytes(b"abc\0def")
     (source / "late.md").write_bytes(b"text " * 20_000 + b"\xff")
     (source / "table.csv").write_text("name,age\nx,1\n")
-    (source / "other.jsonl").write_text('{"body": "x"}\n')
     (source / "broken.md").symlink_to("nowhere")
     (source / ".env").write_text("hidden")
     os.mkfifo(source / "pipe")
-    for folder, name in ((".git", "HEAD"), ("data", "index.json"), ("saved", "dataset_dict.json"), ("locked", "x")):
+    for folder, name in ((".git", "HEAD"), ("data", "index.json"), ("saved", "dataset_dict.json")):
         (source / folder).mkdir()
         (source / folder / name).write_text("text")
     (source / "link").symlink_to(source / "b")
-    listed = os.listdir
-
-    def refuse(path):
-        if Path(path).name == "locked":  # modes do not stop the superuser, who may run this
-            raise PermissionError(13, "Permission denied", str(path))
-        return listed(path)
-
-    monkeypatch.setattr(os, "listdir", refuse)
     out = tmp_path / "out"
     assert documents(source, out) == sorted([*ROWS, "also read"])
     left_out = {Path(row["file"]).name: row["reason"] for row in TokenData.open(out).index["left_out"]}
     expected = {
-        "picture.png": "not UTF-8 at byte 0",
-        "sound": "a NUL byte at 3",
         "late.md": "not UTF-8 at byte 100,000 (line 1)",
         "table.csv": "no field 'text'; fields found: age, name",
-        "other.jsonl": "line 1: no field 'text'; fields found: body",
         "broken.md": "not a file",
         ".env": "hidden",
         "pipe": "not a file",
         ".git": "hidden",
         "data": "data",
-        "locked": "Permission denied",
         "saved": "saved dataset",
         "link": "a link to a folder",
     }
     assert left_out.keys() == expected.keys()
     assert all(part in left_out[name] for name, part in expected.items())
+    (source / "a.jsonl").write_text("{")  # this is meant to be text
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: not JSON"):
+        read(source)
 
 
 def test_datasets(tmp_path):
     package = pytest.importorskip("datasets")
     rows = package.Dataset.from_dict({"body": ROWS, "id": range(40)})
-    rows.save_to_disk(tmp_path / "single")
-    assert read(tmp_path / "single", text_field="body") == ROWS
-    with pytest.raises(DataError, match=r"single, row 1: no field 'text'; fields found: body, id"):
-        read(tmp_path / "single")
     package.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
     with pytest.raises(DataError, match=r"several splits; give one of them: .*both/train, .*both/test"):
         read(tmp_path / "both")
-    assert read(tmp_path / "both" / "test", text_field="body") == ROWS
-    next((tmp_path / "single").glob("*.arrow")).write_bytes(b"damaged")
-    with pytest.raises(DataError, match=r"single: cannot be read as a dataset"):
-        read(tmp_path / "single", text_field="body")
+    single = tmp_path / "both" / "test"
+    assert read(single, text_field="body") == ROWS
+    with pytest.raises(DataError, match=r"test, row 1: no field 'text'; fields found: body, id"):
+        read(single)
+    next(single.glob("*.arrow")).write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"test: cannot be read as a dataset"):
+        read(single, text_field="body")
     with pytest.raises(DataError, match=r"owner/name: cannot be read as a dataset after 0 rows .*network"):
         list(Source("owner/name").documents())  # tests are offline
 
 
 def test_pythons_own_text_is_the_same_each_time(tmp_path):
-    options = {"vocab_size": 257, "max_bytes": 200_000}
+    options = {"vocab_size": 257, "max_bytes": 100_000}
     first, again = (prepare("python", tmp_path / name, **options) for name in "ab")
     assert first.fingerprint == again.fingerprint
-    assert first.index["sources"][0]["bytes"] >= 200_000
+    assert first.index["sources"][0]["bytes"] >= 100_000
 
 
-def test_examples_of_a_task_and_text_for_a_measurement_are_read_alike(tmp_path):
-    content = BOM + lines([f"Is {n} odd?" for n in range(4)], choices=[" no", " yes"], answer=1)
-    (tmp_path / "A.JSON.GZ").write_bytes(gzip.compress(content))
-    examples = read_examples(tmp_path / "A.JSON.GZ", "jsonl")[0]
-    assert [example.text for example in examples] == [f"Is {n} odd?" for n in range(4)]
+def test_text_for_a_measurement_needs_no_folder(tmp_path):
     (tmp_path / "a.txt").write_bytes(BOM + FLAT[0].encode())
     (tmp_path / "a.csv").write_bytes(b'text\n"' + FLAT[0].replace('"', '""').encode() + b'"')
     tokenizer = train_bpe(ROWS, vocab_size=300)
