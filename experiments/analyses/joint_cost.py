@@ -10,7 +10,7 @@ from experiments import paper
 from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
 from saf.calibration import calibrate
 from saf.calibration.capture import measurable_heads
-from saf.evaluate.paired import paired_delta_ppl
+from saf.evaluate.paired import delta_of_windows, window_losses
 from saf.freeze_config import FreezeConfig
 from saf.freezing import fit_heads
 from saf.machine import Stopwatch
@@ -50,12 +50,12 @@ def measure(settings: Settings) -> dict[str, Any]:
             batch_size=settings.batch_size,
         )
         patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
-        one, other = (meter.log_probs(heads, patterns) for heads in (first, second))
+        one, other = (window_losses(meter.log_probs(heads, patterns)) for heads in (first, second))
     values = {
         "heads": [first.to_list(), second.to_list()],
-        "first": paired_delta_ppl(meter.baseline, one),
-        "second": paired_delta_ppl(meter.baseline, other),
-        "difference": paired_delta_ppl(one, other),
+        "first": delta_of_windows(window_losses(meter.baseline), one),
+        "second": delta_of_windows(window_losses(meter.baseline), other),
+        "difference": delta_of_windows(one, other),
         "overlap": len(first & second),
     }
     return opened.record("joint-cost", values)

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -21,18 +22,6 @@ _LARGEST_LOSS = math.log(sys.float_info.max)  # 709.8 nats
 
 
 # --- perplexity, over windows of text
-
-
-def paired_delta_ppl(
-    log_probs_ordinary: Tensor, log_probs_frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0
-) -> dict[str, Any]:
-    """Compute delta-PPL% = 100 (p_frozen / p_ordinary - 1) with its 95% interval over windows.
-
-    Log-probabilities are of target tokens of the same windows, `[windows, T]` in nats, windows in the text's order. See
-    `delta_of_windows`; raises InputError for log-probabilities that are empty or not finite, too.
-    """
-    ordinary, frozen = window_losses(log_probs_ordinary), window_losses(log_probs_frozen)
-    return delta_of_windows(ordinary, frozen, resamples=resamples, seed=seed)
 
 
 def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
@@ -127,11 +116,8 @@ def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
     """Average paired differences over seeds, with the standard error sd / sqrt(n); None for one seed."""
     if not values:
         raise InputError("a mean over seeds must have at least one value, got none")
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return {"mean": mean, "standard_error": None, "seeds": 1}
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return {"mean": mean, "standard_error": math.sqrt(variance / len(values)), "seeds": len(values)}
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"mean": fmean(values), "standard_error": error, "seeds": len(values)}
 
 
 # --- accuracy, over questions or examples

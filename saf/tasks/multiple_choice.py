@@ -131,23 +131,13 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
         )
 
 
-class Layout(NamedTuple):
-    """How a file of examples is laid out."""
-
-    field: str
-    """A field that every record has."""
-    shown: str
-    """The fields of a record, for messages."""
-    examples: Callable[[int, dict[str, Any]], Iterator[Example]]
-    """Makes examples of a record and its line number."""
-
-
-LAYOUTS: Mapping[str, Layout] = {
-    "jsonl": Layout("text", '{"text": ..., "choices": [...], "answer": ...}', _own),
-    "sst2": Layout("sentence", "the columns sentence and label", _sst2),
-    "boolq": Layout("question", '{"question": ..., "passage": ..., "label": true}', _boolq),
-    "quality": Layout("article", '{"article": ..., "questions": [{"question", "options", "gold_label"}]}', _quality),
+LAYOUTS: Mapping[str, tuple[str, Callable[[int, dict[str, Any]], Iterator[Example]]]] = {
+    "jsonl": ("text", _own),
+    "sst2": ("sentence", _sst2),
+    "boolq": ("question", _boolq),
+    "quality": ("article", _quality),
 }
+"""By the name of a task: a field of its files' records, and what makes examples of a record and its line number."""
 
 
 def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut]:
@@ -156,7 +146,7 @@ def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut
     Raises DataError when there is no such file, a line cannot be read, or no example can be used.
     """
     path, examples, left_out, seen = Path(path), list[Example](), LeftOut(), set[str]()
-    field, shown, examples_of = LAYOUTS[layout]
+    field, examples_of = LAYOUTS[layout]
     for number, record in read_records(path, field) or read_json_lines(path):
         try:
             for example in examples_of(number, record):
@@ -167,8 +157,10 @@ def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut
                 else:
                     left_out.setdefault(reason, []).append(example.id)
         except (KeyError, TypeError, AttributeError) as error:
-            problem = f"{str(record)[:160]} ({type(error).__name__}: {error})"
-            raise DataError(f"{path}, line {number}: expected {shown}; got {problem}") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise DataError(
+                f"{path}, line {number}: no example of {layout} ({problem}): {str(record)[:160]}"
+            ) from error
     if not examples:
         raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
     return examples, left_out

@@ -98,7 +98,7 @@ OPTIONS = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}
         ("jsonl", "{", "line 1: not JSON"),
         ("jsonl", [], "line 1: expected a JSON object, got list"),
         ("jsonl", {"text": "a"}, "line 1.*choices"),
-        ("jsonl", {"text": 0, "choices": [], "answer": "x" * 999}, "line 1.*expected"),
+        ("jsonl", {"text": 0, "choices": [], "answer": "x" * 999}, "line 1: no example of jsonl"),
         ("jsonl", {"text": "a", "choices": "yes", "answer": 0}, "choices must be a list, got yes"),
         ("boolq", {"question": "is it", "passage": None, "label": True}, "line 1.*passage"),
         ("quality", {"article": None, "questions": []}, "line 1.*article"),
@@ -106,7 +106,7 @@ OPTIONS = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}
         ("quality", {"article": "x", "questions": [{**OPTIONS, "gold_label": "3"}]}, "line 1.*gold_label"),
         ("quality", {"article": "x", "questions": [OPTIONS, {**OPTIONS, "options": ["a"] * 11}]}, "question 2"),
         ("quality", {"article": "x", "questions": [{**OPTIONS, "options": [1, 2]}]}, "line 1.*options"),
-        ("sst2", "text\tlabel\nfilm\t1", "line 2: expected the columns sentence and label"),
+        ("sst2", "text\tlabel\nfilm\t1", "line 2: no example of sst2"),
     ],
 )
 def test_a_line_that_is_no_example_is_refused_with_its_number(tmp_path, layout, record, words):
