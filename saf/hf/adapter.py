@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -25,7 +24,7 @@ from saf.hf.attention import (
     register,
     state_of,
 )
-from saf.hf.card import mark_, mark_of, record_undoing_, unmark_
+from saf.hf.card import mark_, mark_of, unmark_
 from saf.hf.families import CONV1D, FAMILIES, Family
 from saf.hf.masks import mask_for_generation
 from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
@@ -83,7 +82,6 @@ class TransformersSite(Site):
             raise UnsupportedError(f"{name} must be causal to have frozen heads")
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
-        self._adapter.forget(self.attention, set(layout.live) - set(self.layout.live))
         attach_state(self.attention, self._family).take(layout, frozen, removed)
         for name in self._family.projections.values():
             linear = getattr(self.attention, name)
@@ -104,12 +102,11 @@ class TransformersSite(Site):
     @contextmanager
     def capture(self, receiver: Receiver) -> Iterator[None]:
         receivers = attach_state(self.attention, self._family).receivers
-        handle = RemovableHandle(receivers)
-        receivers[handle.id] = receiver
+        receivers.append(receiver)
         try:
             yield
         finally:
-            handle.remove()
+            receivers.remove(receiver)
             detach_idle_state(self.attention)
 
 
@@ -275,10 +272,6 @@ class TransformersAdapter(TransformersModel, Adapter):
     def remember(self, event: dict[str, Any]) -> None:
         if (mark := mark_of(self.model.config)) is not None:
             mark["events"].append(event)
-
-    def forget(self, attention: nn.Module, heads: set[int]) -> None:
-        """Remove heads of a layer that were undone from the events that the model card lists."""
-        record_undoing_(self.model.config, self._attention.index(attention), heads)
 
     def _take_own_config(self) -> None:
         shared, own = self.model.config, copy.deepcopy(self.model.config)

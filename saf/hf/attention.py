@@ -4,13 +4,13 @@ An attention layer with edited heads carries a submodule `saf`, its `HeadState`.
 named "saf" in transformers' registry, `attend`; layers without live heads run `forward_without_queries`.
 """
 
-from collections import OrderedDict
 from functools import cache, partial
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from saf.errors import UnsupportedError, shown
 from saf.heads import HeadLayout
@@ -20,7 +20,7 @@ from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_pos
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
-from saf.ops.layout import LAYOUT, LayoutMixin
+from saf.ops.layout import LayoutMixin
 from saf.ops.positions import CachePosition, first_real
 
 NAME = "saf"
@@ -28,8 +28,6 @@ STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attentio
 """Attention functions of transformers that compute softmax attention; others may not."""
 _UNDER_HOOKS = "_old_forward"
 """Where accelerate keeps the forward pass that its hooks run."""
-_WEIGHTS = (".weight", ".base_layer.weight")
-"""Names of a projection's own weight, plain and under an adapter of peft."""
 
 
 class HeadState(LayoutMixin):
@@ -40,7 +38,9 @@ class HeadState(LayoutMixin):
         self.layout, self.family = layout, family
         self.frozen: FrozenHeads | None = None
         self.removed: Removed = {}
-        self.receivers: OrderedDict[int, Receiver] = OrderedDict()
+        self.receivers: list[Receiver] = []
+        self.hook: RemovableHandle
+        """Runs `_before_pass` of the layer."""
         self.kernel = "auto"
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
@@ -53,11 +53,6 @@ class HeadState(LayoutMixin):
         super().__setstate__(state)
         register()
         watch_folders()
-
-    @property
-    def idle(self) -> bool:
-        """Whether the layer would compute the same without this state."""
-        return self.layout.ordinary and not self.receivers and self.kernel == "auto"
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         """Take another layout."""
@@ -72,26 +67,18 @@ def state_of(attention: nn.Module) -> HeadState | None:
 
 def attach_state(attention: Any, family: Family) -> HeadState:
     """Return the state of an attention layer, as its submodule `saf`."""
-    if (state := state_of(attention)) is not None:
-        return state
-    attention.saf = HeadState(layout_of(attention), family)
-    attention.register_forward_pre_hook(_before_pass, with_kwargs=True)
-    attention.register_load_state_dict_pre_hook(_check_weights)
-    return attention.saf
+    if (state := state_of(attention)) is None:
+        state = attention.saf = HeadState(layout_of(attention), family)
+        state.hook = attention.register_forward_pre_hook(_before_pass, with_kwargs=True)
+    return state
 
 
 def detach_idle_state(attention: Any) -> None:
     """Leave an attention layer as it was before `attach_state` once its state is idle."""
-    if (state := state_of(attention)) is None or not state.idle:
-        return
-    del attention.saf
-    for number, hook in list(attention._forward_pre_hooks.items()):
-        if hook is _before_pass:
-            del attention._forward_pre_hooks[number]
-            attention._forward_pre_hooks_with_kwargs.pop(number, None)
-    for number, wrapped in list(attention._load_state_dict_pre_hooks.items()):
-        if wrapped.hook is _check_weights:
-            del attention._load_state_dict_pre_hooks[number]
+    state = state_of(attention)
+    if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
+        state.hook.remove()
+        del attention.saf
 
 
 def layout_of(attention: Any) -> HeadLayout:
@@ -115,14 +102,6 @@ def _before_pass(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[
         check_offloading(next(module.parameters()).device)
     own = prepare(past, module.layer_idx, state.layout, state.frozen, state.frozen_layout)
     return None if own is None else (arguments, options | {"state_layer": own})
-
-
-def _check_weights(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Raise CheckpointError for weights of a layer with other frozen heads, or none; adapters of LoRA have no such."""
-    names = [prefix + name for name in module.saf.family.projections.values()]
-    layout = f"{prefix}saf.{LAYOUT}"
-    if not state_dict.keys().isdisjoint([layout, *(f"{name}{own}" for name in names for own in _WEIGHTS)]):
-        module.saf.compare_layout(state_dict, prefix, layout)
 
 
 @cache
@@ -178,7 +157,7 @@ def attend(
     beyond = sliding_window is not None and length > sliding_window
     if beyond and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
-    for receiver in () if state is None else state.receivers.values():
+    for receiver in () if state is None else state.receivers:
         receiver(query, key)
     if documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
         check_boundaries(cu_seq_lens_q, len(value))

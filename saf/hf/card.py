@@ -4,14 +4,13 @@ The configuration's entry `saf` names the import that opens the folder and lists
 """
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from saf.errors import InputError
 from saf.freeze_report import healing_words, worst_layer_words
-from saf.heads import HeadLayout
+from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
 from saf.models.description import OPENS, SCHEMA, STATE, TENSORS
@@ -65,18 +64,19 @@ def unmark_(config: Any) -> None:
     vars(config).pop("saf", None)
 
 
-def record_undoing_(config: Any, layer: int, heads: Collection[int]) -> None:
-    """Take undone heads of a layer out of the events; losses measured with them go, too."""
-    if (mark := mark_of(config)) is None or not heads:
-        return
-    for event in mark["events"]:
-        left = [pair for pair in event["heads"] if pair[0] != layer or pair[1] not in heads]
-        if undone := len(event["heads"]) - len(left):
-            fits = [fit for fit in event["fit_kl"] if fit[0] != layer or fit[1] not in heads]
-            event |= {"heads": left, "fit_kl": fits, "undone": event.get("undone", 0) + undone}
-            for name in ("loss_before", "loss_after", "worst_layer", "healing"):
-                event.pop(name, None)
-    mark["events"] = [event for event in mark["events"] if event["heads"]]
+def current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
+    """Return the events with the heads that are edited still; losses measured with others of theirs go."""
+    current = []
+    for event in reversed(events):
+        heads = edited & HeadSet.from_list(event["heads"])
+        edited = edited - heads
+        if len(heads) < len(event["heads"]):
+            lost = ("loss_before", "loss_after", "worst_layer", "healing")
+            event = {name: value for name, value in event.items() if name not in lost}
+            event |= {"heads": heads.to_list(), "fit_kl": [fit for fit in event["fit_kl"] if tuple(fit[:2]) in heads]}
+        if len(heads):
+            current.append(event)
+    return current[::-1]
 
 
 def section(adapter: Adapter) -> str:
@@ -89,8 +89,9 @@ def section(adapter: Adapter) -> str:
     rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
     name = type(adapter.model).__name__
     opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
-    mark = next((mark for site in adapter.sites() if (mark := mark_of(site.attention.config)) is not None), {})
-    events = "".join(f"- {_event_line(event)}\n" for event in mark.get("events", ()))
+    mark = mark_of(adapter.sites()[0].attention.config) or {"events": []}
+    mark["events"] = current_events(mark["events"], adapter.heads(*EDITED))
+    events = "".join(f"- {_event_line(event)}\n" for event in mark["events"])
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
@@ -113,8 +114,6 @@ def _event_line(event: dict[str, Any]) -> str:
     rate = "" if event.get("rate") is None else f", at a rate of {event['rate']:.1%}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
     parts = [f"{count} head{'s' * (count != 1)} {event['kind']} {chosen}{rate}{patterns}"]
-    if event.get("undone"):
-        parts.append(f"{event['undone']} more of the same event undone since")
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     data = f" of {event['data']}" if event.get("data") else ""
