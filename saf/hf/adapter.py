@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, HeadLayout
@@ -89,6 +89,8 @@ class TransformersSite(Site):
                 linear.nx, linear.nf = linear.weight.shape
             else:
                 linear.out_features, linear.in_features = linear.weight.shape
+                # Quantisers of linear layers pass over this class of PyTorch; they fail at weights without entries.
+                linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
         if self._family.set_sizes is not None:
             self._family.set_sizes(self.attention, layout)
         choose_forward(self.attention, self._family)
@@ -119,16 +121,8 @@ class TransformersModel(LanguageModel):
         self.model = model
 
     @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    @property
     def max_length(self) -> int | None:
         return getattr(self.model.config, "max_position_embeddings", None)
-
-    @property
-    def vocab_size(self) -> int | None:
-        return getattr(self.model.config, "vocab_size", None)
 
     def check_next_token(self) -> None:
         if type(self.model).__name__.endswith(("Classification", "QuestionAnswering")):
@@ -156,7 +150,6 @@ class TransformersModel(LanguageModel):
 class TransformersAdapter(TransformersModel, Adapter):
     """The adapter of models of transformers of the families in `FAMILIES`."""
 
-    family = f"{', '.join(family.name for family in FAMILIES)} of transformers"
     saves_weights = False
 
     def __init__(self, model: Any, known: Family):
@@ -165,6 +158,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         self._attention = [module for module in model.modules() if type(module).__name__ == known.attention]
         for attention in self._attention:
             kinds = [type(getattr(attention, name)) for name in known.projections.values()]
+            kinds = [kind for kind in kinds if kind is not NonDynamicallyQuantizableLinear]
             if strange := [kind for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" != known.kind]:
                 raise UnsupportedError(
                     f"projections must be plain {known.kind.rpartition('.')[2]}, got {strange[0].__module__}."
@@ -173,6 +167,7 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformersAdapter | None":
+        """Return the adapter of a model of a known family, None for any other model."""
         # Models of several parts, as for images, have a config of their own for text.
         text = hasattr(getattr(model, "config", None), "max_position_embeddings")
         if not (text and hasattr(model, "set_attn_implementation")):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import lm_eval
@@ -35,40 +35,15 @@ Progress = Callable[[str, int, int], None]
 """Called with a task's name, the number of its requests that are answered, and their total."""
 
 
-class ZeroShotSettings(Protocol):
-    """The settings of an evaluation on tasks."""
-
-    @property
-    def tasks(self) -> Sequence[TaskName]: ...
-
-    @property
-    def task_data(self) -> Path | None: ...
-
-    @property
-    def questions(self) -> int | None: ...
-
-    @property
-    def too_long(self) -> TooLong: ...
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def precision(self) -> str: ...
-
-
 def ask(
-    opened: OpenedModel, settings: ZeroShotSettings, *, longest: int | None = None, progress: Progress | None = None
+    opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
 ) -> dict[str, TaskAnswers]:
-    """Return a model's answers to the tasks of the settings; see `ExactLengthModel` and `answer_tasks`."""
-    lm = ExactLengthModel(
-        opened.model,
-        opened.encoder(),
-        batch_size=settings.batch_size,
-        precision=settings.precision,
-        too_long=settings.too_long,
-        longest=longest,
-    )
+    """Return a model's answers to the tasks of the settings; see `ExactLengthModel` and `answer_tasks`.
+
+    `settings` are `tasks`, `task_data`, `questions`, `too_long`, `batch_size` and `precision`.
+    """
+    options = {name: getattr(settings, name) for name in ("batch_size", "precision", "too_long")}
+    lm = ExactLengthModel(opened.model, opened.encoder(), longest=longest, **options)
     return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
 
 

@@ -137,9 +137,9 @@ class LanguageModel(ABC):
     """Whether the model is written to compile as one graph."""
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the model takes token ids."""
+        return next(self.model.parameters()).device
 
     @property
     @abstractmethod
@@ -147,9 +147,9 @@ class LanguageModel(ABC):
         """The longest input in tokens; None when the model sets no limit."""
 
     @property
-    @abstractmethod
     def vocab_size(self) -> int | None:
         """How many token ids the model knows; None when its configuration has no such entry."""
+        return getattr(self.model.config, "vocab_size", None)
 
     def check_next_token(self) -> None:  # noqa: B027 - the project's own model always does
         """Raise UnsupportedError for a model that does not predict next tokens, such as one with a head of labels."""
@@ -179,14 +179,8 @@ class LanguageModel(ABC):
 class Adapter(LanguageModel):
     """A language model whose attention layers are known."""
 
-    family: ClassVar[str]
     saves_weights: ClassVar[bool]
     """Whether `saf.save` writes the weights, too; else their own library saves them."""
-
-    @classmethod
-    @abstractmethod
-    def of(cls, model: nn.Module) -> "Adapter | None":
-        """Return the adapter of a model of this family, None for any other model."""
 
     @abstractmethod
     def sites(self) -> Sequence[Site]:
@@ -285,20 +279,11 @@ class GPTSite(Site):
 class GPTAdapter(Adapter):
     """The adapter of `saf.models.GPT`."""
 
-    family = "gpt (this project's decoder)"
     saves_weights = True
     one_graph = True
 
     def __init__(self, model: GPT):
         self.model: GPT = model
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "GPTAdapter | None":
-        return cls(model) if isinstance(model, GPT) else None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.embed.weight.device
 
     @property
     def num_layers(self) -> int:
@@ -307,10 +292,6 @@ class GPTAdapter(Adapter):
     @property
     def max_length(self) -> int:
         return self.model.config.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.vocab_size
 
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         return self.model(input_ids, targets)
@@ -330,10 +311,6 @@ class GPTAdapter(Adapter):
 
     def run(self, input_ids: Tensor) -> None:
         self.model.hidden(input_ids)
-
-
-ADAPTERS: tuple[type[Adapter], ...] = (GPTAdapter,)
-"""Adapters of models that are not of transformers; these come first."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -367,14 +344,11 @@ def language_model(model: nn.Module) -> LanguageModel:
 
 def longest_input(model: nn.Module) -> int | None:
     """Return the most tokens that a model takes: its positions, or fewer that its patterns cover; None for no limit."""
-    adapter = _find(unwrap(model))
-    limits = [site.frozen.max_length for site in adapter.sites() if site.frozen is not None] if adapter else []
-    positions = language_model(model).max_length
-    return min([*limits, *([] if positions is None else [positions])], default=None)
+    limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
+    return min(filter(None, [*limits, language_model(model).max_length]), default=None)
 
 
 def _find(model: nn.Module) -> Adapter | None:
     from saf.hf.adapter import TransformersAdapter
 
-    kinds = (*ADAPTERS, TransformersAdapter)
-    return next((adapter for kind in kinds if (adapter := kind.of(model)) is not None), None)
+    return GPTAdapter(model) if isinstance(model, GPT) else TransformersAdapter.of(model)

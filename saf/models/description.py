@@ -86,17 +86,10 @@ def check_plain_weights(site: Site) -> None:
     own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
     for role, (weight, _) in site.projections().items():
         check_unsharded(role, weight)
-        if type(weight) is Tensor or (type(weight) is nn.Parameter and id(weight) not in own):
+        if type(weight) is not nn.Parameter or id(weight) not in own:
             raise UnsupportedError(
-                f"the weights of a layer's {role} must be its own parameter, got a tensor that every pass computes: "
-                "make it one first (torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm)"
-            )
-        if type(weight) is not nn.Parameter:
-            kind = type(weight)
-            raise UnsupportedError(
-                f"the weights of a layer's {role} are {kind.__module__}.{kind.__name__}, whose rows can be neither "
-                "moved nor saved by heads: freeze, edit and save the model in its own weights, and quantise it once it "
-                "is open"
+                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
+                "save before weights are quantised, after pruning masks and norms are made permanent"
             )
 
 

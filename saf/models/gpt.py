@@ -256,25 +256,15 @@ class Attention(LayoutMixin):
 
 
 def plain_weight(projection: nn.Module) -> Tensor:
-    """Return a projection's weight `[O, I]`.
-
-    Raises UnsupportedError for changes that would be lost without its own forward pass: a wrapper in place of the
-    projection, hooks on it, and a replaced forward pass, by which accelerate moves weights.
-    """
+    """Return a projection's weight `[O, I]`; raise UnsupportedError where its own forward pass would do more."""
     if type(projection) is not nn.Linear:
         raise UnsupportedError(
-            f"a projection must be a plain nn.Linear, got {type(projection).__module__}.{type(projection).__name__}; "
-            "merge adapters into the weights"
+            f"projections' weights must be of nn.Linear, got {type(projection).__name__}: merge adapters"
         )
-    if projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks:
-        raise UnsupportedError(
-            "projections are computed together with others: its hooks would not run; hook the layer instead"
-        )
-    if not torch.compiler.is_compiling() and "forward" in projection.__dict__:  # which compilers do not look into
-        raise UnsupportedError(
-            "projections are computed together with others: the forward pass put in the place of this one's would not "
-            "run; remove accelerate's hooks (remove_hook_from_module), and keep the weights on one device"
-        )
+    hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
+    replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__  # compilers do not look into it
+    if hooks or replaced:
+        raise UnsupportedError("projections are computed together: hooks and forwards of one would not run")
     return projection.weight
 
 

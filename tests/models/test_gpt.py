@@ -141,15 +141,15 @@ def test_projections_whose_own_forward_would_not_run_are_refused(name):
     model = small()
     owner = model.blocks[0].mlp if name == "down" else model.blocks[0].attention
     handle = getattr(owner, name).register_forward_hook(lambda *_: None)
-    with pytest.raises(UnsupportedError, match="its hooks would not run"):
+    with pytest.raises(UnsupportedError, match="would not run"):
         model(torch.zeros(1, 4, dtype=torch.long))
     handle.remove()
     getattr(owner, name).forward = lambda x: 2 * x  # as accelerate does, which moves the weight there
-    with pytest.raises(UnsupportedError, match="forward pass put in the place of this one's would not run"):
+    with pytest.raises(UnsupportedError, match="would not run"):
         model(torch.zeros(1, 4, dtype=torch.long))
     del getattr(owner, name).forward
     setattr(owner, name, Doubled(getattr(owner, name)))
-    with pytest.raises(UnsupportedError, match=r"plain nn\.Linear, got \S+\.Doubled"):
+    with pytest.raises(UnsupportedError, match="got Doubled"):
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
