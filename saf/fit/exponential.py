@@ -6,8 +6,8 @@ the cross-entropy of Eq. (4), with a penalty on cancellation among poles, which 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -63,13 +63,7 @@ class ExponentialFit:
     free_keys: int
 
 
-def fit_exponential(
-    eta_abs: Tensor,
-    eta_rel: Tensor,
-    *,
-    band: int = 128,
-    pairs: int = POLES[0],
-) -> ExponentialPattern:
+def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = POLES[0]) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
     `band` is the number of distances with a free weight and `pairs` that of poles beyond it, two of them without
@@ -83,8 +77,8 @@ def fit_exponential(
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
-    fitted: list[Any] = [one.pattern for one in _in_groups(compact, *targets, band=band, pairs=pairs)]
-    stacked = ExponentialPattern.stack(fitted)
+    fits = _in_groups(compact, *targets, band=band, pairs=pairs, short=False)
+    stacked = ExponentialPattern.stack([cast(ExponentialPattern, full.pattern) for full, _ in fits])
     return stacked._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
 
 
@@ -107,41 +101,36 @@ def fit_exponential_heads(
         raise InputError(f"band must be at least 1, got {band}")
     targets = check_targets(eta_abs, eta_rel)
     compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
-    fits: list[ExponentialFit | None] = [None] * len(compact)
+    best: dict[int, ExponentialFit] = {}
     pending = list(range(len(compact)))
     for pairs in POLES:
-        chosen = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
-        tried = _in_groups(
-            compact[chosen],
-            *(x[chosen] for x in targets),
-            band=band,
-            pairs=pairs,
-            short=None if max_short_kl is None else (max_short_kl, max_extra_kl, max_cancellation),
-        )
+        some = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
+        operands = compact[some], *(x[some] for x in targets)
+        forms = _in_groups(*operands, band=band, pairs=pairs, short=max_short_kl is not None)
         missed = []
-        for head, fit in zip(pending, tried, strict=True):
-            before = fits[head]
+        for head, (full, short) in zip(pending, forms, strict=True):
+            most = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
+            fit = short if short.extra_kl <= most and short.cancellation <= max_cancellation else full
             passed = fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation
-            fits[head] = fit if passed or before is None or fit.extra_kl < before.extra_kl else before
+            if passed or head not in best or fit.extra_kl < best[head].extra_kl:
+                best[head] = fit
             missed += [] if passed else [head]
         pending = missed
         if not pending:
             break
-    compact_fits = {head: ExponentialFit(compact[head], one.extra_kl, one.cancellation, 0.0, 0, compact.length)
-            for head in pending if (one := fits[head]) is not None}  # fmt: skip
-    return [compact_fits.get(head, fit) for head, fit in enumerate(fits) if fit is not None]
+    for head in pending:
+        best[head] = replace(best[head], pattern=compact[head], worst_row=0.0, poles=0, free_keys=compact.length)
+    return [best[head] for head in range(len(compact))]
 
 
 def _in_groups(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    short: tuple[float, float, float] | None = None,
-) -> list[ExponentialFit]:  # fmt: skip
-    """Fit heads in groups that fit into memory.
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
+) -> list[tuple[ExponentialFit, ExponentialFit]]:
+    """Fit heads in groups that fit into memory; return each with every key free, and in the short form if it is tried.
 
-    `short` limits the short form: its KL beyond the full form and beyond the compact fit, and its cancellation.
+    Where it is not, both are the same.
     """
-    length = compact.length
-    size = max(1, _HELD[eta_abs.device.type] // (length * max(2 * pairs, 8 * len(_DAMPINGS))))
+    size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
     fits = []
     for first in range(0, len(compact), size):
         some = slice(first, first + size)
@@ -150,32 +139,25 @@ def _in_groups(
 
 
 def _fit(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int,
-    short: tuple[float, float, float] | None,
-) -> list[ExponentialFit]:  # fmt: skip
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
+) -> list[tuple[ExponentialFit, ExponentialFit]]:
     """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
     length = compact.length
     if length <= band:
         none = compact.rho[:, :0]
         same = ExponentialPattern(compact.alpha, compact.rho, none, none, none, none, length)
-        return [ExponentialFit(same[head], 0.0, 1.0, 0.0, 0, length) for head in range(len(same))]
+        fits = [ExponentialFit(same[head], 0.0, 1.0, 0.0, 0, length) for head in range(len(same))]
+        return list(zip(fits, fits, strict=True))
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
     mass = _sums(compact.alpha.exp(), compact.rho.exp())[2]
     poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
     model = _Model(compact, eta_abs, eta_rel, band, poles)
-    free = model.optimise(model.start(), _STEPS)
-    fits = model.measure(free, compact)
-    if short is None or length <= 4 * SINKS:
-        return fits
+    point = model.optimise(model.start())
+    full = model.measure(point, compact)
+    if not short or length <= 4 * SINKS:
+        return list(zip(full, full, strict=True))
     fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
-    shortened = fewer.measure(fewer.optimise(fewer.start_from(model, free), _STEPS), compact)
-    max_short_kl, max_extra_kl, max_cancellation = short
-    return [
-        small
-        if small.extra_kl <= min(fit.extra_kl + max_short_kl, max_extra_kl) and small.cancellation <= max_cancellation
-        else fit
-        for fit, small in zip(fits, shortened, strict=True)
-    ]
+    return list(zip(full, fewer.measure(fewer.optimise(fewer.start_from(model, point)), compact), strict=True))
 
 
 def _sums(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,20 +345,22 @@ class _Model:
         keys, distances = columns - self.eta_abs, diagonals - self.eta_rel
         by_far = (distances[:, self.band :] + _PSEUDO * (ratio - 1)) / above
         by_amplitude = self.poles.transposed(by_far) + (penalty / size).repeat(1, 2) * amplitudes
-        own = keys[:, : self.free_keys] * self.key_scale
+        by_key = keys[:, : self.free_keys] * self.key_scale
         trend = (keys[:, self.free_keys :] @ self.trends.mT) * self.trend_scale
         inner = (self.whiten.mT @ by_amplitude[..., None]).squeeze(-1)
-        return value, torch.cat([own, trend, distances[:, : self.band] * self.band_scale, inner], -1)
+        return value, torch.cat([by_key, trend, distances[:, : self.band] * self.band_scale, inner], -1)
 
-    def optimise(self, point: Tensor, steps: int) -> Tensor:
+    def optimise(self, point: Tensor) -> Tensor:
         """Return the coordinates of the optimum."""
-        return minimize(self, point, steps=steps, tolerance=_TOLERANCE * self.length)
+        return minimize(self, point, steps=_STEPS, tolerance=_TOLERANCE * self.length)
 
     def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
         """Return the patterns at a point, each compared with its compact fit."""
         amplitudes = self._positive(self.unpack(point)[2], 0.05)
-        alpha, rho, amplitudes, _ = self.unpack(point, amplitudes)
-        cosine, sine = (amplitudes * self.unit).chunk(2, -1)
+        alpha, rho, _, _ = self.unpack(point, amplitudes)
+        cosine, sine = amplitudes.chunk(2, -1)
+        cancellation = (self.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
+        cosine, sine = cosine * self.unit, sine * self.unit
         later, damping = self.alpha[:, :0], self.alpha[:, :0]
         if self.free_keys < self.length:
             # The projection and its change lie in the span of the trends; their constant is the gauge that ends at 0.
@@ -391,14 +375,15 @@ class _Model:
             alpha[:, : self.free_keys], rho[:, : self.band], self.poles.damping, self.poles.frequency, cosine, sine,
             self.length, later, damping,
         )  # fmt: skip
-        size = (amplitudes.chunk(2, -1)[0].square() + amplitudes.chunk(2, -1)[1].square()).sqrt()
         executed = pattern.to_compact()
         goal = self.eta_abs, self.eta_rel
         loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *goal) for one in (executed, compact))
-        rows = _row_kl(compact, executed)
-        numbers_by_head = zip((loss - least).tolist(), (self.cost * size).sum(-1).tolist(), rows.tolist(), strict=True)
-        counts = self.poles.damping.shape[-1], self.free_keys
-        return [ExponentialFit(pattern[head], *numbers, *counts) for head, numbers in enumerate(numbers_by_head)]
+        numbers = torch.stack([loss - least, cancellation, _row_kl(compact, executed)], 1).tolist()
+        poles = self.poles.damping.shape[-1]
+        return [
+            ExponentialFit(pattern[head], extra, cancelled, worst, poles, self.free_keys)
+            for head, (extra, cancelled, worst) in enumerate(numbers)
+        ]
 
 
 def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
@@ -430,6 +415,7 @@ def _convolve(left: Tensor, right: Tensor) -> Tensor:
 _DECREASE, _SLOPE = 1e-4, 0.9
 # Shortest step of a line search, after which a function is finished.
 _SHORTEST = 2.0**-30
+_MEMORY, _PATIENCE = 12, 10  # steps that approximate the curvature, and that must gain the tolerance together
 
 
 def minimize(
@@ -438,22 +424,20 @@ def minimize(
     *,
     steps: int,
     tolerance: float,
-    patience: int = 10,
-    memory: int = 12,
 ) -> Tensor:
     """Minimise N smooth functions at once by L-BFGS; return their lowest points `[N, n]` from `start [N, n]`.
 
     `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most `steps` times. A function is
-    finished when the last `patience` accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
+    finished when the last ten accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
     one step length of every function, so no function waits for the line search of another.
     """
     point = start.clone()
     value, slope = evaluate(point)
     heads, size = start.shape
     every = torch.arange(heads, device=start.device)
-    taken = start.new_zeros(2, heads, memory, size)  # steps and changes of the gradient
+    taken = start.new_zeros(2, heads, _MEMORY, size)  # steps and changes of the gradient
     count = torch.zeros(heads, dtype=torch.int64, device=start.device)
-    recent = value[:, None].repeat(1, patience + 1)
+    recent = value[:, None].repeat(1, _PATIENCE + 1)
     direction = -slope / slope.norm(dim=1, keepdim=True).clamp(min=1.0)
     low, high, length = value.new_zeros(heads), value.new_full((heads,), torch.inf), value.new_ones(heads)
     active = torch.ones_like(count, dtype=torch.bool)
@@ -469,14 +453,14 @@ def minimize(
         low = torch.where(enough & ~flat, length, low)
         length = torch.where(high.isinf(), 2 * length, (low + high) / 2)
 
-        here = every[accepted], count[accepted] % memory
+        here = every[accepted], count[accepted] % _MEMORY
         taken[0][here], taken[1][here] = (tried - point)[accepted], (new_slope - slope)[accepted]
         count += accepted
         point = torch.where(accepted[:, None], tried, point)
         value = torch.where(accepted, new_value, value)
         slope = torch.where(accepted[:, None], new_slope, slope)
         recent = torch.where(accepted[:, None], torch.cat([recent[:, 1:], value[:, None]], 1), recent)
-        active &= ~(accepted & (count > patience) & (recent[:, 0] - value < tolerance)) & (high - low > _SHORTEST)
+        active &= ~(accepted & (count > _PATIENCE) & (recent[:, 0] - value < tolerance)) & (high - low > _SHORTEST)
         if not bool(active.any()):
             break
         direction = torch.where(accepted[:, None], -_product(taken, count, slope), direction)
