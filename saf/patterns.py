@@ -62,7 +62,7 @@ class Pattern(ABC):
     def compact(self) -> "CompactPattern | None":
         """Return its present values as a fixed compact pattern; None for a dense one.
 
-        Normalisers take T**2 / 2 products a head, in T / 128 steps. Tables of exponential patterns do without them.
+        Its normalisers take T**2 / 2 products a head (`log_sums`); tables of exponential patterns do without them.
         """
         logits = self.logits()
         return None if logits is None else CompactPattern.from_parameters(*logits)

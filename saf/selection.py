@@ -79,7 +79,7 @@ def budget(rate: float, num_heads: int) -> int:
     """Return the number of heads k = round(rate * heads), halves to even."""
     if not 0 <= rate <= 1:
         raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
-    return round(rate * num_heads)
+    return round(rate * num_heads)  # Eq. (S.5)
 
 
 def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head] | None = None) -> list[Head]:

@@ -8,7 +8,6 @@ keys of a step or tile. D0 + D1: channels in two steps of powers of two, D of th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.calibration.streaming import MAX_DIM, LayerStatistics
-from saf.errors import InputError
+from saf.calibration.streaming import LayerStatistics
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
 from saf.ops.live import score_scale
-from saf.ops.operator import TRITON_DTYPES
 from saf.statistics import FLOOR
 
 SCRATCH_BYTES = 1 << 28
@@ -29,8 +26,11 @@ FLOAT32_BYTES = 160 << 10
 """Shared memory of a program in float32 at 256 channels, the largest of all."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileConfig:
+PRECISION = "tf32x3"
+"""Of float32 products: three tf32 products, eight times faster than plain float32, statistics within 1e-6 of it."""
+
+
+class TileConfig(NamedTuple):
     """The sizes of programs."""
 
     block_m: int = 64
@@ -42,15 +42,12 @@ class TileConfig:
     """Depth of the software pipeline over sequences."""
     max_registers: int = 0
     """Most registers a thread of the tile kernel, 0 for no limit."""
-    precision: str = "tf32x3"
-    """Of float32 products: "ieee", "tf32x3" or "tf32"."""
 
 
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
     """Pick a configuration for D channels, as measured on an H200 (docs/log.md).
 
-    float32 products are three tf32 products: eight times faster than plain float32, statistics within 1e-6 of it. With
-    less `shared` memory than that takes, tiles are smaller, to fit into 99 KiB.
+    With less `shared` memory than float32 takes, tiles are smaller, to fit into 99 KiB.
     """
     if dtype == torch.float32 and shared < FLOAT32_BYTES:
         if dim <= 128:
@@ -75,7 +72,7 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
     first, second = (half, rest) if dim > 16 and (half + rest < padded or padded > 128) else (padded, 0)
     return {
         "D": dim, "D0": first, "D1": second, "BM": config.block_m, "BN": config.block_n,
-        "EVEN": length % config.block_m == 0, "PRECISION": config.precision, "STAGES": config.num_stages,
+        "EVEN": length % config.block_m == 0, "PRECISION": PRECISION, "STAGES": config.num_stages,
     }  # fmt: skip
 
 
@@ -88,7 +85,7 @@ def measure_by_kernel(
     config: TileConfig | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> LayerStatistics:
-    """Measure heads as `measure_layer` does, from queries and keys of one dtype and length; D up to 256.
+    """Measure heads as `measure_layer` does, from queries and keys in float32 or 16 bits; D up to 256.
 
     Row log-sum-exps first, then every causal tile once, all sequences inside: products in the inputs' dtype, float32
     sums over a tile, float64 sums over tiles in a fixed order, so that equal inputs give equal bits. Variance and
@@ -98,8 +95,6 @@ def measure_by_kernel(
     marginals sum over rows before r(i) is known, so the rows of a block are divided by the middle of their
     normalisers: a relative error of at most T * 1e-9 / 2, which is 8e-6 at 16K and far less for most heads.
     """
-    if query.dtype not in TRITON_DTYPES or key.dtype != query.dtype or query.shape[-1] > MAX_DIM:
-        raise InputError(f"queries and keys must be float32 or in 16 bits, D <= {MAX_DIM}; got {query.dtype}")
     count, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     loop = _Loop(query, key, kv_head, score_scale(scale, dim) / math.log(2), config)
@@ -114,7 +109,7 @@ def measure_by_kernel(
     return LayerStatistics(
         variance=totals[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
         forward_kl=totals[1] * (math.log(2) / (count * length)),  # Eq. (2)
-        eta_abs=etas[0, :, :length],  # Eq. (4)
+        eta_abs=etas[0, :, :length],  # Eq. (S.4)
         eta_rel=etas[1, :, :length],
         row_entropy=totals[2] * (math.log(2) / length),
     )

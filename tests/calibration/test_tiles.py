@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from saf.errors import InputError
 
 FOLDER = Path(__file__).parent
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
-SPILLED = {
-    **{"bf16 D96": 64, "edge bf16 D64": 8, "edge fp32 D64": 64, "fp32 D128": 264, "fp32 D256": 456},
-}
+SPILLED = {"bf16 D96": 64, "edge bf16 D64": 8, "edge fp32 D64": 64, "fp32 D256": 456}
 """Bytes of local memory a thread where registers are capped, or where Triton 3.7 spills in a tile at the edge."""
 
 
@@ -38,7 +33,7 @@ def interpreted():
 def test_every_case_equals_the_dense_oracle_and_one_sequence_scores_exactly_zero(interpreted):
     cases = {name: row for name, row in interpreted.items() if name not in ("floor-by-blocks", "poisoned")}
     errors = {name: max(row[field] for field in FIELDS) for name, row in cases.items()}
-    assert len(errors) == 16
+    assert len(errors) == 13
     assert {name: error for name, error in errors.items() if error > 2e-6} == {}
     assert {row["largest_score"] for name, row in cases.items() if name.startswith("N1-")} == {0}
 
@@ -63,15 +58,8 @@ def test_fits_hopper():
     limits = {name: next((n for end, n in SPILLED.items() if name.endswith(end)), 0) for name in compiled}
     assert {name: row for name, row in compiled.items() if row["stack"] > limits[name]} == {}
     assert {name: row for name, row in compiled.items() if row["shared"] > row["least"]} == {}
-    smaller = ("fp32 D128", "fp32 D256")  # of GPUs without Hopper's own matrix instructions
+    smaller = "fp32 D256"  # of GPUs without Hopper's own matrix instructions
     assert [name for name, row in compiled.items() if not (row["wgmma"] or name.endswith(smaller))] == []
     for name in ("tile bf16 D64", "tile bf16 D96", "edge bf16 D64", "edge bf16 D96"):
         assert 3 * compiled[name]["registers"] <= 65536
         assert 3 * compiled[name]["shared"] <= 232448
-
-
-def test_kernels_refuse_operands_that_they_cannot_take(generator):
-    measure_by_kernel = pytest.importorskip("saf.calibration.tiles").measure_by_kernel
-    query, key = torch.randn(2, 2, 2, 20, 8, generator=generator, dtype=torch.float64)
-    with pytest.raises(InputError, match="float64"):
-        measure_by_kernel(query, key, kv_head=[0, 1])

@@ -43,6 +43,7 @@ def test_a_pattern_is_read_back_from_its_state(kind):
 def test_prefix_device_and_heads_of_a_pattern(kind):
     pattern = SINGLES[kind]
     assert pattern.length == 6
+    assert torch.allclose(pattern.dense(), COMPACT.dense())
     assert torch.allclose(pattern.prefix(4).dense(), COMPACT.dense()[:4, :4])
     assert torch.equal(pattern.to(device="cpu").dense(), pattern.dense())
     assert torch.equal(pattern.to_storage().dense(), pattern.dense())
