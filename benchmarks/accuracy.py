@@ -89,13 +89,15 @@ def measure(settings: Accuracy, *, out: Path | None = None) -> Row:
     with Session("errors", asdict(settings), execution, out=out) as session:
         layer = Layer.draw(settings, execution.device)
         for precision in settings.precisions:
-            add(session, None, precision, list(layer_rows(settings, layer, None, precision)))
-            for backend in usable_backends(session, settings, precision):
+            for backend in (None, *usable_backends(session, settings, precision)):
                 rows = [*layer_rows(settings, layer, backend, precision)]
-                rows += operator_rows(settings, layer, backend, precision)
-                if settings.transitions and precision == "fp32":
-                    rows.append(transitions_row(settings, backend, execution.device))
-                add(session, backend, precision, rows)
+                if backend is not None:
+                    rows += operator_rows(settings, layer, backend, precision)
+                    if settings.transitions and precision == "fp32":
+                        rows.append(transitions_row(settings, backend, execution.device))
+                session.add([{"backend": backend, "precision": precision, **row} for row in rows])
+                worst = max(row["relative_l2"] / row["limit"] for row in rows)
+                session.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of the limit")
     return session.record
 
 
@@ -107,13 +109,6 @@ def above_limits(record: Mapping[str, Any]) -> list[str]:
         for row in record["rows"]
         if not row["within"]
     ]
-
-
-def add(session: Session, backend: str | None, precision: str, rows: Sequence[Row]) -> None:
-    """Record the rows of one backend in one precision; without a backend, those of the pruned layer."""
-    session.add([{"backend": backend, "precision": precision, **row} for row in rows])
-    worst = max(row["relative_l2"] / row["limit"] for row in rows)
-    session.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of the limit")
 
 
 def usable_backends(session: Session, settings: Accuracy, precision: str) -> Iterator[str]:
@@ -227,12 +222,7 @@ class Layer:
         return self.x.shape[-1] // self.heads.num_heads
 
     def eager(
-        self,
-        *,
-        frozen: bool,
-        dtype: torch.dtype = torch.float32,
-        autocast: torch.dtype | None = None,
-        pruned: bool = False,
+        self, *, frozen: bool, pruned: bool = False, dtype: torch.dtype = torch.float32, autocast: Any = None
     ) -> dict[str, Tensor]:
         """Run head by head with materialised patterns, as in Eqs. (1) and (3), in `dtype` or under autocast.
 
@@ -241,23 +231,18 @@ class Layer:
         leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in self.weights.items()}
         x = self.x.to(dtype, copy=True).requires_grad_()
         length = x.shape[1]
-        fixed = self.pattern.dense()[:, :length, :length].to(dtype)
+        fixed = self.pattern.dense()[:, :length, :length].to(dtype) * frozen
         with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             query, key, value = (
                 F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for role in ROLES[:3]
             )
             value.retain_grad()
-            query, key = exact_rotation(query), exact_rotation(key)
-            mixed = []
-            for head in range(self.heads.num_heads):
-                if head in self.heads.frozen and (frozen or pruned):
-                    weights = fixed[self.heads.frozen.index(head)] if frozen else torch.zeros_like(fixed[0])
-                    weights = weights.expand(x.shape[0], -1, -1)
-                else:
-                    scores = query[:, head] @ key[:, head].mT * self.head_dim**-0.5
-                    weights = scores.masked_fill(future(length, x.device), -torch.inf).softmax(-1)
-                mixed.append(weights @ value[:, head])
-            output = F.linear(torch.stack(mixed, 2).flatten(2), leaves["output"])
+            scores = exact_rotation(query) @ exact_rotation(key).mT * self.head_dim**-0.5
+            weights = list(scores.masked_fill(future(length, x.device), -torch.inf).softmax(-1).unbind(1))
+            for place, head in enumerate(self.heads.frozen if frozen or pruned else ()):
+                weights[head] = fixed[place].expand(x.shape[0], -1, -1)
+            mixed = torch.stack([each @ value[:, head] for head, each in enumerate(weights)], 2)
+            output = F.linear(mixed.flatten(2), leaves["output"])
         output.backward(self.upstream.to(output.dtype))
         return named(output, x, value.grad, {role: leaf.grad for role, leaf in leaves.items()})
 

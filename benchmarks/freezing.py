@@ -1,4 +1,4 @@
-"""How long freezing takes, warm and at first use, stage by stage; and the fit of all heads.
+"""How long freezing takes, warm and at first use, stage by stage; with --rates 1 every head is fitted.
 
 Every timed freezing is undone after its clock has stopped, so that the next one starts from the same model.
 """
@@ -7,9 +7,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -18,17 +17,15 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan, is_folder
-from saf.bench.protocol import OUT_OF_TIME, Arm, Point, Session, clean_process
+from saf.bench.protocol import Arm, Point, Session, clean_process
 from saf.bench.speed import require
 from saf.bench.timing import wait_for
-from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.machine import Execution
 from saf.models import GPT
 from saf.opening import find_model
-from saf.statistics import AttentionStatistics
 from saf.surgery import uninstall_
 from saf.train.step import build_optimizer
 
@@ -37,8 +34,6 @@ SYNTHETIC = "synthetic: random weights whose heads see distance and content to d
 MIN_REPEATS = 3
 """Warm freezings below which nothing is reported: one slow one does not move the median of three."""
 POINTS = {"tiny": ("256x16",), "124m": ("4096x32",), "774m": ("4096x32",), "1b": ("8192x16",)}
-FIT_SECONDS = 1.0
-"""Seconds that fitting all 144 heads of 124M at 4,096 tokens may take on a GPU."""
 STRENGTH, CONTENT = (0.2, 1.3), (0.5, 4.0)
 """Ranges over heads of synthetic weights: the part of queries and keys common to all tokens, and how much queries vary
 with the token."""
@@ -69,38 +64,6 @@ class Freezing:
     """Stop cleanly where another measurement would not end within this, and record what was left out."""
 
 
-def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
-    """Return the record of freezings and fits."""
-    require(settings.repeats >= MIN_REPEATS, f"repeats must be at least {MIN_REPEATS}, got {settings.repeats}")
-    texts = settings.points or POINTS.get(settings.model, ())
-    require(bool(texts), "points must name context and sequences, such as --points 4096x32")
-    execution = Execution.of(settings.device, precision=settings.precision, compile="off")
-    model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
-    header: Any = {"checkpoints": {"model": model}, "seconds": settings.seconds}
-    with Session("calibration", asdict(settings), execution, out=out, **header) as session:
-        for point in [Point(*map(int, text.split("x"))) for text in texts]:
-            with clean_process():
-                measure_point(session, settings, point)
-    return session.record
-
-
-def measure_point(session: Session, settings: Freezing, point: Point) -> None:
-    """Time freezings at every rate, then the fit of all heads."""
-    model, weights = build(settings, point, session.execution.device)
-    generator = torch.Generator().manual_seed(settings.seed)
-    ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
-    subject = Interventions(model, list(ids.split(settings.batch_size)), session.execution)
-    fields = {"model": settings.model, "point": point.to_dict(), "precision": session.execution.precision}
-    fields |= {"weights": weights, "text": "random tokens", "shape": model.config.to_dict()}
-    measured: list[AttentionStatistics] = []
-    for rate in settings.rates:
-        timed = partial(time_rate, session, settings, subject, fields, rate)
-        session.attempt(f"{point.name} {100 * rate:g}%", lambda timed=timed: measured.append(timed()))
-    if measured:
-        fit = partial(time_fit, session, settings, measured[-1], {"part": "fit", "of": settings.model, **fields})
-        session.attempt(f"{point.name} fit of all heads", fit)
-
-
 class Event(NamedTuple):
     """The report of one freezing, its wall-clock seconds, and the peak memory."""
 
@@ -115,96 +78,81 @@ class Event(NamedTuple):
         return {**stages, "other": self.seconds - sum(stages.values())}
 
 
-class Interventions:
-    """One model with its optimiser's moments and its calibration sequences."""
-
-    def __init__(self, model: GPT, ids: list[Tensor], execution: Execution):
-        self.model, self.ids, self.execution = model, ids, execution
-        self._optimizer = build_optimizer(model)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def once(self, rate: float) -> Event:
-        """Calibrate, score, select, fit and install; undo it after the clock has stopped."""
-        device = self.execution.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        wait_for(device)
-        began = time.perf_counter()
-        with self.execution.autocast():
-            report = freeze_(self.model, self.ids, FreezeConfig(rate=rate), optimizer=self._optimizer)
-        wait_for(device)
-        seconds = time.perf_counter() - began
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
-        uninstall_(self.model, report.heads, optimizer=self._optimizer)
-        return Event(report, seconds, peak)
+def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
+    """Return the record of freezings."""
+    require(settings.repeats >= MIN_REPEATS, f"repeats must be at least {MIN_REPEATS}, got {settings.repeats}")
+    texts = settings.points or POINTS.get(settings.model, ())
+    require(bool(texts), "points must name context and sequences, such as --points 4096x32")
+    execution = Execution.of(settings.device, precision=settings.precision, compile="off")
+    model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
+    header: Any = {"checkpoints": {"model": model}, "seconds": settings.seconds}
+    with Session("calibration", asdict(settings), execution, out=out, **header) as session:
+        for point in [Point(*map(int, text.split("x"))) for text in texts]:
+            with clean_process():
+                measure_point(session, settings, point)
+    return session.record
 
 
-def time_rate(
-    session: Session, settings: Freezing, subject: Interventions, fields: dict[str, Any], rate: float
-) -> AttentionStatistics:
-    """Freeze this share of heads repeatedly, record the row, and return the last statistics."""
-    first, *warm = repeated(session, settings.repeats, lambda: subject.once(rate), lambda event: event.seconds)
+def measure_point(session: Session, settings: Freezing, point: Point) -> None:
+    """Time freezings at every rate."""
+    model, weights = build(settings, point, session.execution.device)
+    optimizer = build_optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # its moments are edited too
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(settings.seed)
+    ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
+    batches = list(ids.split(settings.batch_size))
+    fields = {"part": "intervention", "model": settings.model, "point": point.to_dict()}
+    fields |= {"precision": session.execution.precision, "weights": weights, "text": "random tokens"}
+    fields |= {"shape": model.config.to_dict()}
+
+    def time_rate(rate: float) -> None:
+        events: list[Event] = []
+        while len(events) <= settings.repeats and (not events or session.fits(events[-1].seconds)):
+            events.append(freeze_once(model, batches, rate, optimizer, session.execution))
+        session.add([{**fields, **row_of(rate, events, cuda=session.execution.device.type == "cuda")}])
+        session.say(f"{100 * rate:g}%: first use {events[0].seconds:.3f} s, then {events[-1].seconds:.3f} s")
+
+    for rate in settings.rates:
+        session.attempt(f"{point.name} {100 * rate:g}%", lambda rate=rate: time_rate(rate))
+
+
+def freeze_once(model: GPT, batches: list[Tensor], rate: float, optimizer: Any, execution: Execution) -> Event:
+    """Calibrate, score, select, fit and install; undo it after the clock has stopped."""
+    device = execution.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    wait_for(device)
+    began = time.perf_counter()
+    with execution.autocast():
+        report = freeze_(model, batches, FreezeConfig(rate=rate), optimizer=optimizer)
+    wait_for(device)
+    seconds = time.perf_counter() - began
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
+    uninstall_(model, report.heads, optimizer=optimizer)
+    return Event(report, seconds, peak)
+
+
+def row_of(rate: float, events: Sequence[Event], *, cuda: bool) -> dict[str, Any]:
+    """Return the row of some freezings at a rate, the first of which is the first use."""
+    first, *warm = events
     require(len(warm) >= MIN_REPEATS, f"{len(warm)} warm freezings in time; a median needs {MIN_REPEATS}")
     total, report = spread([event.seconds for event in warm]), warm[-1].report
-    variance = report.statistics.variance.nan_to_num()
-    row = {
-        **{"part": "intervention", **fields, "rate": rate, "heads": len(report.heads)},
-        **{"rejected": len(report.rejected), "worst_fit_kl": max(report.fit_kl.values(), default=None)},
+    variances = [event.report.statistics.variance.nan_to_num() for event in events]
+    same = all(event.report.heads == report.heads for event in events)
+    return {
+        **{"rate": rate, "heads": len(report.heads), "rejected": len(report.rejected)},
+        "worst_fit_kl": max(report.fit_kl.values(), default=None),
         **{"repeats": len(warm), "seconds": total["median"], "spread": total},
         "stages": {name: spread([event.stages[name] for event in warm]) for name in first.stages},
         **{"first_seconds": first.seconds, "first_stages": first.stages},
         "peak_bytes": max(event.peak_bytes for event in warm),
-        "same_each_time": all(
-            each.report.heads == report.heads and torch.equal(each.report.statistics.variance.nan_to_num(), variance)
-            for each in (first, *warm)
-        ),
-        "peak_kind": "allocated" if session.execution.device.type == "cuda" else "resident",
+        "peak_kind": "allocated" if cuda else "resident",
+        "same_each_time": same and all(torch.equal(each, variances[0]) for each in variances),
     }
-    session.add([row])
-    session.say(f"{100 * rate:g}%: first use {row['first_seconds']:.3f} s, warm {row['seconds']:.3f} s")
-    return report.statistics
-
-
-def time_fit(session: Session, settings: Freezing, measured: AttentionStatistics, fields: dict[str, Any]) -> None:
-    """Fit all heads and take their KL, repeatedly, and record the row."""
-    device, live = session.execution.device, measured.measured
-    goals = (measured.eta_abs[live], measured.eta_rel[live], measured.row_entropy[live])
-    eta_abs, eta_rel, entropy = (part.to(device, torch.float64) for part in goals)
-
-    def once() -> tuple[float, Tensor, Any]:
-        wait_for(device)
-        began = time.perf_counter()
-        pattern, certificate = fit_with_certificate(eta_abs, eta_rel)
-        kl = fit_kl(pattern, eta_abs, eta_rel, entropy)
-        wait_for(device)
-        return time.perf_counter() - began, kl, certificate
-
-    fits = repeated(session, settings.repeats, once, lambda fit: fit[0])
-    require(len(fits) > 1, OUT_OF_TIME)
-    warm, (_, kl, certificate) = spread([seconds for seconds, *_ in fits[1:]]), fits[-1]
-    limited = (len(kl), eta_abs.shape[-1], device.type) == (144, 4096, "cuda")
-    row = {
-        **{"heads": len(kl), "length": eta_abs.shape[-1], "repeats": len(fits) - 1},
-        **{"seconds": warm["median"], "spread": warm, "first_use_seconds": fits[0][0] - warm["median"]},
-        "sweeps": {"mean": certificate.sweeps.double().mean().item(), "max": int(certificate.sweeps.max())},
-        "not_converged": int((~certificate.converged).sum()),
-        "worst_kl": kl.max().item(),
-        **{"bar_seconds": FIT_SECONDS if limited else None, "excess_kl": None, "bar_excess_kl": None},
-    }
-    session.add([{**fields, **row}])
-    session.say(f"fit of {row['heads']} heads in {row['seconds']:.3f} s, worst KL {row['worst_kl']:.4f}")
-
-
-def repeated(session: Session, repeats: int, once: Callable[[], Any], seconds: Callable[[Any], float]) -> list[Any]:
-    """Do something once and `repeats` times more, as long as another time would end within the time allowed."""
-    results: list[Any] = []
-    while len(results) <= repeats and (not results or session.fits(seconds(results[-1]))):
-        results.append(once())
-    return results
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
