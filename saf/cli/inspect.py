@@ -1,7 +1,7 @@
 """`saf inspect`: the contents of a folder written by `saf`, and whether it is whole."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from saf.cli.output import show
 from saf.errors import CheckpointError
 from saf.freeze_report import exponential_words
 from saf.inspection import inspect
-from saf.records.table import Part, Table, byte_size
+from saf.records.table import Table, byte_size
 
 Contents = Mapping[str, Any]
 
@@ -28,93 +28,51 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         contents = inspect(self.path)
-        tables = {"checkpoint": _checkpoint, "run": _run, "data": _data, "saved": _saved, "transformers": _saved}
-        show(contents, *tables[contents["kind"]](contents), as_json=self.json)
+        facts = {name: _value(contents, value) for name, value in ROWS.items()}
+        title = f"{contents['kind']} {contents['path']}" + ", all sums verified" * contents["verified"]
+        show(contents, Table.facts(title, facts), *_tables(contents), as_json=self.json)
         if damaged := [entry["problem"] for entry in contents.get("checkpoints", []) if entry["problem"]]:
             raise CheckpointError("; ".join(damaged))
         return contents
 
 
-def _checkpoint(contents: Contents) -> list[Part]:
-    rows = {
-        **{name: contents[name] for name in ("update", "tokens")},
-        "model": _shape(contents["model"]),
-        "heads": _heads(contents),
-        "hash": contents["hash"],
-        "parent": contents["parent"] or "none",
-        "data": contents["data_fingerprint"],
-    }
-    files = [[name, byte_size(entry["bytes"]), entry["sha256"][:16]] for name, entry in contents["files"].items()]
-    sums = Table.of("files, all sums verified", ["file", "size", "SHA-256"], files)
-    return [Table.facts(f"checkpoint {contents['path']}", rows), *_layers(contents), sums]
+def _value(contents: Contents, value: Callable[[Contents], Any]) -> Any:
+    """Return the value of a row; None for contents of a kind that has none."""
+    try:
+        return value(contents)
+    except KeyError:
+        return None
 
 
-def _run(contents: Contents) -> list[Part]:
-    perplexity, config = contents["report_perplexity"], contents["config"]
-    rows = {
-        "arm": f"{contents['arm']}, {'finished' if contents['finished'] else 'not finished'}",
-        **{name: contents[name] for name in ("updates", "tokens")},
-        "perplexity, held out": perplexity and f"{perplexity:.4f}",
-        "model": _shape(config.get("model") or {}),
-        "heads": _heads(contents),
-        "fits": _fits(contents),
-        "sums": exponential_words(contents["exponential"]) if contents["exponential"] else None,
-        "parent": (config.get("parent") or {}).get("path"),
-        "data": (config.get("data") or {}).get("fingerprint"),
-    }
-    events = [
-        [
-            *(event[name] for name in ("number", "kind", "update")),
-            len(event["heads"]),
-            "yes" if event["undone_by"] is None else f"undone by {event['undone_by']}",
-            event["reason"],
+def _tables(contents: Contents) -> Iterator[Table]:
+    """Yield a table of the frozen heads by layer, and of each list that the folder has."""
+    if layers := sorted({layer for layer, _ in contents.get("frozen", ())}):
+        heads = [" ".join(str(head) for at, head in contents["frozen"] if at == layer) for layer in layers]
+        rows: list[list[Any]] = [[str(layer), some] for layer, some in zip(layers, heads, strict=True)]
+        for row, patterns in zip(rows, contents.get("patterns", ()), strict=False):
+            row += [_counts(patterns["kinds"]), patterns["length"]]
+        yield Table.of("frozen heads", ("layer", "heads", "patterns", "length")[: len(rows[0])], rows)
+    if events := contents.get("events"):
+        names = ("number", "kind", "update", "undone_by", "reason")
+        rows = [[*(event[name] for name in names), len(event["heads"])] for event in events]
+        yield Table.of("events", ("number", "kind", "update", "undone by", "reason", "heads"), rows).used()
+    if checkpoints := contents.get("checkpoints"):
+        rows = [
+            [each["name"], (each["hash"] or "")[:16], "damaged" if each["problem"] else "whole"] for each in checkpoints
         ]
-        for event in contents["events"]
-    ]
-    checkpoints = [
-        [entry["name"], (entry["hash"] or "")[:16], "damaged" if entry["problem"] else "whole"]
-        for entry in contents["checkpoints"]
-    ]
-    return [
-        Table.facts(f"run {contents['path']}", rows),
-        *_layers(contents),
-        *([Table.of("events", ["number", "kind", "update", "heads", "kept", "reason"], events)] if events else []),
-        Table.of("checkpoints", ["name", "hash", "state"], checkpoints),
-    ]
+        yield Table.of("checkpoints", ("name", "hash", "state"), rows)
+    if files := contents.get("files"):
+        rows = [[name, byte_size(entry["bytes"]), entry["sha256"][:16]] for name, entry in files.items()]
+        yield Table.of("files", ("file", "size", "SHA-256"), rows)
+    if partitions := contents.get("partitions"):
+        rows = [[name, each["tokens"], each["documents"]] for name, each in partitions.items()]
+        yield Table.of("partitions", ("partition", "tokens", "documents"), rows)
 
 
-def _data(contents: Contents) -> list[Part]:
-    tokenizer = contents["tokenizer"]
-    facts = {"tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids"}
-    facts["fingerprint"] = contents["fingerprint"]
-    partitions = [[name, each["tokens"], each["documents"]] for name, each in contents["partitions"].items()]
-    return [
-        Table.facts(f"data {contents['path']}, all sums verified", facts),
-        Table.of("partitions", ["partition", "tokens", "documents"], partitions),
-    ]
-
-
-def _saved(contents: Contents) -> list[Part]:
-    rows: dict[str, Any] = {}
-    if contents["kind"] == "transformers":
-        sizes = ", ".join(f"{name} {byte_size(size)}" for name, size in contents["weights"].items())
-        rows = {"model": contents["architecture"], "weights": sizes, "hash": contents["hash"]}
-    elif (base := contents.get("base_model")) is not None:
-        rows["base model here"] = f"an ordinary {base}; saf.load(model, folder) freezes these heads in their own model"
-    kinds: Counter[str] = Counter()
-    for layer in contents["patterns"]:
-        kinds.update(layer["kinds"])
-    rows |= {
-        "heads": _heads(contents),
-        "patterns": _counts(kinds),
-        "can be undone": f"{contents['undoable']} of {len(contents['frozen']) + len(contents['pruned'])} heads",
-        **{f"SHA-256 of {name}": value for name, value in contents["sha256"].items()},
-    }
-    title = "saved model" if contents["kind"] == "saved" else "model of transformers"
-    return [Table.facts(f"{title} {contents['path']}", rows), *_layers(contents)]
-
-
-def _shape(model: Contents) -> str:
+def _shape(contents: Contents) -> str:
+    if "architecture" in contents:
+        return contents["architecture"]
+    model = contents["config"]["model"] if "config" in contents else contents["model"]
     names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
     return ", ".join(f"{name} {model[name]}" for name in names if name in model)
 
@@ -129,6 +87,14 @@ def _counts(kinds: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
 
 
+def _patterns(contents: Contents) -> str:
+    kinds: Counter[str] = Counter()
+    for layer in contents["patterns"]:
+        kinds.update(layer["kinds"])
+    sizes = [f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items()]
+    return _counts(kinds) + (f"; in float32 {', '.join(sizes)}" if sizes else "")
+
+
 def _fits(contents: Contents) -> str | None:
     if not contents["fit_kl"]:
         return None
@@ -141,16 +107,25 @@ def _fits(contents: Contents) -> str | None:
     return f"{words}; {converged} of {len(frozen)} converged, marginals within {worst:.1e}"
 
 
-def _layers(contents: Contents) -> list[Part]:
-    """Tabulate the frozen heads by layer, with their patterns where the folder has them."""
-    layers = sorted({layer for layer, _ in contents["frozen"]})
-    if not layers:
-        return []
-    rows = [[str(layer), " ".join(str(head) for at, head in contents["frozen"] if at == layer)] for layer in layers]
-    if "patterns" not in contents:
-        return [Table.of("frozen heads", ["layer", "heads"], rows)]
-    for row, patterns in zip(rows, contents["patterns"], strict=True):
-        row += [_counts(patterns["kinds"]), str(patterns["length"]), byte_size(patterns["bytes"])]
-    sizes = ", ".join(f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items())
-    columns = ["layer", "heads", "patterns", "length", "size"]
-    return [Table.of("frozen heads", columns, rows, [f"patterns in float32: {sizes}"])]
+ROWS: dict[str, Callable[[Contents], Any]] = {
+    "arm": lambda each: f"{each['arm']}, {'finished' if each['finished'] else 'not finished'}",
+    "update": lambda each: each["update"],
+    "updates": lambda each: each["updates"],
+    "tokens": lambda each: each["tokens"],
+    "perplexity, held out": lambda each: each["report_perplexity"] and f"{each['report_perplexity']:.4f}",
+    "tokenizer": lambda each: f"{each['tokenizer']['kind']}, {each['tokenizer']['vocab_size']:,} ids",
+    "model": _shape,
+    "base model here": lambda each: each["base_model"] and f"{each['base_model']}, ordinary: these are not its heads",
+    "weights": lambda each: ", ".join(f"{name} {byte_size(size)}" for name, size in each["weights"].items()),
+    "heads": _heads,
+    "patterns": _patterns,
+    "fits": _fits,
+    "sums": lambda each: exponential_words(each["exponential"]) if each["exponential"] else None,
+    "can be undone": lambda each: f"{each['undoable']} of {len(each['frozen']) + len(each['pruned'])} heads",
+    "hash": lambda each: each["hash"],
+    "fingerprint": lambda each: each["fingerprint"],
+    "parent": lambda each: each["parent"] if "parent" in each else (each["config"]["parent"] or {}).get("path"),
+    "data": lambda each: each.get("data_fingerprint") or each["config"]["data"]["fingerprint"],
+    "sums of files": lambda each: ", ".join(f"{name} {value}" for name, value in each["sha256"].items()),
+}
+"""The rows of any folder's table: each is shown where the folder has it."""
