@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
-from saf.checkpoint import Checkpoint, save_checkpoint
-from saf.data import TokenData, calibration_windows, check_separate
+from saf.checkpoint import save_checkpoint
+from saf.data import calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
@@ -143,8 +143,16 @@ def freeze_checkpoint(
         raise InputError("heal is of models of transformers: go on from the new checkpoint by `saf pretrain --parent`")
     if settings.bos:
         raise InputError("bos is of models of transformers; those of this project are trained without such a token")
-    checkpoint = _open(settings)
-    batches, heldout = _batches(settings, checkpoint)
+    source = find_model(settings.checkpoint, optimizer=True)
+    if (checkpoint := source.checkpoint) is None:
+        raise InputError(
+            f"{settings.checkpoint} must be a checkpoint, got a model without optimiser state: freeze it in Python by "
+            "saf.freeze_"
+        )
+    check_new(settings)
+    heads = read_json(checkpoint.path / STATE, error=CheckpointError)
+    check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
+    batches, heldout = _batches(settings, source)
     model = checkpoint.model(pick_device(settings.device))
     optimizer = checkpoint.optimizer(model)
     inputs: dict[str, Any] = {}
@@ -197,38 +205,19 @@ def freeze_opened(
         return freeze_(model, batches, config, heldout=heldout, capture_bytes=limit, **options)
 
 
-def _open(settings: CheckpointFreezing) -> Checkpoint:
-    """Return the checkpoint that the settings name, and refuse a folder without optimiser state or an output in use."""
-    source = find_model(settings.checkpoint, optimizer=True)
-    if source.checkpoint is None:
-        raise InputError(
-            f"{settings.checkpoint} is no checkpoint: it has no optimiser state; in Python use saf.freeze_"
-        )
-    check_new(settings)
-    heads = read_json(source.checkpoint.path / STATE, error=CheckpointError)
-    check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
-    return source.checkpoint
+def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Tensor], list[Tensor]]:
+    """Return calibration sequences and held-out ones, in batches `[B, length]`.
 
-
-def _batches(settings: CheckpointFreezing, checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
-    """Return calibration sequences and held-out ones, in batches `[B, length]`."""
-    source = ModelFolder(checkpoint.path, checkpoint)
-    data = source.data(settings.data)
-    most = checkpoint.state["model"]["max_length"]
-    trained = source.settings.get("length") or most
-    length = check_length(settings, trained, "that the model was trained on", most=most)
-    _check_separate(data, source, settings.config)
+    Raises DataError where the event would read text on which the run is reported.
+    """
+    data, most = source.data(settings.data), source.state["model"]["max_length"]
+    length = check_length(settings, source.settings.get("length") or most, "that the model was trained on", most=most)
+    trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
+    if trained is not None:
+        check_separate(data, data.calibration_source, trained)
+        if "outputs" in settings.config.needs or settings.config.jointly:
+            check_separate(data, "controller", trained)
     seed = source.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed)
     size, count = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
     return list(windows.split(size)), heldout_batches(data, length=length, count=count, batch_size=size)
-
-
-def _check_separate(data: TokenData, source: ModelFolder, config: FreezeConfig) -> None:
-    """Raise DataError where the event would read text on which the run is reported."""
-    trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
-    if trained is None:
-        return
-    check_separate(data, data.calibration_source, trained)
-    if "outputs" in config.needs or config.jointly:
-        check_separate(data, "controller", trained)
