@@ -31,102 +31,104 @@ def attentions(model):
     return [site.attention for site in adapter_for(model).sites()]
 
 
-def assert_refused(model, words, error=UnsupportedError):
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for verb in VERBS.values():
-        with pytest.raises(error, match=words):
-            verb(model)
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    # Passes of calibration change the vectors of a spectral norm.
-    same = [torch.equal(tensor, before[key]) for key, tensor in after.items() if not key.endswith(("_u", "_v"))]
-    assert all(same)
+def layers(model):
+    return model.blocks if isinstance(model, saf.GPT) else model.model.layers
 
 
-COMPUTED = {
-    "mask": lambda linear: prune.l1_unstructured(linear, "weight", 0.3),
-    "spectral norm": nn.utils.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
+def masked(name):
+    return lambda model, a, b: prune.l1_unstructured(getattr(b, name), "weight", 0.3)
+
+
+def hooked(name, kind):
+    return lambda model, a, b: getattr(b.get_submodule(name), kind)(lambda *_: None)
+
+
+def shared(role, other):
+    """Give the second layer's projection a parameter of another owner."""
+    return lambda model, a, b: setattr(getattr(b, role), "weight", other(model, a, b))
+
+
+COMPUTED, TWO_OWNERS, SHAPE, HOOKS = (
+    "weights|computed together",
+    "memory of its own|used twice",
+    r"layers, got \d",
+    "hook",
+)
+REFUSED = {
+    "a mask": ("gpt", masked("v_proj"), COMPUTED),
+    "a mask of transformers' projection": ("llama", masked("o_proj"), COMPUTED),
+    "a mask of a fused projection": ("gpt2", masked("c_attn"), COMPUTED),
+    "a spectral norm": ("gpt", lambda model, a, b: nn.utils.spectral_norm(b.v_proj), COMPUTED),
+    "orthogonal weights": ("gpt", lambda model, a, b: parametrizations.orthogonal(b.v_proj), COMPUTED),
+    "one parameter of two layers": ("llama", shared("v_proj", lambda model, a, b: a.v_proj.weight), TWO_OWNERS),
+    "one parameter of two roles": ("gpt", shared("k_proj", lambda model, a, b: b.q_proj.weight), TWO_OWNERS),
+    "an embedding": ("gpt", shared("o_proj", lambda model, a, b: model.embed.weight), TWO_OWNERS),
+    "a view in a buffer": (
+        "gpt",
+        lambda model, a, b: b.register_buffer("first_rows", a.v_proj.weight.data[:4]),
+        TWO_OWNERS,
+    ),
+    "a draft layer beside": (
+        "gpt",
+        lambda model, a, b: setattr(model, "draft", copy.deepcopy(layers(model)[-1])),
+        SHAPE,
+    ),
+    "a layer used twice": ("llama", lambda model, a, b: layers(model).__setitem__(1, layers(model)[0]), SHAPE),
+    "weights on the meta device": ("llama", lambda model, a, b: model.to("meta"), "on the meta device"),
+    "a hook on a projection": ("llama", hooked("o_proj", "register_forward_pre_hook"), HOOKS),
+    "a backward hook on a norm": ("qwen3", hooked("q_norm", "register_full_backward_hook"), HOOKS),
+    "a hook on a weight": (
+        "gpt",
+        lambda model, a, b: b.v_proj.weight.register_post_accumulate_grad_hook(lambda _: None),
+        HOOKS,
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "kind"),
-    [
-        *(("gpt", "v_proj", kind) for kind in COMPUTED),
-        ("llama", "o_proj", "mask"),
-        ("gpt2", "c_attn", "mask"),
-    ],
-)
-def test_weights_that_every_pass_computes(family, name, kind):
+@pytest.mark.parametrize("case", REFUSED)
+def test_every_verb_refuses_and_changes_nothing(case, tmp_path):
+    family, change, words = REFUSED[case]
     model = build(family)
-    COMPUTED[kind](getattr(attentions(model)[1], name))
-    assert_refused(model, "weights|projections are computed together")
+    handle = change(model, *attentions(model)[:2])
+    before = {} if "meta" in case else {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measured = [lambda model: saf.calibrate(model, [tokens() % 48]), lambda model: saf.save(model, tmp_path / "saved")]
+    for verb in (*VERBS.values(), *(measured if words in (SHAPE, "on the meta device") else [])):
+        with pytest.raises(InputError if "meta" in case else UnsupportedError, match=words):
+            verb(model)
+    # Passes of calibration change the vectors of a spectral norm.
+    after = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(("_u", "_v"))}
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name in after)
+    assert not (tmp_path / "saved").exists()
+    if words == HOOKS:
+        handle.remove()
+        VERBS["install_"](model)
 
 
-def one_parameter(a, b, _):
-    b.v_proj.weight = a.v_proj.weight
-
-
-def two_roles(a, _b, _):
-    a.k_proj.weight = a.q_proj.weight
-
-
-def view_in_a_buffer(a, b, _):
-    b.register_buffer("first_rows", a.v_proj.weight.data[:4])
-
-
-def embedding(a, _b, model):
-    a.o_proj.weight = model.embed.weight if isinstance(model, saf.GPT) else model.model.embed_tokens.weight
-
-
-SHARED = [one_parameter, two_roles, view_in_a_buffer, embedding]
-
-
-@pytest.mark.parametrize(("family", "share"), [*(("gpt", share) for share in SHARED), ("llama", one_parameter)])
-def test_weights_with_two_owners(family, share, tmp_path):
-    model = build(family)
-    share(*attentions(model)[:2], model)
-    assert_refused(model, "memory of its own|used twice|layers, got")
-    if family == "llama" and share is one_parameter:
-        donor = build("llama")
-        saf.install_(donor, [(0, 1)], PATTERN)
-        saf.save(donor, tmp_path)
-        with pytest.raises(UnsupportedError):
-            saf.load(model, tmp_path)
+def test_a_saved_head_is_not_applied_to_a_model_with_shared_weights(tmp_path):
+    donor, model = build("llama"), build("llama")
+    saf.install_(donor, [(0, 1)], PATTERN)
+    saf.save(donor, tmp_path)
+    attentions(model)[1].v_proj.weight = attentions(model)[0].v_proj.weight
+    with pytest.raises(UnsupportedError):
+        saf.load(model, tmp_path)
 
 
 def test_what_shares_nothing_is_frozen_as_ever():
-    """Parts of one tensor side by side, tied embeddings, a copy of the model."""
+    """Parts of one tensor side by side, tied embeddings, a copy of the model, hooks around layers."""
     plain, packed = make("llama", tie_word_embeddings=True), make("llama", tie_word_embeddings=True)
-    attention = packed.model.layers[0].self_attn
+    attention, reached = packed.model.layers[0].self_attn, []
     linears = (attention.q_proj, attention.k_proj, attention.v_proj)
     for linear, part in zip(linears, torch.cat([each.weight.detach() for each in linears]).chunk(3), strict=True):
         linear.weight = nn.Parameter(part)
     models = [plain, packed, copy.deepcopy(packed)]
+    plain.model.layers[0].register_forward_hook(lambda *_: reached.append("layer"))
+    attentions(plain)[0].register_forward_hook(lambda *_: reached.append("attention"))
     for model in models:
         saf.freeze_(model, [tokens()], CONFIG)
+    reached.clear()
     logits = [model(tokens(), use_cache=False).logits for model in models]
     assert all(torch.equal(each, logits[0]) for each in logits)
-
-
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("change", ["draft beside", "layer twice", "meta"])
-def test_layers_and_weights_that_are_not_what_the_configuration_says(family, change, tmp_path):
-    model = build(family)
-    layers = model.blocks if family == "gpt" else model.model.layers
-    if change == "draft beside":
-        model.draft = copy.deepcopy(layers[-1])
-    elif change == "layer twice":
-        layers[1] = layers[0]
-    else:
-        model = model.to("meta")
-    error, words = (InputError, "on the meta device") if change == "meta" else (UnsupportedError, r"layers, got \d")
-    others = (lambda model: saf.calibrate(model, [tokens() % 48]), lambda model: saf.save(model, tmp_path / "saved"))
-    for verb in (*VERBS.values(), *others):
-        with pytest.raises(error, match=words):
-            verb(model)
-    assert not (tmp_path / "saved").exists()
+    assert reached == ["attention", "layer"]
 
 
 def test_weights_that_processes_share_out(tmp_path):
@@ -141,31 +143,3 @@ def test_weights_that_processes_share_out(tmp_path):
         assert not (tmp_path / "saved").exists()
     finally:
         distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "kind"),
-    [
-        ("llama", "o_proj", "register_forward_pre_hook"),
-        ("qwen3", "q_norm", "register_full_backward_hook"),
-        ("gpt", "v_proj.weight", "register_post_accumulate_grad_hook"),
-    ],
-)
-def test_hooks_by_the_number_of_a_head_until_they_are_removed(family, name, kind):
-    model = build(family)
-    hooked = attentions(model)[1]
-    for part in name.split("."):
-        hooked = getattr(hooked, part)
-    handle = getattr(hooked, kind)(lambda *_: None)
-    assert_refused(model, "hook")
-    handle.remove()
-    VERBS["install_"](model)
-
-
-def test_hooks_around_layers_are_no_matter():
-    model, reached = make("llama"), []
-    model.model.layers[0].register_forward_hook(lambda *_: reached.append("layer"))
-    attentions(model)[0].register_forward_hook(lambda *_: reached.append("attention"))
-    saf.install_(model, [(0, 1)], PATTERN)
-    model(tokens(), use_cache=False)
-    assert reached == ["attention", "layer"]
