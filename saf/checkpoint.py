@@ -112,7 +112,6 @@ class Checkpoint:
 
     @property
     def update(self) -> int:
-        """How many updates were done."""
         return int(self.state["update"])
 
     def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:

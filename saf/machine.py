@@ -60,7 +60,6 @@ class Execution:
         return cls(resolved, precision, switch[compile], by_layer, activation_checkpointing)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass."""
         return autocast(self.device, self.precision)
 
     def callable(self, model: nn.Module, *, fullgraph: bool = False) -> Callable[..., Any]:
@@ -76,7 +75,6 @@ class Execution:
 
     @property
     def device_name(self) -> str:
-        """The accelerator's name, or the processor's architecture."""
         return device_name(self.device)
 
 
@@ -130,7 +128,6 @@ class GraphPool:
 
     @property
     def handle(self) -> Any:
-        """The pool, created at first use."""
         self._handle = self._handle or torch.cuda.graph_pool_handle()
         return self._handle
 
@@ -143,9 +140,7 @@ class GraphPool:
 class GraphReplay:
     """A call captured as a CUDA graph: calling this replays it with one launch."""
 
-    def __init__(
-        self, call: Call, *, device: torch.device, pool: GraphPool, warmup: int = 3, same_stream: bool = False
-    ):
+    def __init__(self, call: Call, *, device: torch.device, pool: GraphPool, same_stream: bool = False):
         """Run `call` on a side stream, then capture it; raise UnsupportedError without CUDA.
 
         With `same_stream` that is the pool's: graphs reuse memory only of their own stream. Capture inside
@@ -157,7 +152,7 @@ class GraphReplay:
         stream = pool.stream(device) if same_stream else torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for _ in range(warmup):
+            for _ in range(3):
                 call()
         torch.cuda.current_stream(device).wait_stream(stream)
         torch.cuda.synchronize(device)
@@ -166,7 +161,6 @@ class GraphReplay:
             self.outcome = call()
 
     def __call__(self) -> None:
-        """Replay the graph."""
         self._graph.replay()
 
 
@@ -197,7 +191,6 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a block."""
         start = self._now()
         try:
             yield

@@ -242,11 +242,12 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
 
     They join the group with these settings, so that learning-rate schedules reach them; else a new one.
     """
+    if not logits:
+        return
     source = _group_of(optimizer, weight)
-    group = _undecayed(optimizer, source)
-    if group is not None:
+    if (group := _undecayed(optimizer, source)) is not None:
         group["params"].extend(logits)
-    elif logits:
+    else:
         settings = {name: value for name, value in source.items() if name not in _OWN}
         optimizer.add_param_group({**settings, "params": list(logits), "weight_decay": 0.0})
 

@@ -29,7 +29,7 @@ STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
 """What the heads of each kind of event are after it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class EventRecord:
     """One recorded event; `values` is its line.
 
@@ -41,29 +41,14 @@ class EventRecord:
     folder: Path
     values: dict[str, Any]
 
-    @property
-    def number(self) -> int:
-        return int(self.values["number"])
-
-    @property
-    def kind(self) -> str:
-        return str(self.values["kind"])
-
-    @property
-    def update(self) -> int | None:
-        return self.values.get("update")
-
-    @property
-    def heads(self) -> list[list[int]]:
-        return [list(head) for head in self.values["heads"]]
-
-    @property
-    def undone_by(self) -> int | None:
-        return self.values.get("undone_by")
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return dict(self.values.get("seconds", {}))
+    def __post_init__(self):
+        line = self.values
+        self.number: int = line.get("number", 0)
+        self.kind: str = line["kind"]
+        self.update: int | None = line.get("update")
+        self.heads: list[list[int]] = line["heads"]
+        self.seconds: dict[str, float] = line.get("seconds", {})
+        self.undone_by: int | None = line.get("undone_by")
 
     @property
     def tensors_path(self) -> Path | None:

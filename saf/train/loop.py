@@ -43,7 +43,15 @@ from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_
 from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
 from saf.train.result import finish, report_between
 from saf.train.run import Elapsed, Run, RunLog
-from saf.train.step import CERTAIN_SHARE, FEW, Updater, build_optimizer, check_graphs, trains_patterns, update_memory
+from saf.train.step import (
+    CERTAIN_SHARE,
+    FEW,
+    Updater,
+    build_optimizer,
+    graphs_unsupported,
+    trains_patterns,
+    update_memory,
+)
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -212,7 +220,6 @@ class Origin:
 
     @property
     def update(self) -> int:
-        """The updates done so far."""
         return int(self.state.get("update", 0))
 
 
@@ -340,7 +347,9 @@ def _check_early(config: TrainConfig, execution: Execution, task: Task, parallel
         freeze.check_calibration(sequences=config.calibration_sequences)
     if config.graphs == "on":
         trained, many = freeze is not None and freeze.trainable, config.finetuning is not None
-        check_graphs(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
+        reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
+        if reason is not None:
+            raise UnsupportedError(reason)
     with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
         pass
 
@@ -377,11 +386,7 @@ def _graphed(config: TrainConfig, execution: Execution, parallel: Parallel, mode
     if config.finetuning is not None or tokens * model.config.hidden_size > FEW:
         return False
     trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-    try:
-        check_graphs(execution, parallel.kind, trained_patterns=trained)
-    except UnsupportedError:
-        return False
-    return True
+    return graphs_unsupported(execution, parallel.kind, trained_patterns=trained) is None
 
 
 def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:

@@ -173,16 +173,13 @@ class RunLog:
         self.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
     def say(self, text: str) -> None:
-        """Show a line of its own."""
         self._console.print(plain(text))
 
     def flush(self) -> None:
-        """Wait until the logs are on the disk."""
         for path in filter(Path.exists, (self._metrics, self._evaluations)):
             flush(path)
 
     def close(self) -> None:
-        """End TensorBoard's events and the bar."""
         for each in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
             each()
 
@@ -220,12 +217,10 @@ class Run:
 
     @property
     def update(self) -> int:
-        """How many updates are done."""
         return self.updater.done
 
     @property
     def tokens(self) -> int:
-        """How many target tokens were trained on."""
         return self.update * self.task.targets_per_update
 
     @property
@@ -235,7 +230,6 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
         return self.folder / "checkpoints"
 
     @property

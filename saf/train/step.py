@@ -122,7 +122,9 @@ class Updater:
     def compile_(self) -> None:
         """Prepare for the model's present heads; a compiled one compiles in its next update."""
         if self.graphed:
-            check_graphs(self.execution, self.parallel.kind, trained_patterns=trains_patterns(self.model))
+            trained = trains_patterns(self.model)
+            if reason := graphs_unsupported(self.execution, self.parallel.kind, trained_patterns=trained):
+                raise UnsupportedError(reason)
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
         self.compiling = self.engine.compiles
         self.micro_batch = self._pass
@@ -213,8 +215,10 @@ FEW = 8_192 * 768
 the device, by a sixth ordinary and by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
 
 
-def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False) -> None:
-    """Raise UnsupportedError where micro-batches cannot be captured; `kind` is of their `Parallel`."""
+def graphs_unsupported(
+    execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False
+) -> str | None:
+    """Return why micro-batches cannot be captured, None where they can; `kind` is of their `Parallel`."""
     reasons = {
         f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
         "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
@@ -222,8 +226,7 @@ def check_graphs(execution: Execution, kind: str, *, trained_patterns: bool, man
         "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
         "they need fixed patterns; leave freeze.trainable out": trained_patterns,
     }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
-        raise UnsupportedError(f"micro-batches cannot be replayed as CUDA graphs: {reason}")
+    return next((f"no CUDA graphs of micro-batches: {reason}" for reason, applies in reasons.items() if applies), None)
 
 
 class GraphedPasses:
@@ -304,7 +307,6 @@ class UpdateMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The peak."""
         return self.state + self.activations
 
 
