@@ -441,7 +441,7 @@ def _evaluated(settings: Settings, opened: OpenedModel) -> dict[str, Any]:
 
         answers = ask(opened, settings, longest=settings.length)
         measured["tasks"] = {
-            name: task.to_dict()
+            name: {**task.record}
             | {"each": [[one["id"], one["answer"], bool(one["right"]), one["taken"]] for one in task.answers]}
             for name, task in answers.items()
         }

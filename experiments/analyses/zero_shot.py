@@ -130,7 +130,7 @@ class Study:
 
         answers = ask(opened, self.settings, longest=self.longest)
         return {
-            "tasks": {name: task.to_dict() for name, task in answers.items()},
+            "tasks": {name: task.record for name, task in answers.items()},
             "answers": {
                 name: [[one["id"], one["answer"], bool(one["right"])] for one in task.answers]
                 for name, task in answers.items()

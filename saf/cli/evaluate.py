@@ -166,9 +166,11 @@ class Command:
             lambda: zero_shot_record(
                 answers,
                 {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},
-                longest=self.length or opened.longest,
-                precision=precision_in_use(opened.model, self.precision),
-                of=model_facts(opened.model),
+                facts={
+                    "precision": precision_in_use(opened.model, self.precision),
+                    "of": model_facts(opened.model),
+                    "longest": self.length or opened.longest,
+                },
                 out=self.out,
                 device=device_name(pick_device(self.device)),
                 checkpoints=opened.checkpoints,

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from saf.evaluate.answers import summary
 from saf.evaluate.paired import holm, paired_answers
@@ -18,57 +17,52 @@ TooLong = Literal["refuse", "cut"]
 Answer = Mapping[str, Any]
 """How one question is answered, as in `saf.evaluate.answers`: `id`, `answer`, `taken`, `right`, `shortened`,
 `log_probs`; where the task has it, `right_norm`, by log-probabilities over the characters of choices."""
-AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
-"""By task, `TaskAnswers.to_dict` and the answers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskAnswers:
+class TaskAnswers(NamedTuple):
     """A model's answers to one task."""
 
+    record: Mapping[str, Any]
+    """What `of` summarises."""
     answers: Sequence[Answer]
-    labels: tuple[str, ...]
-    """Names of the choices where all questions have the same; none otherwise."""
-    version: str
-    """Of the task's definition."""
-    source: Mapping[str, Any]
-    """Where the questions come from."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Summarise accuracy, its standard error over questions, and how often each choice is right and is taken."""
-        record = {"version": self.version, "source": dict(self.source), "labels": list(self.labels)}
-        record |= summary(self.answers)
-        if all("right_norm" in answer for answer in self.answers):
-            record["accuracy_norm"] = sum(answer["right_norm"] for answer in self.answers) / len(self.answers)
-        return record
+    @classmethod
+    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
+        """Summarise accuracy, its standard error over questions, and how often each choice is right and is taken.
+
+        `facts` are the task's `version`, the `source` of its questions, and `labels`, names of the choices where all
+        questions have the same.
+        """
+        record = {**facts, **summary(answers)}
+        if all("right_norm" in answer for answer in answers):
+            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
+        return cls(record, answers)
+
+
+AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
+"""`TaskAnswers` by task."""
 
 
 def zero_shot_record(
-    tasks: Mapping[str, TaskAnswers],
+    tasks: AnswersByTask,
     settings: Mapping[str, Any],
     *,
-    longest: int,
-    precision: str,
-    of: Mapping[str, Any],
     out: Path | None = None,
+    facts: Mapping[str, Any],
     **header: Any,
 ) -> dict[str, Any]:
     """Make the record of an evaluation, and write it with every answer into `out` if given.
 
-    `longest` is the most tokens of an input, `of` the model's `model_facts`; `header` goes to `result_header`.
+    `facts` are `longest`, the most tokens of an input, the `precision`, and `of`, the model's `model_facts`; `header`
+    goes to `result_header`.
     """
-    record = {
-        **result_header("zero_shot", settings, **header),
-        "precision": precision,
-        "of": dict(of),
-        "longest": longest,
-        "tasks": {name: task.to_dict() for name, task in tasks.items()},
-    }
+    records = {name: record for name, (record, _) in tasks.items()}
+    written = {**result_header("zero_shot", settings, **header), **facts, "tasks": records}
     if out is not None:
-        lines = [{"task": name, **answer} for name, task in tasks.items() for answer in task.answers]
-        record["answers_sha256"] = file_hash(write_lines(out / FILES[1], lines))
-        write_json(out / FILES[0], record)
-    return record
+        lines = [{"task": name, **answer} for name, (_, answers) in tasks.items() for answer in answers]
+        written["answers_sha256"] = file_hash(write_lines(out / FILES[1], lines))
+        write_json(out / FILES[0], written)
+    return written
 
 
 def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:

@@ -162,9 +162,9 @@ def answer_tasks(
         with _quiet():
             output: Any = evaluate(lm=lm, task_dict=task_dict, limit=questions, bootstrap_iters=0)
         choices = tasks[name].config.doc_to_choice
-        answers[name] = TaskAnswers(
-            answers=[_answer(sample, lm.cut) for sample in output["samples"][name]],
-            labels=tuple(choices) if isinstance(choices, list) else (),
+        answers[name] = TaskAnswers.of(
+            [_answer(sample, lm.cut) for sample in output["samples"][name]],
+            labels=choices if isinstance(choices, list) else [],
             version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",
             source=sources[name],
         )

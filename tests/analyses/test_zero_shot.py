@@ -80,7 +80,7 @@ def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
             change = arm["tasks"][name]["change"]
             assert change["gained"] == sum(b and not a for a, b in zip(*rights, strict=True))
             assert change["lost"] == sum(a and not b for a, b in zip(*rights, strict=True))
-            assert arm["tasks"][name]["taken"] == after[name].to_dict()["taken"]
+            assert arm["tasks"][name]["taken"] == after[name].record["taken"]
             changes.append((sum(rights[1]) - sum(rights[0])) / len(rights[0]))
         assert arm["mean_difference"] == pytest.approx(sum(changes) / 2)
         thirds = [sum(layer // 2 == third for layer, _ in report.heads) for third in range(3)]
@@ -91,7 +91,7 @@ def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
         assert arm["forward_kl_median"] == pytest.approx(float(kls.quantile(0.5)), rel=1e-4)
     one, other = (set(map(tuple, record["arms"][number]["heads"])) for number in (0, 2))
     assert record["overlap"]["0.25"] == pytest.approx(len(one & other) / 6)
-    assert record["ordinary"]["tasks"]["sst2"]["accuracy"] == before["sst2"].to_dict()["accuracy"]
+    assert record["ordinary"]["tasks"]["sst2"]["accuracy"] == before["sst2"].record["accuracy"]
 
 
 def test_tables_and_figure_say_what_the_record_holds(record):

@@ -31,11 +31,9 @@ FROZEN = ORDINARY | {"frozen": 1}
 
 def evaluation(folder, *, longest: int = 8, precision: str = "fp32", of: dict = FROZEN, checkpoints=None, **tasks):
     labels = {"sst2": ("negative", "positive")}
-    made = {
-        name: TaskAnswers(answers=of, labels=labels.get(name, ()), version="1", source={}) for name, of in tasks.items()
-    }
+    made = {name: TaskAnswers.of(each, labels=list(labels.get(name, ())), version="1") for name, each in tasks.items()}
     head = {"out": folder, "checkpoints": checkpoints}
-    return zero_shot_record(made, {}, longest=longest, precision=precision, of=of, **head)
+    return zero_shot_record(made, {}, facts={"longest": longest, "precision": precision, "of": of}, **head)
 
 
 def test_two_evaluations_are_paired_by_question(tmp_path):
