@@ -54,40 +54,27 @@ def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
     assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
-def test_other_windows_are_refused_even_when_differences_are_allowed(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    edit(frozen / "evaluation.json", windows_hash="0" * 64)
-    with pytest.raises(CompareError, match="different windows"):
-        compare_runs(ordinary, frozen, allow_differences=True)
-
-
-def test_two_ordinary_arms_are_refused(tmp_path):
-    with pytest.raises(CompareError, match="froze or pruned no heads"):
-        compare_runs(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
-
-
-def test_an_unfinished_run_is_refused(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    (frozen / "result.json").unlink()
-    with pytest.raises(InputError, match="has not ended"):
-        compare_runs(ordinary, frozen)
-
-
-def test_an_evaluation_of_another_checkpoint_is_refused(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    again = write_run(tmp_path / "earlier", cost=0.01)
+def evaluated_earlier(ordinary, frozen):
+    again = write_run(ordinary.parent / "earlier", cost=0.01)
     for name in ("evaluation.json", "log_probs.safetensors"):
         (ordinary / name).write_bytes((again / name).read_bytes())
-    with pytest.raises(InputError, match=r"another model or text than the run's end"):
-        compare_runs(ordinary, frozen, allow_differences=True)
 
 
-def test_arms_without_common_updates_have_no_times(tmp_path):
+@pytest.mark.parametrize(
+    ("harm", "error", "words"),
+    [
+        (lambda _, frozen: edit(frozen / "evaluation.json", windows_hash="0" * 64), CompareError, "different windows"),
+        (lambda _, frozen: edit(frozen / "result.json", arm="ordinary"), CompareError, "froze or pruned no heads"),
+        (lambda _, frozen: (frozen / "result.json").unlink(), InputError, "has not ended"),
+        (evaluated_earlier, InputError, "another model or text than the run's end"),
+    ],
+    ids=["windows", "ordinary", "unfinished", "earlier"],
+)
+def test_what_cannot_be_compared_is_refused_even_when_differences_are_allowed(tmp_path, harm, error, words):
     ordinary, frozen = write_pair(tmp_path)
-    path = ordinary / "metrics.jsonl"
-    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:20]))
-    times = compare_update_times(RecordedRun.open(ordinary), RecordedRun.open(frozen))
-    assert set(times.values()) == {None}
+    harm(ordinary, frozen)
+    with pytest.raises(error, match=words):
+        compare_runs(ordinary, frozen, allow_differences=True)
 
 
 def test_updates_after_the_event_are_timed_without_compilation_and_few_give_no_ratio(tmp_path):
@@ -96,6 +83,10 @@ def test_updates_after_the_event_are_timed_without_compilation_and_few_give_no_r
     times = compare_update_times(*map(RecordedRun.open, write_pair(tmp_path / "few", Shape(updates=34))))
     assert (times["timed_updates"], times["update_time_ratio"]) == ([32, 34], None)
     assert speed_caveat(times).startswith("too few updates")
+    early = (tmp_path / "ordinary" / "metrics.jsonl").read_text().splitlines()[:20]
+    (tmp_path / "ordinary" / "metrics.jsonl").write_text("\n".join(early) + "\n")
+    times = compare_update_times(*(RecordedRun.open(tmp_path / arm) for arm in ("ordinary", "frozen")))
+    assert set(times.values()) == {None}, "no update is common"
 
 
 @pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap")])

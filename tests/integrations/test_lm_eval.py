@@ -92,7 +92,7 @@ def test_tasks_are_answered_with_lm_evals_prompts_and_exact_likelihoods(make_mod
                 assert answer["right_norm"] == (max(range(len(sums)), key=by_length.__getitem__) == right)
     if len(tasks) > 1:
         assert found["sst2"].record["labels"] == ["negative", "positive"]
-        assert found["boolq"].to_dict()["source"]["path"].endswith("boolq/val.jsonl")
+        assert found["boolq"].record["source"]["path"].endswith("boolq/val.jsonl")
 
 
 def test_lm_evals_own_model_class_says_the_same(files, tmp_path):

@@ -61,17 +61,6 @@ def test_every_query_is_answered_by_a_lookup(length, pairs, random_fill):
         assert float(filled.mean()) == pytest.approx(4_095.5, abs=5 * 8_192 / math.sqrt(12 * len(filled)))
 
 
-def drawn_without_replacement(weights: np.ndarray, count: int, examples: int) -> np.ndarray:
-    """Numbers drawn one after the other, each by the weights of those that are left, `[examples, count]`."""
-    rng, found = np.random.default_rng(5), np.empty((examples, count), dtype=int)
-    for row in found:
-        left = weights.copy()
-        for at in range(count):
-            row[at] = np.searchsorted(np.cumsum(left / left.sum()), rng.random())
-            left[row[at]] = 0
-    return found
-
-
 @pytest.mark.parametrize("power", [0.01, 1.0])
 def test_distances_have_the_distribution_of_the_definition(power):
     length, pairs, examples = 64, 4, 3_000
@@ -86,11 +75,6 @@ def test_distances_have_the_distribution_of_the_definition(power):
     counts = np.bincount(gaps[:, 0], minlength=len(weights))
     expected = examples * weights / weights.sum()
     assert ((counts - expected) ** 2 / expected).sum() < 63
-    # Later ones are drawn from what is left: the same means as drawing one after the other, within 5 standard errors.
-    plain = drawn_without_replacement(weights, pairs, examples)
-    for key in range(pairs):
-        error = math.hypot(gaps[:, key].std(), plain[:, key].std()) / math.sqrt(examples)
-        assert abs(gaps[:, key].mean() - plain[:, key].mean()) < 5 * error
     if power < 1:
         assert gaps[:, 0].mean() < gaps[:, -1].mean(), "near places are taken by the first keys"
 

@@ -43,19 +43,6 @@ def task(settings):
     return TASKS[settings.task](settings, length=LENGTH)
 
 
-def test_micro_batches_go_on_where_updates_ended(task):
-    whole = task.training(0, CPU)
-    batches = [next(whole) for _ in range(9)]
-    assert all(inputs.shape == targets.shape == (2, LENGTH) for inputs, targets in batches)
-    assert torch.equal(batches[0][0][:, 1:], batches[0][1][:, :-1])
-    later = task.training(2, CPU)
-    for inputs, targets in batches[6:]:
-        again = next(later)
-        assert torch.equal(again[0], inputs)
-        assert torch.equal(again[1], targets)
-    assert task.targets_per_update == 2 * 3 * LENGTH
-
-
 def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions(task, folder):
     assert [len(batch) for batch in task.calibration()] == [2, 2]
     assert [len(batch) for batch in task.heldout()] == [2, 1]
@@ -68,12 +55,13 @@ def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions
 def test_losses_are_those_of_their_partitions(task, tmp_path):
     model = GPT(preset("tiny", vocab_size=320, num_layers=1, hidden_size=32, max_length=LENGTH))
     execution = Execution.of("cpu")
-    expected = evaluate_perplexity(model, task.data, partition="controller", length=LENGTH, limit=5)
-    assert task.controller_loss(model, execution) == pytest.approx(expected["loss"], rel=1e-6)
-    report = task.report(model, execution, folder=tmp_path, checkpoints={})
-    assert report["report_loss"] == pytest.approx(
-        evaluate_perplexity(model, task.data, partition="report", length=LENGTH)["loss"], rel=1e-6
+    controller, reported = (
+        evaluate_perplexity(model, task.data, partition=name, length=LENGTH, limit=limit)["loss"]
+        for name, limit in (("controller", 5), ("report", None))
     )
+    assert task.controller_loss(model, execution) == pytest.approx(controller, rel=1e-6)
+    report = task.report(model, execution, folder=tmp_path, checkpoints={})
+    assert report["report_loss"] == pytest.approx(reported, rel=1e-6)
     assert report.keys() == {"report_loss", "report_perplexity", "unigram_entropy"}
     assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "log_probs.safetensors"}
 
@@ -97,14 +85,18 @@ def test_too_little_calibration_text_matters_where_a_run_freezes(settings):
 
 
 @pytest.mark.parametrize("sampler", ["shuffled", "random"])
-def test_processes_see_together_the_windows_of_one(settings, sampler):
+def test_micro_batches_go_on_where_updates_ended_and_processes_see_together_what_one_would(settings, sampler):
     settings.sampler = sampler
     task = TASKS[settings.task](settings, length=LENGTH)
     one, shares = task.training(1, CPU), [task.training(1, CPU, first=rank, every=3) for rank in range(3)]
     seen = [torch.stack(next(one)) for _ in range(12)]
-    together = [torch.stack(next(share)) for _ in range(4) for share in shares]
-    assert all(map(torch.equal, seen, together))
+    assert all(batch.shape == (2, 2, LENGTH) for batch in seen)
+    assert torch.equal(seen[0][0, :, 1:], seen[0][1, :, :-1]), "the targets are the next tokens"
     assert len({tuple(batch.flatten().tolist()) for batch in seen}) == 12
+    assert all(map(torch.equal, seen, [torch.stack(next(share)) for _ in range(4) for share in shares]))
+    later = task.training(3, CPU)
+    assert all(map(torch.equal, seen[6:], [torch.stack(next(later)) for _ in range(6)]))
+    assert task.targets_per_update == 2 * 3 * LENGTH
 
 
 def test_a_report_reads_the_tokens_that_are_asked_for(task, settings, tmp_path):
