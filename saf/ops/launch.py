@@ -13,84 +13,33 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 ALIGNMENT = 16
 """Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
 MOST = 4096
-"""Compiled kernels and plans kept by argument; more than this means lengths that keep changing."""
+"""Compiled kernels kept by argument; more than this means lengths that keep changing."""
 SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU."""
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
-class PlanCache(dict[tuple[Any, ...], Any]):
-    """Hold compiled kernels or planned launches by all they depend on; start anew beyond `MOST`."""
-
-    def __setitem__(self, key: tuple[Any, ...], value: Any) -> None:
-        if len(self) >= MOST:
-            self.clear()
-        super().__setitem__(key, value)
-
-
-_compiled = PlanCache()
-
-
-def strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of batch, head and position of tensors `[B, H, T, D]`, one after another."""
-    return [each for tensor in tensors for each in tensor.stride()[:3]]
-
-
-def operand_key(*tensors: Tensor) -> tuple[Any, ...]:
-    """Return what a planned launch depends on of its operands: shape, strides, dtype, device."""
-    return tuple((each.shape, each.stride(), each.dtype, each.device) for each in tensors)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> Any:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> None:
     """Run a kernel; Triton launches on the current device, so make that the tensors' one.
 
     Triton inspects every argument of every call to find the compiled kernel. Here the kernel is kept by all that
-    Triton may inspect, and launched directly. Returns the compiled kernel; the interpreter has none.
+    Triton may inspect, and launched directly; the interpreter has none.
     """
     with torch.cuda.device(device) if _is_elsewhere(device) else nullcontext():
         kinds = map(_specialization, args, _varying(kernel, len(args)))
         key = (kernel, device, *kinds, *constants, *constants.values())
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = kernel[grid](*args, **constants)
-            if compiled is not None:
-                _compiled[key] = compiled
-        else:
-            rest = [constants[name] for name in kernel.arg_names[len(args) :]]
-            compiled[(*grid, 1, 1)[:3]](*args, *rest)
-        return compiled
-
-
-class PreparedLaunch:
-    """A launch of which all but the memory is fixed: called with the kernel's tensors, which come first.
-
-    They must be on `device` and have the same dtypes in every call, and descriptors the same blocks: then Triton
-    specializes on alignment alone. Where every tensor starts at a multiple of ALIGNMENT, the kernel compiled for that
-    is called directly; other calls, and those while another device is current, take `launch`.
-    """
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, device: torch.device, **constants: Any):
-        self._kernel, self._grid, self._numbers, self._device = kernel, grid, numbers, device
-        self._constants = constants
-        self._run: Any = None
-        self._rest: tuple[Any, ...] = ()
-
-    def __call__(self, *tensors: Tensor, descriptors: tuple[TensorDescriptor, ...] = ()) -> None:
-        """Run the kernel with `descriptors` and then `tensors` as its first arguments."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
-        for address in addresses:
-            bits |= address
-        aligned = bits % ALIGNMENT == 0
-        if aligned and self._run is not None and not _is_elsewhere(self._device):
+        known = _compiled.get(key)
+        if known is not None:
+            compiled, rest = known
             # Addresses for tensors: Triton would ask the driver about each of those, what kind of memory it is.
-            self._run(*descriptors, *addresses, *self._rest)
+            direct = [each.data_ptr() if isinstance(each, Tensor) else each for each in args]
+            compiled[(*grid, 1, 1)[:3]](*direct, *rest)
             return
-        args = (*descriptors, *tensors, *self._numbers)
-        compiled = launch(self._kernel, self._grid, *args, device=self._device, **self._constants)
-        if aligned and compiled is not None:
-            names = self._kernel.arg_names[len(args) :]
-            self._rest = (*self._numbers, *[self._constants[name] for name in names])
-            self._run = compiled[(*self._grid, 1, 1)[:3]]
+        compiled = kernel[grid](*args, **constants)
+        if compiled is not None:
+            if len(_compiled) >= MOST:
+                _compiled.clear()
+            _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
 
 
 def _is_elsewhere(device: torch.device) -> bool:
@@ -122,6 +71,11 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return SHARED_MEMORY
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Return the strides of batch, head and position of tensors `[B, H, T, D]`, one after another."""
+    return [each for tensor in tensors for each in tensor.stride()[:3]]
 
 
 def cdiv(count: int, size: int) -> int:

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,11 +33,16 @@ def run_worker(script: str, *arguments: str, interpret: bool) -> dict:
 
 
 @pytest.fixture(scope="session")
-def kernel_results() -> Callable[[str], dict]:
-    """Return what is wrong with every case of an area of tests/ops/kernels, by name; each area runs once."""
+def kernel_results(request: pytest.FixtureRequest) -> dict:
+    """What is wrong with every case of the selected areas of tests/ops/kernels, by area and name, from one process."""
     import torch
 
-    return cache(lambda area: run_worker("kernel_worker.py", area, interpret=not torch.cuda.is_available()))
+    areas = [
+        each.callspec.params["area"]
+        for each in request.session.items
+        if "kernel_results" in getattr(each, "fixturenames", ())
+    ]
+    return run_worker("kernel_worker.py", *dict.fromkeys(areas), interpret=not torch.cuda.is_available())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Run the cases of an area on the GPU or under Triton's interpreter and print {case: what is wrong} as JSON.
+"""Run the cases of some areas on the GPU or under Triton's interpreter; print {area: {case: what is wrong}} as JSON.
 
 A case's `run(case, device)` returns lines that say which limit it breaks, or None where it cannot run.
 """
@@ -11,14 +11,10 @@ import torch
 
 import tests.quick_interpreter  # noqa: F401
 
-
-def main() -> None:
-    """Import the area's cases and run them."""
-    torch.set_num_threads(2)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    area = importlib.import_module(f"tests.ops.kernels.{sys.argv[1]}")
-    print(json.dumps({name: area.run(case, device) for name, case in area.CASES.items()}))
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(2)
+    device, results = "cuda" if torch.cuda.is_available() else "cpu", {}
+    for name in sys.argv[1:]:
+        area = importlib.import_module(f"tests.ops.kernels.{name}")
+        results[name] = {case: area.run(each, device) for case, each in area.CASES.items()}
+    print(json.dumps(results))

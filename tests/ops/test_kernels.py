@@ -10,7 +10,7 @@ CASES = [(area.__name__.rpartition(".")[2], name) for area in AREAS for name in 
 
 @pytest.mark.parametrize(("area", "name"), CASES)
 def test_results_keep_their_limits(kernel_results, area, name):
-    wrong = kernel_results(area)[name]
+    wrong = kernel_results[area][name]
     if wrong is None:
         pytest.skip("the interpreter's products of bfloat16 are wrong; needs a GPU")
     assert wrong == []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, strides
+from saf.ops.launch import add_product, cdiv, launch, strides
 from saf.ops.live import score_scale
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -474,9 +474,6 @@ def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) 
     return constants | ({"PAD": PAD} if pad else {})
 
 
-_plans = PlanCache()
-
-
 def fused_forward(
     query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns, *, scale: float | None = None,
     config: FusedConfig | None = None,
@@ -490,11 +487,9 @@ def fused_forward(
     result, lse = _results(value, maps)
     if not result.numel():
         return result, lse
-    known = (maps.counts, scale, config, *operand_key(query, key, value, *patterns))
-    if (plan := _plans.get(known)) is None:
-        grid, numbers, constants = _forward_arguments(query, key, value, result, maps, patterns, scale, config)
-        plan = _plans[known] = PreparedLaunch(fused_forward_kernel, grid, *numbers, **constants, device=value.device)
-    plan(query, key, value, result, lse, *maps[:5], *patterns)
+    grid, numbers, constants = _forward_arguments(query, key, value, result, maps, patterns, scale, config)
+    tensors = query, key, value, result, lse, *maps[:5], *patterns
+    launch(fused_forward_kernel, grid, *tensors, *numbers, **constants, device=value.device)
     return result, lse
 
 

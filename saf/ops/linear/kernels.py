@@ -6,7 +6,6 @@ are counted from the last position, which makes the product its own adjoint: the
 kernels. For decoding `fill_kernel` writes the state after a prompt, `step_kernel` computes rows one after another.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, strides
+from saf.ops.launch import add_product, cdiv, launch, strides
 from saf.ops.linear.tables import CHUNK, LinearTables
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -290,9 +289,6 @@ def _stretch(chunks: int, others: int) -> int:
     return max(2, cdiv(chunks, max(1, WAVE // others)))
 
 
-_plans = PlanCache()
-
-
 def linear_matmul(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None = None, *, transpose: bool,
     left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
@@ -309,60 +305,47 @@ def linear_matmul(
     """
     assert (x.stride(3), tables.near.dtype) == (1, x.dtype)
     assert tables.near.shape[1] <= 3, "a band must end within two chunks"
-    if out is None:
-        out = heads_like(x, len(before))
-    if not out.numel():
-        return out
-    absent = sources is None, left_pad is None
-    key = (transpose, precision, config, *absent, *operand_key(x, *tables, before, after, out))
-    if (plan := _plans.get(key)) is None:
-        how = {"reverse": transpose, "mapped": not absent[0], "padded": not absent[1], "precision": precision}
-        plan = _plans[key] = _plan(x, tables, before, after, out, config, **how)
-    # Absent tensors are never read: another stands in their place.
-    maps = before if sources is None else sources, before if left_pad is None else left_pad
-    plan(x, tables, before, after, *maps, out)
-    return out
-
-
-def _plan(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, out: Tensor, config: LinearConfig | None,
-    **how: Any,
-) -> Callable[..., None]:  # fmt: skip
-    """Return what multiplies all operands of these shapes and strides: all of the launches but their memory."""
     batch, _, length, dim = x.shape
     heads, reach, rows, _ = tables.near.shape
     poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
-    if config is None:
-        config = choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
-    blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
+    if out is None:
+        out = heads_like(x, heads)
+    if not out.numel():
+        return out
+    config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
     adding, mixing = linear_constants(
-        config, rows=rows, reach=reach, poles=poles, powers=powers, dim=dim, columns=columns, **how
-    )
-    add = PreparedLaunch(
-        states_kernel, (stretches - 1, heads, blocks), length, columns, config.stretch, reach - 1, *strides(x),
-        before.stride(0), **adding, device=x.device,
+        config, rows=rows, reach=reach, poles=poles, powers=powers, dim=dim, columns=columns, reverse=transpose,
+        mapped=sources is not None, padded=left_pad is not None, precision=precision,
     )  # fmt: skip
-    scan = PreparedLaunch(
-        scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), columns, stretches - 1, config.stretch,
-        P=poles, BN=SCAN_COLUMNS, POWERS=powers, num_warps=4, device=x.device,
+    blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
+    states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
+    maps = _maps(before, sources, left_pad)
+    if stretches > 1:
+        launch(
+            states_kernel, (stretches - 1, heads, blocks), x, before, *maps, tables.write, tables.turns, states,
+            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **adding, device=x.device,
+        )  # fmt: skip
+    if stretches > 2:
+        _scan(states, tables.turns, stretches - 1, config.stretch)
+    launch(
+        mix_kernel, (stretches, heads, blocks), x, before, *maps, after, *tables, states, out, length, columns,
+        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, device=x.device,
     )  # fmt: skip
-    mix = PreparedLaunch(
-        mix_kernel, (stretches, heads, blocks), length, columns, config.stretch, *strides(x, out),
-        before.stride(0), after.stride(0), **mixing, device=x.device,
-    )  # fmt: skip
-    shape = (heads, max(1, stretches - 1), 2, poles, columns)
+    return out
 
-    def run(
-        x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor, left_pad: Tensor, out: Tensor
-    ) -> None:
-        states = before.new_empty(shape, dtype=torch.float32)
-        if stretches > 1:
-            add(x, before, sources, left_pad, tables.write, tables.turns, states)
-            if stretches > 2:
-                scan(states, tables.turns)
-        mix(x, before, sources, left_pad, after, *tables, states, out)
 
-    return run
+def _maps(like: Tensor, sources: Tensor | None, left_pad: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return both maps; absent ones are never read, and another tensor stands in their place."""
+    return like if sources is None else sources, like if left_pad is None else left_pad
+
+
+def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
+    """Turn what each stretch adds, `[F, stretches, 2, P, N]`, into the state at its end."""
+    heads, _, _, poles, columns = states.shape
+    launch(
+        scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, turns, columns, stretches, stretch,
+        P=poles, BN=SCAN_COLUMNS, POWERS=turns.shape[1], num_warps=4, device=states.device,
+    )  # fmt: skip
 
 
 def linear_constants(
@@ -495,7 +478,7 @@ def fill(
         "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision,
         "num_warps": 4, "device": x.device,
     }  # fmt: skip
-    maps = before if sources is None else sources, before if left_pad is None else left_pad
+    maps = _maps(before, sources, left_pad)
     blocks = cdiv(columns, STEP_COLUMNS)
     chunks = max(0, (length - 1) // rows - reach)  # those that the sum of the chunk before the last one holds
     stretch = _stretch(chunks, heads * blocks)
@@ -509,10 +492,7 @@ def fill(
             REVERSE=False, STAGES=2, num_stages=2,
         )  # fmt: skip
     if stretches > 1:
-        launch(
-            scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, tables.turns, columns, stretches, stretch,
-            P=poles, BN=SCAN_COLUMNS, POWERS=powers, num_warps=4, device=x.device,
-        )  # fmt: skip
+        _scan(states, tables.turns, stretches, stretch)
     launch(
         fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
         before.stride(0), **common, REACH=reach,
@@ -527,7 +507,7 @@ def step(
     batch, _, rows, dim = x.shape
     heads, reach, chunk, _ = tables.near.shape
     columns, moves = batch * dim, isinstance(first, Tensor)
-    maps = before if sources is None else sources, before if left_pad is None else left_pad
+    maps = _maps(before, sources, left_pad)
     launch(
         step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, *maps, after, *tables, first if moves else before,
         ring, sums, out, rows, 0 if moves else first, columns, *strides(x, out), before.stride(0), after.stride(0),

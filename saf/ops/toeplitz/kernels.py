@@ -5,7 +5,6 @@ scales the input, one kernel multiplies, read through addresses or through Hoppe
 `convolve` convolves sequences of one channel, as normalisers need it. Times are of an H200 (docs/log.md).
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.heads import heads_like
-from saf.ops.launch import PlanCache, PreparedLaunch, add_product, cdiv, launch, operand_key, shared_memory, strides
+from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
 from saf.ops.toeplitz.tables import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -266,9 +265,6 @@ def toeplitz_descriptor_kernel(
     tl.store(p_out, (acc * b_post).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_plans = PlanCache()
-
-
 def toeplitz_matmul(
     x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, *, transpose: bool, out: Tensor | None = None,
     config: Config | None = None, precision: str = "ieee",
@@ -279,39 +275,26 @@ def toeplitz_matmul(
 
     `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
     from `make_tiles`, for at least T positions; `pre` and `post` `[F, >=T]` are float32. `out` may be memory of x's
-    dtype or float32 to write into, by default it is new and laid out as `[B, T, F, D]`. `precision` of float32 products
+    dtype or float32 to write into, by default it is new and stored as `[B, T, F, D]`. `precision` of float32 products
     is "ieee" or "tf32"; `config` is the written rule by default.
     """
     assert (x.stride(3), tables.dtype) == (1, x.dtype)
+    batch, heads, length, dim = x.shape
+    columns = batch * dim
     if out is None:
-        out = heads_like(x, x.shape[1])
+        out = heads_like(x, heads)
     if not out.numel():
         return out
-    key = (transpose, precision, config, *operand_key(x, tables, pre, post, out))
-    if (plan := _plans.get(key)) is None:
-        plan = _plans[key] = _plan(x, tables, pre, post, out, transpose, config or _config_for(x), precision)
-    plan(x, tables, pre, post, out)
-    return out
-
-
-def _config_for(x: Tensor) -> Config:
-    """Return the written rule for operands `[B, F, T, D]` on their device."""
-    batch, heads, length, dim = x.shape
-    hopper = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    shared = shared_memory(x.device)
-    return choose_config(length=length, columns=batch * dim, heads=heads, dtype=x.dtype, hopper=hopper, shared=shared)
-
-
-def _plan(
-    x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor, transpose: bool, config: Config, precision: str
-) -> Callable[..., None]:
-    """Return what multiplies all operands of these shapes and strides: all of the launches but their memory."""
-    batch, heads, length, dim = x.shape
-    columns, fold = batch * dim, config.fold
+    if config is None:
+        hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
+        config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
+    fold = config.fold
     rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
+    scaled = x.new_empty(heads, rows, fold * columns)
     # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
-    prescale = PreparedLaunch(
-        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), length, columns, rows,
+    launch(
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, pre, scaled, length, columns, rows,
         *strides(x), pre.stride(0),
         D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
     )  # fmt: skip
@@ -319,27 +302,17 @@ def _plan(
     grid = (num_m * num_n * heads,)
     blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
     constants = product_constants(config, length, columns, dim, transpose, precision)
-    if config.descriptors:
-        kernel = toeplitz_descriptor_kernel
-        numbers = length, columns, rows, *strides(out), post.stride(0), tables.shape[1]
-    else:
-        kernel = toeplitz_kernel
-        numbers = length, columns, *strides(out), tables.stride(0), post.stride(0)
-    multiply = PreparedLaunch(kernel, grid, *numbers, *blocks, **constants, device=x.device)
-
+    if not config.descriptors:
+        numbers = length, columns, *strides(out), tables.stride(0), post.stride(0), *blocks
+        launch(toeplitz_kernel, grid, scaled, tables, post, out, *numbers, **constants, device=x.device)
+        return out
+    # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-
-    def run(x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, out: Tensor) -> None:
-        scaled = x.new_empty(heads, rows, fold * columns)
-        prescale(x, pre, scaled)
-        if not config.descriptors:
-            multiply(scaled, tables, post, out)
-            return
-        # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
-        x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
-        multiply(post, out, descriptors=(x_desc, TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)))
-
-    return run
+    x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
+    tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
+    numbers = length, columns, rows, *strides(out), post.stride(0), tables.shape[1], *blocks
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, post, out, *numbers, **constants, device=x.device)
+    return out
 
 
 def product_constants(

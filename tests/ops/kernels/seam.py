@@ -1,7 +1,5 @@
 """The seam with kernels in place, small enough for the interpreter: every hard pattern, and few tokens."""
 
-from functools import cache
-
 import torch
 
 from saf.ops import FrozenHeads, mixed_attention
@@ -77,14 +75,14 @@ LAUNCHED: list[str] = []
 
 def _kernels_in_place(device: str) -> None:
     """Let the interpreter stand in for a device, and note every kernel launched from then on."""
-    import saf.ops.toeplitz.op
     from saf.ops import launch
-    from saf.ops.fused import kernels
+    from saf.ops.fused import kernels as fused
     from saf.ops.fused.op import Fused
+    from saf.ops.toeplitz import kernels, op, tables
 
     if device == "cpu":
         Fused.supports = lambda self, device, dtype: None  # type: ignore[method-assign]
-        for module in (saf.ops.toeplitz.op, saf.ops.toeplitz.tables):
+        for module in (op, tables):
             module.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     LAUNCHED.clear()
 
@@ -92,19 +90,4 @@ def _kernels_in_place(device: str) -> None:
         LAUNCHED.append(kernel.fn.__name__)
         launch.launch(kernel, *arguments, **constants)
 
-    prepared = _prepared()
-
-    def noting_prepared(self, *tensors, **descriptors) -> None:
-        LAUNCHED.append(self._kernel.fn.__name__)
-        prepared(self, *tensors, **descriptors)
-
-    kernels.launch = noting
-    launch.PreparedLaunch.__call__ = noting_prepared
-
-
-@cache
-def _prepared():
-    """Return what calls a prepared launch, as it was before any case put something else in its place."""
-    from saf.ops.launch import PreparedLaunch
-
-    return PreparedLaunch.__call__
+    kernels.launch = fused.launch = noting
