@@ -23,10 +23,10 @@ SDPA_BUDGET = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 1e-5,
 class Case:
     """A layer: `heads` query heads in groups that share a value head, of which `frozen` (original ids) are frozen.
 
-    `patterns` are names of hard patterns, taken in turn; they cover `extra` more positions than the input, and with
-    `dense` are given entry by entry. With a `band` they are exponential patterns instead. `memory` is how operands lie
-    in it: "packed" views of a larger buffer, "contiguous", or "channels", whose channels have no unit stride. Where no
-    kernel of PyTorch reads it, the memory around packed views is NaN.
+    `patterns` are names of hard patterns, taken in turn; they cover `extra` more positions than the input, and the
+    first `dense` of them are given entry by entry. With a `band` they are exponential patterns instead. `memory` is how
+    operands lie in it: "packed" views of a larger buffer, "contiguous", or "channels", whose channels have no unit
+    stride. Where no kernel of PyTorch reads it, the memory around packed views is NaN.
     """
 
     length: int
@@ -39,13 +39,13 @@ class Case:
     frozen: tuple[int, ...] = (1, 3)
     patterns: tuple[str, ...] = ("decay", "ripple")
     extra: int = 63
-    dense: bool = False
+    dense: int = 0
     band: int = 0
     memory: str = "packed"
 
     @property
     def name(self) -> str:
-        kind = str(self.dtype).removeprefix("torch.") + "-dense" * self.dense
+        kind = str(self.dtype).removeprefix("torch.") + f"-dense{self.dense}" * (self.dense > 0)
         which = "".join(map(str, self.frozen)) or "none"
         heads = f"{which}-of-{self.heads}" + f"-by-{self.group}" * (self.group > 1)
         return f"{self.backend}-{kind}-T{self.length}-B{self.batch}-D{self.dim}-{heads}-{self.memory}"
@@ -100,7 +100,8 @@ def mix(
     frozen = None
     if pattern is not None:
         wide = torch.promote_types(case.dtype, torch.float32)
-        given = DensePattern(pattern.dense().to(wide)) if case.dense else pattern
+        dense = [DensePattern(pattern[slot].dense().to(wide)) for slot in range(case.dense)]
+        given = [*dense, *pattern.singles()[case.dense :]]
         options = {"backend": case.backend, "dtype": case.dtype, "device": device, "kv_head": case.kv_head}
         frozen = FrozenHeads.from_patterns(given, **options)
     output = mixed_attention(*(view for _, view in leaves.values()), frozen)

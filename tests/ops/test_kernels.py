@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.ops.kernels import decode, decoder, fused, linear, logits, recurrent, seam, toeplitz
+from tests.ops.kernels import decode, decoder, layers, linear, logits, recurrent, toeplitz
 
-AREAS = (toeplitz, linear, recurrent, fused, decode, decoder, logits, seam)
+AREAS = (toeplitz, linear, recurrent, decode, decoder, logits, layers)
 CASES = [(area.__name__.rpartition(".")[2], name) for area in AREAS for name in area.CASES]
 
 

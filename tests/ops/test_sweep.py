@@ -19,7 +19,7 @@ SHAPES = [
     Case(length=129, dim=96, memory="channels"),
     Case(length=70, dim=16, batch=1, group=4, frozen=()),
     Case(length=300, dim=16, heads=4, group=2, frozen=(2, 3)),
-    Case(length=129, dim=16, dense=True),
+    Case(length=129, dim=16, dense=2),
     Case(length=300, dim=16, batch=1, heads=len(NAMES), frozen=ALL, patterns=NAMES),
 ]
 

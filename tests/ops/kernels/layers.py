@@ -1,4 +1,6 @@
-"""The seam with kernels in place, small enough for the interpreter: every hard pattern, and few tokens."""
+"""Layers with kernels in place, small enough for the interpreter: every hard pattern, kind of head, and few tokens."""
+
+import dataclasses
 
 import torch
 
@@ -18,14 +20,19 @@ LAYERS = [
     Case(length=129, dim=16, batch=1, dtype=FULL, **HARD),
 ]
 FUSED = [
-    Case(
-        length=40, dim=60, batch=1, dtype=FULL, heads=4, group=2, frozen=(0, 1, 2), memory="channels", backend="fused"
-    ),
-    Case(length=70, dim=16, batch=1, dtype=FULL, **HARD, backend="fused"),
-    Case(length=66, dim=16, batch=1, dtype=FULL, heads=3, frozen=(0, 1), dense=True, backend="fused"),
+    Case(length=129, batch=1, dtype=FULL, heads=3, frozen=(1,)),
+    Case(length=1, dim=16, dtype=FULL, frozen=(0, 1)),
+    Case(length=40, dim=60, batch=1, dtype=FULL, heads=4, group=2, frozen=(0, 1, 2), memory="channels", dense=1),
+    Case(length=66, dim=16, batch=1, dtype=FULL, heads=8, group=4, frozen=(0, 1, 2, 3, 6), dense=1),
+    Case(length=70, dim=16, batch=1, dtype=FULL, **HARD),
+    Case(length=66, dim=16, batch=1, dtype=FULL, heads=5, frozen=(0, 2, 4), dense=2),
+    Case(length=65, dim=128, batch=1, dtype=FULL, heads=2, frozen=(1,), memory="contiguous"),
     # Not bfloat16: the interpreter truncates to it where devices round, so that its errors are no measure of theirs.
-    Case(length=70, dim=16, batch=1, dtype=HALF, heads=3, frozen=(1,), backend="fused"),
+    Case(length=70, dim=16, batch=1, dtype=HALF, heads=3, frozen=(0, 1), dense=1),
+    Case(length=130, batch=1, dtype=HALF, heads=2, frozen=(1,)),
+    Case(length=66, dim=16, batch=1, dtype=HALF, group=4, frozen=(1,)),
 ]
+FUSED = [dataclasses.replace(case, backend="fused") for case in FUSED]
 CASES: dict[str, Case | tuple] = {case.name: case for case in LAYERS + FUSED} | {
     "few tokens": (0, 1, 2, 3),
     "few tokens, grouped": (0, 0, 1, 1),
