@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -212,27 +213,21 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
             "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
             "such as 'variance'"
         )
-    layers = [_Layer(unwrap(model), site, number, statistics) for number, site in enumerate(sites)]
+    samples = sum(map(len, batches)) * len(statistics.positions)
+    layers = [_Layer(unwrap(model), site, number, statistics, samples) for number, site in enumerate(sites)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
             layer.hook(stack)
         for batch in batches:
             adapter.run(batch.to(adapter.device))
-    samples = sum(map(len, batches)) * len(statistics.positions)
-    return HeadOutputs(
-        gram=torch.stack([layer.all_heads(layer.gram, 2) for layer in layers]),
-        change=torch.stack([layer.all_heads(layer.samples("change", samples)) for layer in layers]),
-        residual_change=torch.stack([layer.all_heads(layer.samples("residual_change", samples)) for layer in layers]),
-        residual=torch.stack([layer.samples("residual", samples) for layer in layers]),
-        output=torch.stack([layer.samples("output", samples) for layer in layers]),
-        hidden_size=layers[0].weight.shape[-1],
-    )
+    sums = {name: torch.stack([layer.sums[name] for layer in layers]) for name in layers[0].sums}
+    return HeadOutputs(**sums, hidden_size=layers[0].weight.shape[-1])
 
 
 class _Layer:
-    """Sums of one layer, added up sequence by sequence by hooks around its attention."""
+    """Sums of one layer, filled sequence by sequence by hooks around its attention; NaN where a head is not live."""
 
-    def __init__(self, model: nn.Module, site: Site, number: int, statistics: AttentionStatistics):
+    def __init__(self, model: nn.Module, site: Site, number: int, statistics: AttentionStatistics, samples: int):
         self.site, self.live, self.rows = site, list(site.layout.live), list(statistics.positions)
         self.decoder_layer = _decoder_layer(model, site.attention)
         weight, dimension = site.projections()["output"]
@@ -244,8 +239,12 @@ class _Layer:
             slots = [self.live.index(head) for head in known]
             mean[slots] = statistics.take("mean_rows", [(number, head) for head in known]).to(self.wide)
         self.mean = mean.to(weight.device)
-        self.gram = torch.zeros(len(self.live), len(self.live), dtype=torch.float64, device=weight.device)
-        self.parts: dict[str, list[Tensor]] = {"change": [], "residual_change": [], "residual": [], "output": []}
+        heads = site.layout.num_heads
+        shapes = {"gram": (heads, heads), "change": (heads, samples), "residual_change": (heads, samples)}
+        shapes |= {"residual": (samples,), "output": (samples,)}
+        self.sums = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()}
+        self.sums["gram"][np.ix_(self.live, self.live)] = 0
+        self._filled = 0
         self._seen: dict[str, Tensor] = {}
 
     def hook(self, stack: ExitStack) -> None:
@@ -294,25 +293,12 @@ class _Layer:
         change = ((self.mean - pattern) @ value @ self.weight).double()
         flat = contribution.flatten(1).double()
         after = (residual + output).double()
-        self.gram += flat @ flat.T
-        self.parts["change"].append(change.norm(dim=-1).cpu())
-        self.parts["residual_change"].append((change * after).sum(-1).cpu())
-        self.parts["residual"].append(after.norm(dim=-1).cpu())
-        self.parts["output"].append(output.double().norm(dim=-1).cpu())
-
-    def samples(self, name: str, samples: int) -> Tensor:
-        """Return the values of all samples, `[live, S]` or `[S]`; NaN for a layer without live heads."""
-        if self.parts[name]:
-            return torch.cat(self.parts[name], -1)
-        shape = (0, samples) if "change" in name else (samples,)
-        return torch.full(shape, torch.nan, dtype=torch.float64)
-
-    def all_heads(self, tensor: Tensor, dimensions: int = 1) -> Tensor:
-        """Spread `[live, ...]` over all heads along the first dimensions, NaN elsewhere."""
-        heads, index = self.site.layout.num_heads, torch.tensor(self.live, dtype=torch.long)
-        whole = torch.full([heads] * dimensions + list(tensor.shape[dimensions:]), torch.nan, dtype=torch.float64)
-        whole[(index[:, None], index) if dimensions == 2 else index] = tensor.cpu()
-        return whole
+        at, self._filled = slice(self._filled, self._filled + len(self.rows)), self._filled + len(self.rows)
+        self.sums["gram"][np.ix_(self.live, self.live)] += (flat @ flat.T).cpu()
+        self.sums["change"][self.live, at] = change.norm(dim=-1).cpu()
+        self.sums["residual_change"][self.live, at] = (change * after).sum(-1).cpu()
+        self.sums["residual"][at] = after.norm(dim=-1).cpu()
+        self.sums["output"][at] = output.double().norm(dim=-1).cpu()
 
 
 def _decoder_layer(model: nn.Module, attention: nn.Module) -> nn.Module:

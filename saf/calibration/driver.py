@@ -229,12 +229,13 @@ def _plan(
                 f"not enough memory: {byte_size(collected)} to collect, {byte_size(spare)} free on the CPU; measure "
                 "fewer heads at a time (heads=)"
             )
+    layers, together = list(layer_bytes), _layers_at_a_time(adapter.device, layer_bytes, capture_bytes)
     return CalibrationPlan(
         heads=heads,
         sequences=count,
         length=length,
         lengths=sequences.unequal,
-        groups=_groups(layer_bytes, _limit(adapter.device, layer_bytes, capture_bytes)),
+        groups=[layers[first : first + together] for first in range(0, len(layers), together)],
         layer_bytes=layer_bytes,
         collected_bytes=collected,
     )
@@ -252,12 +253,12 @@ def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int
     }
 
 
-def _limit(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> int | None:
-    """Return the most bytes of queries and keys at once, None where free memory is unknown.
+def _layers_at_a_time(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> int:
+    """Return the number of layers whose queries and keys are held at once; raise InputError where one does not fit.
 
-    By default a share of the free memory; one layer may take all of it. Raises InputError where one does not fit.
+    By default they take a share of the free memory; one layer may take all of it.
     """
-    largest = max(layer_bytes.values(), default=0)
+    largest = max(layer_bytes.values(), default=0) or 1
     most = free_bytes(device) if capture_bytes is None else capture_bytes
     if most is not None and largest > most:
         raise InputError(
@@ -266,24 +267,9 @@ def _limit(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
     if capture_bytes is not None:
-        return capture_bytes
-    usual = [] if most is None else [int(SHARE * most)]
-    usual += [CPU_BYTES] if device.type == "cpu" else []
-    return max(min(usual), largest) if usual else None
-
-
-def _groups(layer_bytes: dict[int, int], limit: int | None) -> list[list[int]]:
-    """Split layers into consecutive groups of at most `limit` bytes."""
-    groups: list[list[int]] = []
-    held = 0
-    for layer, size in layer_bytes.items():
-        if groups and (limit is None or held + size <= limit):
-            groups[-1].append(layer)
-            held += size
-        else:
-            groups.append([layer])
-            held = size
-    return groups
+        return max(1, capture_bytes // largest)
+    usual = sum(layer_bytes.values()) if most is None else int(SHARE * most)
+    return max(1, (min(usual, CPU_BYTES) if device.type == "cpu" else usual) // largest)
 
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
