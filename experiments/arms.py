@@ -14,6 +14,8 @@ from saf.records.files import read_json
 
 Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
+ALL = ("paper", "small", "smoke")
+"""Scales that arms have settings of."""
 RATES = {"10": 0.1, "25": 0.25, "50": 0.5, "75": 0.75}
 
 
@@ -61,6 +63,31 @@ def percent(rate: float) -> str:
     return f"{100 * rate:g}"
 
 
+def freeze(rate: float, **more: Any) -> Settings:
+    """Return the settings that freeze a share of the heads."""
+    return {"freeze": {"rate": rate, **more}}
+
+
+def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
+    """Return settings with changes; of dictionaries of settings, such as `freeze`, those named alone are changed."""
+    return {
+        **settings,
+        **{
+            name: {**settings[name], **value} if isinstance(value, dict) and name in settings else value
+            for name, value in changes.items()
+        },
+    }
+
+
+def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
+    """Return settings by scale, of several such mappings."""
+    found: dict[str, Settings] = {}
+    for part in parts:
+        for scale, settings in part.items():
+            found[scale] = merged(found.get(scale, {}), settings)
+    return found
+
+
 # --- settings that several arms share
 
 HELD_OUT = {"paper": {"calibration_source": "calibration"}}
@@ -71,7 +98,7 @@ STRICT = {"paper": {"calibration_source": "calibration", "freeze": {"strict": Tr
 """In its controls every one of the lowest-scoring heads must fit; none is replaced by the next."""
 PRUNE = {"freeze": {"operation": "prune"}}
 RANDOM = {"score": "random", "match": "variance"}
-GATES = {"freeze": {"operation": "prune", "rate": 0.25, "score": "gate_taylor"}}
+GATES = freeze(0.25, operation="prune", score="gate_taylor")
 LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
 """After a full run: from the rate that it ends with down to a tenth."""
@@ -97,18 +124,11 @@ SPEEDS = {
     (16_384, "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
     (16_384, "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
 }
-LINEAR = Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json"
-"""Updates of 124M with heads frozen in linear time and with the same heads pruned, measured in one run."""
-
-
-def _linear_speeds() -> Iterator[tuple[tuple[int, str], dict[float, float]]]:
-    for entry in read_json(LINEAR)["updates"]:
-        for kind in ("exponential", "pruned"):
-            speeds = {RATES[name]: entry["speedups"].get(f"{name}% {kind}") for name in RATES}
-            yield (entry["length"], kind), {rate: speed for rate, speed in speeds.items() if speed is not None}
-
-
-SPEEDS |= dict(_linear_speeds())
+for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json")["updates"]:
+    # Heads frozen in linear time and the same heads pruned, measured in one run.
+    for _kind in ("exponential", "pruned"):
+        _speeds = {rate: _entry["speedups"].get(f"{name}% {_kind}") for name, rate in RATES.items()}
+        SPEEDS[_entry["length"], _kind] = {rate: speed for rate, speed in _speeds.items() if speed is not None}
 CHARGE_SECONDS = 28.3
 """Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
 PAPER_SECONDS = 187.65 * 60
@@ -127,35 +147,17 @@ def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str,
     reference had left. Small runs are too short for a clock and get as many updates as the measured speed buys.
     """
     if operation is None:
-        small = smoke = speed(1.0, "ordinary: its reference's speed")
-    else:
-        ratio = SPEEDS[context, operation][rate]
-        small = speed(ratio, "124M on an H200, measured in pairs", CHARGE_SECONDS)
-        smoke = speed(1.25, "set for the smoke scale, not measured")
-    return {"small": small, "smoke": smoke}
-
-
-def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
-    """Return settings by scale, of several such mappings."""
-    found: dict[str, Settings] = {}
-    for part in parts:
-        for scale, settings in part.items():
-            found[scale] = merged(found.get(scale, {}), settings)
-    return found
-
-
-def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
-    """Return settings with changes; of dictionaries of settings, such as `freeze`, those named alone are changed."""
-    return {
-        **settings,
-        **{
-            name: {**settings[name], **value} if isinstance(value, dict) and name in settings else value
-            for name, value in changes.items()
-        },
-    }
+        return dict.fromkeys(("small", "smoke"), speed(1.0, "ordinary: its reference's speed"))
+    small = speed(SPEEDS[context, operation][rate], "124M on an H200, measured in pairs", CHARGE_SECONDS)
+    return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
 
 
 # --- pretraining: one ordinary run a context, and what branches off it
+
+
+def control_trunk(k: str) -> str:
+    """Return the ordinary arm of a context that its controls continue from."""
+    return "4k-control-ordinary" if k == "4k" else f"{k}-ordinary"
 
 
 def _contexts() -> Iterator[Arm]:
@@ -170,44 +172,31 @@ def _contexts() -> Iterator[Arm]:
         for name, rate in RATES.items():
             if rate in SPEEDS[context, "freeze"]:
                 yield from _paired(k, context, name, rate)
-        trunk = control_trunk(k)
-        timed: Settings = {**at, "parent": trunk, "match": trunk}
+        timed: Settings = {**at, "parent": control_trunk(k), "match": control_trunk(k)}
         yield Arm(name=f"{k}-ordinary-time", scaled=matched(context, None), **timed)
         yield Arm(name=f"{k}-ordinary-time-reordered", scaled=matched(context, None), reseed=1_000, **timed)
         yield Arm(name=f"{k}-ordinary-more", settings=speed(1.06, "set for the exchange rate"), **timed)
         yield from _raw_clock(k, context)
 
 
-def control_trunk(k: str) -> str:
-    """Return the ordinary arm of a context that its controls continue from."""
-    return "4k-control-ordinary" if k == "4k" else f"{k}-ordinary"
-
-
 def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
-    freeze = {"freeze": {"rate": rate}}
-    at: Settings = {"context": context, "parent": f"{k}-ordinary"}
-    yield Arm(name=f"{k}-mean-{name}", settings=freeze, **at)
-    yield Arm(name=f"{k}-pruned-{name}", settings=PRUNE, heads=f"{k}-mean-{name}", **at)
-    trunk = at["parent"] = control_trunk(k)
-    control = f"{k}-mean-{name}-control"
-    yield Arm(name=control, settings=freeze, scaled=STRICT, elsewhere=f"{k}-mean-{name}", **at)
-    yield Arm(
-        name=f"{k}-pruned-{name}-control",
-        settings=PRUNE,
-        scaled=HELD_OUT,
-        heads=control,
-        **{"elsewhere": f"{k}-pruned-{name}", **at},
-    )
-    timed: Settings = {**at, "match": trunk}
-    frozen = f"{k}-mean-{name}-time"
-    yield Arm(name=frozen, settings=freeze, scaled=both(STRICT, matched(context, "freeze", rate)), **timed)
+    settings, frozen, pruned = freeze(rate), f"{k}-mean-{name}", f"{k}-pruned-{name}"
+    place: Settings = {"context": context, "parent": f"{k}-ordinary"}
+    control: Settings = {**place, "parent": control_trunk(k)}
+    timed: Settings = {**control, "match": control_trunk(k)}
+    yield Arm(name=frozen, settings=settings, **place)
+    yield Arm(name=pruned, settings=PRUNE, heads=frozen, **place)
+    yield Arm(name=f"{frozen}-control", settings=settings, scaled=STRICT, elsewhere=frozen, **control)
+    heads, scaled = f"{frozen}-control", HELD_OUT
+    yield Arm(name=f"{pruned}-control", settings=PRUNE, scaled=scaled, heads=heads, elsewhere=pruned, **control)
+    at_speed = matched(context, "freeze", rate)
+    yield Arm(name=f"{frozen}-time", settings=settings, scaled=both(STRICT, at_speed), **timed)
     scaled = both(HELD_OUT, matched(context, "prune", rate))
-    yield Arm(name=f"{k}-pruned-{name}-time", settings=PRUNE, scaled=scaled, heads=frozen, **timed)
+    yield Arm(name=f"{pruned}-time", settings=PRUNE, scaled=scaled, heads=f"{frozen}-time", **timed)
     if k == "4k" and name in ("25", "50"):
-        random = {"freeze": {"rate": rate, **RANDOM}}
-        yield Arm(name=f"{k}-random-{name}", settings=random, scaled=HELD_OUT, **at)
-        scaled = both(HELD_OUT, matched(context, "freeze", rate))
-        yield Arm(name=f"{k}-random-{name}-time", settings=random, scaled=scaled, **timed)
+        random, settings = f"{k}-random-{name}", freeze(rate, **RANDOM)
+        yield Arm(name=random, settings=settings, scaled=HELD_OUT, **control)
+        yield Arm(name=f"{random}-time", settings=settings, scaled=both(HELD_OUT, at_speed), **timed)
 
 
 def _raw_clock(k: str, context: int) -> Iterator[Arm]:
@@ -217,9 +206,9 @@ def _raw_clock(k: str, context: int) -> Iterator[Arm]:
     timed: Settings = {"context": context, "parent": trunk, "match": trunk}
     yield Arm(name=f"{k}-ordinary-raw", **timed)
     for name in ("25", "50"):
-        freeze = {"freeze": {"rate": RATES[name]}}
-        yield Arm(name=f"{k}-mean-{name}-raw", settings=freeze, scaled=STRICT, **timed)
-        yield Arm(name=f"{k}-pruned-{name}-raw", settings=PRUNE, scaled=HELD_OUT, heads=f"{k}-mean-{name}-raw", **timed)
+        frozen = f"{k}-mean-{name}-raw"
+        yield Arm(name=frozen, settings=freeze(RATES[name]), scaled=STRICT, **timed)
+        yield Arm(name=f"{k}-pruned-{name}-raw", settings=PRUNE, scaled=HELD_OUT, heads=frozen, **timed)
 
 
 EXPONENTIAL: dict[str, Settings] = {
@@ -233,15 +222,10 @@ EXPONENTIAL: dict[str, Settings] = {
 def _exponential() -> Iterator[Arm]:
     """Yield heads frozen as sums of damped cosines, beside `4k-mean-25` and `4k-mean-50` of the same checkpoint."""
     for kind, options in EXPONENTIAL.items():
+        smoke = {"freeze": {"fitter_options": {**options, "band": options["band"] // 16}}}
         for name in ("25", "50"):
-            freeze = {"rate": RATES[name], "storage": "exponential", "fitter_options": options}
-            smoke = {**options, "band": options["band"] // 16}
-            yield Arm(
-                name=f"4k-{kind}-{name}",
-                parent="4k-ordinary",
-                settings={"freeze": freeze},
-                scaled={"smoke": {"freeze": {"fitter_options": smoke}}},
-            )
+            settings = freeze(RATES[name], storage="exponential", fitter_options=options)
+            yield Arm(name=f"4k-{kind}-{name}", parent="4k-ordinary", settings=settings, scaled={"smoke": smoke})
 
 
 def _answer() -> Iterator[Arm]:
@@ -249,18 +233,17 @@ def _answer() -> Iterator[Arm]:
     for k in ("4k", "16k"):
         for name in ("25", "50"):
             frozen, rate = f"{k}-exponential-{name}", RATES[name]
-            freeze = {"freeze": {"rate": rate, "storage": "exponential"}}
-            random = {"freeze": {**freeze["freeze"], **RANDOM}}
-            gates = {"freeze": {**GATES["freeze"], "rate": rate}}
-            yield from _timed(frozen, k, "exponential", rate, settings=freeze)
+            settings = freeze(rate, storage="exponential")
+            random = freeze(rate, storage="exponential", **RANDOM)
+            yield from _timed(frozen, k, "exponential", rate, settings=settings)
             yield from _timed(f"{frozen}-pruned", k, "pruned", rate, settings=PRUNE, heads=frozen)
-            yield from _timed(f"{k}-gate-taylor-{name}", k, "pruned", rate, settings=gates)
+            yield from _timed(f"{k}-gate-taylor-{name}", k, "pruned", rate, settings=merged(GATES, freeze(rate)))
             yield from _timed(f"{frozen}-random", k, "exponential", rate, settings=random)
-            yield from _timed(f"{frozen}-early", k, "exponential", rate, settings=freeze, at=0.25)
+            yield from _timed(f"{frozen}-early", k, "exponential", rate, settings=settings, at=0.25)
         # The seconds that they take themselves.
         own: Settings = {"context": CONTEXTS[k], "parent": control_trunk(k), "match": control_trunk(k)}
         yield Arm(name=f"{k}-ordinary-clock", **own)
-        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze, **own)
+        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze(0.5, storage="exponential"), **own)
         yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **own)
 
 
@@ -283,21 +266,19 @@ def _peak_rates() -> Iterator[Arm]:
         for warmup, share in WARMUPS.items():
             name = f"4k-peak-{peak}-warmup-{warmup}"
             yield Arm(name=name, settings={"peak_lr": peak_lr, "warmup": share}, scaled={"smoke": {"warmup": 2}})
-            yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings={"freeze": {"rate": 0.25}})
+            yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
 
 
 def _moments() -> Iterator[Arm]:
     """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
-        place: Settings = {"parent": "4k-ordinary", "at": at}
-        name = f"4k-mean-25-at-{percent(at)}"
-        yield Arm(name=name, settings={"freeze": {"rate": 0.25}}, **place)
+        name, end = f"4k-mean-25-at-{percent(at)}", percent(at)
+        yield Arm(name=name, settings=freeze(0.25), parent="4k-ordinary", at=at)
         if at == 0.25:
-            control = {**place, "parent": control_trunk("4k")}
-            settings = {"freeze": {"rate": 0.25}}
-            yield Arm(name=f"{name}-control", settings=settings, scaled=STRICT, elsewhere=name, **control)
-        freeze = {"rate": 0.25, "pattern": "structured_random"}
-        yield Arm(name=f"4k-structured-random-25-at-{percent(at)}", settings={"freeze": freeze}, **place)
+            control: Settings = {"scaled": STRICT, "parent": control_trunk("4k"), "elsewhere": name}
+            yield Arm(name=f"{name}-control", settings=freeze(0.25), at=at, **control)
+        settings = freeze(0.25, pattern="structured_random")
+        yield Arm(name=f"4k-structured-random-25-at-{end}", settings=settings, parent="4k-ordinary", at=at)
 
 
 PATTERNS: dict[str, Settings] = {
@@ -314,15 +295,15 @@ def _patterns() -> Iterator[Arm]:
     trunk: Settings = {"parent": "4k-ordinary"}
     for pattern, settings in PATTERNS.items():
         for name, rate in RATES.items():
-            yield Arm(name=f"4k-{pattern}-{name}", settings={"freeze": {"rate": rate, **settings}}, **trunk)
-    yield Arm(name="4k-dense-25", settings={"freeze": {"rate": 0.25, "storage": "dense"}}, **trunk)
+            yield Arm(name=f"4k-{pattern}-{name}", settings=freeze(rate, **settings), **trunk)
+    yield Arm(name="4k-dense-25", settings=freeze(0.25, storage="dense"), **trunk)
     learned = "4k-learned-ordinary"
     yield Arm(name=learned, settings={"model_overrides": {"position": "learned"}})
-    yield Arm(name="4k-learned-dense-25", parent=learned, settings={"freeze": {"rate": 0.25, "storage": "dense"}})
-    yield Arm(name="4k-learned-mean-25", parent=learned, settings={"freeze": {"rate": 0.25}})
-    trainable = {"freeze": {"rate": 0.25, "trainable": True}}
+    yield Arm(name="4k-learned-dense-25", parent=learned, settings=freeze(0.25, storage="dense"))
+    yield Arm(name="4k-learned-mean-25", parent=learned, settings=freeze(0.25))
+    trainable = freeze(0.25, trainable=True)
     yield Arm(name="4k-trainable-25", settings=trainable, scaled=STRICT, parent=control_trunk("4k"))
-    yield Arm(name="4k-residual-cosine-25", settings={"freeze": {"rate": 0.25, "score": "residual_cosine"}}, **trunk)
+    yield Arm(name="4k-residual-cosine-25", settings=freeze(0.25, score="residual_cosine"), **trunk)
 
 
 TRIGGERED_SMOKE = {"smoke": {"updates": 96, "peak_lr": 3e-2, "schedule": {"multiplier": 22.0}}}
@@ -331,57 +312,47 @@ TRIGGERED_SMOKE = {"smoke": {"updates": 96, "peak_lr": 3e-2, "schedule": {"multi
 
 def _schedules() -> Iterator[Arm]:
     def events(name: str, rate: float = 0.5, **settings: Any) -> Settings:
-        return {"freeze": {"rate": rate}, "schedule": {"name": name, **settings}}
+        return {**freeze(rate), "schedule": {"name": name, **settings}}
 
     trunk: Settings = {"parent": "4k-ordinary"}
     for rate in (0.25, 0.5):
         yield Arm(name=f"4k-gradual-{percent(rate)}", settings=events("gradual", rate), **trunk)
     for budget in (0.01, 0.02):
-        name = f"4k-validation-budget-{percent(budget)}"
-        yield Arm(name=name, settings=events("validation_budget", budget=budget), **trunk)
+        settings = events("validation_budget", budget=budget)
+        yield Arm(name=f"4k-validation-budget-{percent(budget)}", settings=settings, **trunk)
     for multiplier in (3.0, 1.5):
-        triggered = events("train_loss", multiplier=multiplier)
-        yield Arm(
-            name=f"4k-train-loss-{multiplier}", settings=triggered, scaled=TRIGGERED_SMOKE if multiplier == 3.0 else {}
-        )
-        yield Arm(name=f"4k-train-loss-{multiplier}-from-25", settings=triggered, at=0.25, **trunk)
+        name, settings = f"4k-train-loss-{multiplier}", events("train_loss", multiplier=multiplier)
+        yield Arm(name=name, settings=settings, scaled=TRIGGERED_SMOKE if multiplier == 3.0 else {})
+        yield Arm(name=f"{name}-from-25", settings=settings, at=0.25, **trunk)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
     # Runs of several events are compiled by layers; so are those that their time is compared with.
-    yield Arm(name="4k-layerwise-ordinary", scaled=LAYERWISE)
-    for rate in (0.25, 0.5):
-        yield Arm(
-            name=f"4k-layerwise-mean-{percent(rate)}",
-            parent="4k-layerwise-ordinary",
-            settings={"freeze": {"rate": rate}},
-            scaled=LAYERWISE,
-        )
+    ordinary = "4k-layerwise-ordinary"
+    yield Arm(name=ordinary, scaled=LAYERWISE)
+    for name in ("25", "50"):
+        yield Arm(name=f"4k-layerwise-mean-{name}", parent=ordinary, settings=freeze(RATES[name]), scaled=LAYERWISE)
 
 
 SCORES = ("forward_kl", "residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor")
 GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
 
 
-def _scores() -> Iterator[Arm]:
-    """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
-    for k, context in CONTEXTS.items():
-        trunk = f"{k}-tracked-ordinary"
-        yield Arm(name=trunk, context=context, settings={"track_gradients": True})
-        scores = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES)}.get(k, ("forward_kl",))
-        for rate in (0.25, 0.5) if k != "1k" else (0.25,):
-            for score in ("variance", *scores):
-                freeze = {"rate": rate} if score == "variance" else {"rate": rate, "score": score}
-                yield Arm(
-                    name=tracked(k, score, rate),
-                    context=context,
-                    parent=trunk,
-                    # Where the paper has gradient scores, at 1K, its patterns are whole.
-                    settings={"freeze": {**freeze, "storage": "dense"} if k == "1k" else freeze},
-                )
-
-
 def tracked(k: str, score: str, rate: float) -> str:
     """Return the name of the arm frozen by a score."""
     return f"{k}-tracked-{score.replace('_', '-')}-{percent(rate)}"
+
+
+def _scores() -> Iterator[Arm]:
+    """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
+    for k, context in CONTEXTS.items():
+        place: Settings = {"context": context, "parent": f"{k}-tracked-ordinary"}
+        yield Arm(name=place["parent"], context=context, settings={"track_gradients": True})
+        scores = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES)}.get(k, ("forward_kl",))
+        # Where the paper has gradient scores, at 1K, its patterns are whole.
+        stored = {"storage": "dense"} if k == "1k" else {}
+        for rate in (0.25, 0.5) if k != "1k" else (0.25,):
+            yield Arm(name=tracked(k, "variance", rate), settings=freeze(rate, **stored), **place)
+            for score in scores:
+                yield Arm(name=tracked(k, score, rate), settings=freeze(rate, score=score, **stored), **place)
 
 
 HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
@@ -399,36 +370,29 @@ IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
     "at-25-pruned": ({"operation": "prune"}, {"at": 0.25}),
 }
 """What else might lower the change at the same rate."""
-BOUGHT = {
-    "freeze": speed(1.085, "124M on an H200, 4K"),
-    "prune": speed(1.127, "124M on an H200, 4K"),
-}
+BOUGHT = {"freeze": speed(1.085, "124M on an H200, 4K"), "prune": speed(1.127, "124M on an H200, 4K")}
 """Freezing earlier gives more updates their speed."""
 
 
 def _ideas() -> Iterator[Arm]:
+    trunk = "4k-tracked-ordinary"
     for rate in (0.25, 0.5):
-        for idea, (freeze, others) in IDEAS.items():
-            arm = Arm(name=f"4k-tracked-{idea}-{percent(rate)}", parent="4k-tracked-ordinary", **others)
-            yield replace(arm, settings={**arm.settings, "freeze": {"rate": rate, **freeze}})
+        for idea, (event, others) in IDEAS.items():
+            arm = Arm(name=f"4k-tracked-{idea}-{percent(rate)}", parent=trunk, **others)
+            yield replace(arm, settings={**arm.settings, **freeze(rate, **event)})
     for name, at, operation in (
         *(("variance", 0.5, "freeze"), ("at-40", 0.4, "freeze"), ("at-25", 0.25, "freeze")),
         *(("pruned", 0.5, "prune"), ("at-25-pruned", 0.25, "prune")),
     ):
-        yield Arm(
-            name=f"4k-tracked-{name}-25-bought",
-            parent="4k-tracked-ordinary",
-            at=at,
-            match="4k-tracked-ordinary",
-            settings={**BOUGHT[operation], "freeze": {"rate": 0.25, "operation": operation}},
-        )
+        settings = {**BOUGHT[operation], **freeze(0.25, operation=operation)}
+        yield Arm(name=f"4k-tracked-{name}-25-bought", parent=trunk, at=at, match=trunk, settings=settings)
 
 
 # --- after a full run; 1B
 
 LATER_ARMS: dict[str, Settings] = {
     "ordinary": {},
-    "mean-25": {"freeze": {"rate": 0.25}},
+    "mean-25": freeze(0.25),
     "pruned-25": PRUNE,
     "gate-taylor-25": GATES,
 }
@@ -437,16 +401,15 @@ LATER_ARMS: dict[str, Settings] = {
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
     place: Settings = {"parent": control_trunk("4k"), "at": 1.0, "more": 0.5}
-    for timed in (False, True):
+    operations = {"ordinary": None, "mean-25": "freeze"}
+    for end in ("", "-time"):
         for name, settings in LATER_ARMS.items():
-            end = "-time" if timed else ""
-            operation = None if name == "ordinary" else "freeze" if name == "mean-25" else "prune"
-            speeds = {scale: each for scale, each in matched(4_096, operation, 0.25).items() if scale != "paper"}
+            speeds = matched(4_096, operations.get(name, "prune"), 0.25) if end else {}
             yield Arm(
                 **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
-                match="later-ordinary" if timed else None,
+                match="later-ordinary" if end else None,
                 heads="later-mean-25" if name == "pruned-25" else None,
-                scaled=both(LATER_SCALED, HELD_OUT if settings else {}, speeds if timed else {}),
+                scaled=both(LATER_SCALED, HELD_OUT if settings else {}, speeds),
             )
     more = {**LATER, **speed(1.06, "set for the exchange rate")}
     yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary", **place)
@@ -464,8 +427,7 @@ def _one_billion() -> Iterator[Arm]:
     yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, elsewhere="8k-ordinary")
     place: Settings = {"context": 8_192, "parent": "1b-ordinary"}
     for name in ("25", "50"):
-        freeze = {"freeze": {"rate": RATES[name]}}
-        yield Arm(name=f"1b-mean-{name}", settings=freeze, elsewhere=f"8k-mean-{name}", **place)
+        yield Arm(name=f"1b-mean-{name}", settings=freeze(RATES[name]), elsewhere=f"8k-mean-{name}", **place)
     yield Arm(name="1b-gate-taylor-25", settings=GATES, **place)
 
 
@@ -483,92 +445,78 @@ RECOVERY = (0, 50, 200, 500)
 """Updates after which a model whose heads were replaced is judged."""
 
 
-def _tuned(name: str, parent: str, task: str, like: str | None, **others: Any) -> Arm:
-    """Return a finetuned arm; one that is like the ordinary one takes its settings."""
+def _tuned(
+    group: str, parents: Mapping[str, str], task: str, own: Mapping[str, Settings] | None = None, **others: Any
+) -> Iterator[Arm]:
+    """Yield a task's arms GROUP-MODEL on the parents of models; but for the first, each is like the ordinary one."""
     smoke = {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
-    own = others.pop("own", {})
-    return Arm(
-        name=name,
-        parent=parent,
-        task=task,
-        like=like,
-        scaled=others.pop("scaled", {}) if like else both(own, smoke),
-        **others,
-    )
+    for model, parent in parents.items():
+        ordinary = model == "ordinary"
+        like, scaled = (None, both(own or {}, smoke)) if ordinary else (f"{group}-ordinary", {})
+        yield Arm(name=f"{group}-{model}", parent=parent, task=task, like=like, scaled=scaled, **others)
 
 
-def _recovered(name: str, parent: str, settings: Settings, heads: str | None, **others: Any) -> Arm:
-    """Return a model that has learnt recall, whose heads are replaced and which goes on with new examples."""
-    return Arm(
-        **{"name": name, "parent": parent, "task": "mqar", "reseed": 1_000, "heads": heads, **others},
-        settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **settings},
-        scaled={"smoke": {"updates": 4, "report_at": (0, 1, 2, 4)}},
-    )
+def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others: Any) -> Iterator[Arm]:
+    """Yield a model that has learnt recall, whose heads are replaced and which goes on with new examples."""
+    for model, settings in models.items():
+        yield Arm(
+            **{"name": f"{group}-{model}", "parent": parent, "task": "mqar", "reseed": 1_000, **others},
+            heads=f"{group}-mean-25" if model == "pruned-25" else None,
+            settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **settings},
+            scaled={"smoke": {"updates": 4, "report_at": (0, 1, 2, 4)}},
+        )
 
 
 def _recall() -> Iterator[Arm]:
     """Yield associative recall: of later checkpoints, with either seed varying; of patterns; after replacement."""
-    for varies, end in (("pretraining", ""), ("task", "-task-seeds")):
-        for name in LATER_ARMS:
-            like = None if name == "ordinary" else f"recall-later-ordinary{end}"
-            yield _tuned(f"recall-later-{name}{end}", f"later-{name}-time", "mqar", like, varies=varies)
-    for name, settings in LATER_ARMS.items():
-        heads = "recovery-mean-25" if name == "pruned-25" else None
-        yield _recovered(f"recovery-{name}", "recall-later-ordinary", settings, heads)
-    for name, parent in (
-        ("ordinary", control_trunk("4k")),
-        ("frozen", "4k-mean-25-control"),
-        ("trainable", "4k-trainable-25"),
-    ):
-        like = None if name == "ordinary" else "recall-patterns-ordinary"
-        yield _tuned(f"recall-patterns-{name}", parent, "mqar", like)
+    later = {name: f"later-{name}-time" for name in LATER_ARMS}
+    yield from _tuned("recall-later", later, "mqar")
+    for arm in _tuned("recall-later", later, "mqar", varies="task"):
+        yield replace(arm, name=f"{arm.name}-task-seeds", like=arm.like and f"{arm.like}-task-seeds")
+    yield from _recovered("recovery", "recall-later-ordinary", LATER_ARMS)
+    patterns = {"ordinary": control_trunk("4k"), "frozen": "4k-mean-25-control", "trainable": "4k-trainable-25"}
+    yield from _tuned("recall-patterns", patterns, "mqar")
 
 
-DOWNSTREAM: dict[str, tuple[str, str, Mapping[str, Settings]]] = {
-    # Task: its name, context, settings by scale.
-    "sst2": ("sst2", "4k", {"paper": {"batch_size": 256}, "small": {"batch_size": 32, "most_examples": 16_384}}),
-    "boolq": ("boolq", "4k", {"paper": {"batch_size": 64}, "small": {"batch_size": 32}}),
-    "quality": (
-        *("quality", "16k"),
-        {scale: {"batch_size": 4, "accumulation": 4, "max_tokens": 16_384} for scale in ("paper", "small", "smoke")},
-    ),
-}
 SMALL_TASKS: dict[str, dict[str, Settings]] = {
     "sst2": {"small": {"batch_size": 32, "most_examples": 16_384}},
     "boolq": {"small": {"batch_size": 32}},
+}
+_LONG = {"batch_size": 4, "accumulation": 4}
+DOWNSTREAM: dict[str, tuple[str, str, Mapping[str, Settings]]] = {
+    # Task: its name, context, settings by scale.
+    "sst2": ("sst2", "4k", {"paper": {"batch_size": 256}, **SMALL_TASKS["sst2"]}),
+    "boolq": ("boolq", "4k", {"paper": {"batch_size": 64}, **SMALL_TASKS["boolq"]}),
+    "quality": ("quality", "16k", {scale: {**_LONG, "max_tokens": 16_384} for scale in ALL}),
 }
 
 
 def _downstream() -> Iterator[Arm]:
     """Yield finetuning on questions: one checkpoint of each arm with three seeds, but where said otherwise."""
     for title, (task, k, own) in DOWNSTREAM.items():
-        for model in ("ordinary", "mean-25", "mean-50"):
-            like = None if model == "ordinary" else f"downstream-{title}-ordinary"
-            context = CONTEXTS[k]
-            yield _tuned(
-                f"downstream-{title}-{model}", f"{k}-{model}", task, like, own=own, varies="task", context=context
-            )
-    for task, own in SMALL_TASKS.items():
-        ordinary = f"during-{task}-ordinary"
-        yield _tuned(ordinary, "4k-ordinary", task, None, own=own, varies="task")
-        for name, settings in (
-            ("one-time", {"schedule": {"name": "one_time", "at": 0.5}}),
-            ("train-loss", {"schedule": {"name": "train_loss"}}),
-            ("after", {"schedule": {"name": "one_time", "at": 1.0}}),
-        ):
-            freeze, smoke = {"freeze": {"rate": 0.25}, **settings}, {"smoke": {"calibration_sequences": 4}}
-            yield _tuned(
-                f"during-{task}-{name}", "4k-ordinary", task, ordinary, varies="task", settings=freeze, scaled=smoke
-            )
-    billion = {
-        "sst2": {"paper": {"batch_size": 128}, "small": {"batch_size": 32, "most_examples": 16_384}},
-        "boolq": {"paper": {"batch_size": 32}, "small": {"batch_size": 32}},
-        "quality": {scale: {"batch_size": 4, "accumulation": 4} for scale in ("paper", "small", "smoke")},
+        parents = {model: f"{k}-{model}" for model in ("ordinary", "mean-25", "mean-50")}
+        yield from _tuned(f"downstream-{title}", parents, task, own, varies="task", context=CONTEXTS[k])
+    schedules = {
+        "one-time": {"name": "one_time", "at": 0.5},
+        "train-loss": {"name": "train_loss"},
+        "after": {"name": "one_time", "at": 1.0},
     }
+    for task, own in SMALL_TASKS.items():
+        parents = dict.fromkeys(("ordinary", *schedules), "4k-ordinary")
+        for arm in _tuned(f"during-{task}", parents, task, own, varies="task"):
+            if (schedule := schedules.get(arm.name.removeprefix(f"during-{task}-"))) is None:
+                yield arm
+            else:
+                settings, smoke = {**freeze(0.25), "schedule": schedule}, {"smoke": {"calibration_sequences": 4}}
+                yield replace(arm, settings=settings, scaled=smoke)
+    billion = {
+        "sst2": {"paper": {"batch_size": 128}, **SMALL_TASKS["sst2"]},
+        "boolq": {"paper": {"batch_size": 32}, **SMALL_TASKS["boolq"]},
+        "quality": dict.fromkeys(ALL, _LONG),
+    }
+    parents = {model: f"1b-{model}" for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50")}
     for task, own in billion.items():
-        for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50"):
-            like = None if model == "ordinary" else f"1b-{task}-ordinary"
-            yield _tuned(f"1b-{task}-{model}", f"1b-{model}", task, like, own=own, varies="task", context=8_192)
+        yield from _tuned(f"1b-{task}", parents, task, own, varies="task", context=8_192)
 
 
 def _pruning_downstream() -> Iterator[Arm]:
@@ -576,18 +524,15 @@ def _pruning_downstream() -> Iterator[Arm]:
     midpoint = {model: f"4k-{model}-time" for model in ("ordinary", "mean-25", "mean-50", "pruned-25", "pruned-50")}
     tokens = {name: f"later-{name}" for name in LATER_ARMS} | {"from-start": "pruned-from-start"}
     time = {name: f"later-{name}-time" for name in LATER_ARMS}
-    groups = (
+    for group, parents, varies in (
         *(("midpoint", midpoint, "pretraining"), ("later-tokens", tokens, "pretraining")),
         *(("later-time", time, "task"), ("later-time-pretraining", time, "pretraining")),
-    )
-    for group, parents, varies in groups:
+    ):
         for task, own in SMALL_TASKS.items():
-            for model, parent in parents.items():
-                like = None if model == "ordinary" else f"{group}-{task}-ordinary"
-                yield _tuned(f"{group}-{task}-{model}", parent, task, like, own=own, varies=varies)
+            yield from _tuned(f"{group}-{task}", parents, task, own, varies=varies)
 
 
-STAGE_MODELS = {"ordinary": {}, "mean-25": {"freeze": {"rate": 0.25}}, "pruned-25": PRUNE}
+STAGE_MODELS = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE}
 STAGE_TASKS: dict[str, Settings] = {
     # Batches of 32 leave launches of small kernels few enough; SST-2 is a stratified part of its file.
     "sst2": {"batch_size": 32, "most_examples": 16_384},
@@ -599,31 +544,16 @@ STAGE_TASKS: dict[str, Settings] = {
 
 def _stages() -> Iterator[Arm]:
     """Yield whole chains, a seed each: pretraining, tasks, and replacement after recall was learnt."""
+    parents = {model: f"4k-{model}" for model in STAGE_MODELS}
     for task, settings in STAGE_TASKS.items():
-        own = dict.fromkeys(("paper", "small", "smoke"), settings)
-        for model in STAGE_MODELS:
-            like = None if model == "ordinary" else f"stages-{task}-ordinary"
-            yield _tuned(f"stages-{task}-{model}", f"4k-{model}", task, like, own=own, varies="both")
-    for model, settings in STAGE_MODELS.items():
-        heads = "stages-recovery-mean-25" if model == "pruned-25" else None
-        yield _recovered(f"stages-recovery-{model}", "stages-mqar-ordinary", settings, heads, varies="both")
+        own = dict.fromkeys(ALL, settings)
+        yield from _tuned(f"stages-{task}", parents, task, own, varies="both")
+    yield from _recovered("stages-recovery", "stages-mqar-ordinary", STAGE_MODELS, varies="both")
 
 
 def _all() -> dict[str, Arm]:
-    families = (
-        _contexts,
-        _exponential,
-        _answer,
-        _peak_rates,
-        _moments,
-        _patterns,
-        _schedules,
-        _scores,
-        _ideas,
-        _later,
-        _one_billion,
-    )
-    families += (_recall, _downstream, _pruning_downstream, _stages)
+    families = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores, _ideas)
+    families += (_later, _one_billion, _recall, _downstream, _pruning_downstream, _stages)
     arms: dict[str, Arm] = {}
     for arm in (arm for family in families for arm in family()):
         if arm.name in arms:

@@ -1,15 +1,11 @@
-"""Measurements of a recipe beside its training runs: benchmarks and analyses as data, and the code that makes them.
-
-`Checkpoint`, `RunOf`, `RecordOf`, `Changes`, `FileOf`, `DataFolder` and `QuestionFolder` stand in settings for paths
-that are known once runs have ended.
-"""
+"""Measurements of a recipe beside its training runs: benchmarks and analyses as data, and the code that makes them."""
 
 import importlib
 import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,53 +23,62 @@ from saf.schedules import OneTime
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of an arm's run, after a share of its updates; 1 is the last."""
+class Reference:
+    """Stands in settings for a path that is known once runs have ended."""
 
-    arm: str
-    at: float = 0.5
-
-
-@dataclass(frozen=True)
-class RunOf:
-    """The folder of an arm's run."""
-
-    arm: str
+    path: Callable[["Maker", "Measurement"], Path | None]
+    """Finds it; None leaves the setting out."""
+    arms: tuple[str, ...] = ()
+    """The arms whose runs it reads."""
+    of_seed: bool = True
+    """Whether it is another path for each seed."""
 
 
-@dataclass(frozen=True)
-class RecordOf:
-    """The record of an earlier measurement of the recipe."""
+def checkpoint(arm: str, at: float = 0.5) -> Reference:
+    """Return a checkpoint of an arm's run, after a share of its updates; 1 is the last."""
 
-    measurement: str
+    def path(maker: "Maker", of: "Measurement") -> Path:
+        run, folder = maker.run(arm), maker.run(arm).folder / "checkpoints"
+        if at == 1 and (last := latest(folder)) is not None:
+            return last
+        return folder / step_name(OneTime(at=float(at)).first_update(run.updates))
 
-
-@dataclass(frozen=True)
-class Changes:
-    """A JSON file of changes in perplexity, %, of arms from what they branched off: {group: {name: change}}."""
-
-    arms: Mapping[str, Mapping[str, str]]
+    return Reference(path, (arm,))
 
 
-@dataclass(frozen=True)
-class FileOf:
-    """A file of the examples that a task is finetuned on."""
-
-    task: str
-    part: Literal["train", "test"]
+def run_of(arm: str) -> Reference:
+    """Return the folder of an arm's run."""
+    return Reference(lambda maker, of: maker.run(arm).folder, (arm,))
 
 
-@dataclass(frozen=True)
-class DataFolder:
-    """The folder of the prepared text."""
+def record_of(measurement: str) -> Reference:
+    """Return the record of an earlier measurement of the recipe."""
+    return Reference(lambda maker, of: maker.file(next(m for m in maker.measurements if m.name == measurement)))
 
 
-@dataclass(frozen=True)
-class QuestionFolder:
-    """The folder of zero-shot questions; the setting is left out, for the hub's, where none is named."""
+def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
+    """Return a file of changes in perplexity, %, of arms from what they branched off: {group: {name: change}}."""
+
+    def change(run: Run) -> float:
+        losses = [(each.record() or {})["report_loss"] for each in (run, run.needs["parent"])]
+        return 100.0 * math.expm1(losses[0] - losses[1])
+
+    def path(maker: "Maker", of: "Measurement") -> Path:
+        found = {g: {name: change(maker.run(arm)) for name, arm in arms.items()} for g, arms in groups.items()}
+        return write_json(maker.file(of).with_name(f"changes-{maker.seed}.json"), found)
+
+    return Reference(path, tuple(arm for arms in groups.values() for arm in arms.values()))
 
 
-Reference = Checkpoint | RunOf | RecordOf | Changes | FileOf | DataFolder | QuestionFolder
+def file_of(task: str, part: Literal["train", "test"]) -> Reference:
+    """Return a file of the examples that a task is finetuned on."""
+    return Reference(lambda maker, of: maker.inputs.examples(task)[part == "test"], of_seed=False)
+
+
+DATA = Reference(lambda maker, of: maker.inputs.text(), of_seed=False)
+"""The folder of the prepared text."""
+QUESTIONS = Reference(lambda maker, of: maker.inputs.questions, of_seed=False)
+"""The folder of zero-shot questions; the setting is left out, for the hub's, where none is named."""
 
 
 @dataclass(frozen=True)
@@ -183,36 +188,26 @@ class Measurement:
     """Where the paper has these numbers, if not where the recipe's others are."""
     smoke: bool = True
 
-    def at(self, scale: str, name: str) -> Any:
-        """Return "on" or "processes" at a scale."""
-        return self.scaled.get(scale, {}).get(name, getattr(self, name))
-
-    def flags(self, scale: str) -> dict[str, Any]:
-        """Return the flags at a scale."""
-        changed = {name: value for name, value in self.scaled.get(scale, {}).items() if name not in ("on", "processes")}
-        return {**self.settings, **changed}
+    def at(self, scale: str) -> dict[str, Any]:
+        """Return "on", "processes" and the flags at a scale."""
+        return {"on": self.on, "processes": self.processes, **self.settings, **self.scaled.get(scale, {})}
 
     def references(self, scale: str) -> list[Reference]:
         """Return what it reads at a scale."""
-        return [each for each in (*self.at(scale, "on"), *self.flags(scale).values()) if isinstance(each, Reference)]
+        values = self.at(scale)
+        return [each for each in (*values.pop("on"), *values.values()) if isinstance(each, Reference)]
 
     def arms(self, scale: str) -> list[str]:
         """Return the arms that it reads at a scale."""
         if scale == "smoke" and not self.smoke:
             return []
-        arms: list[str] = []
-        for each in self.references(scale):
-            if isinstance(each, Changes):
-                arms += [arm for group in each.arms.values() for arm in group.values()]
-            elif isinstance(each, Checkpoint | RunOf):
-                arms.append(each.arm)
-        return arms
+        return [arm for each in self.references(scale) for arm in each.arms]
 
     def file(self, folder: Path, recipe: str, scale: str, seed: int) -> Path:
         """Return the file of its record below a scale's folder: of one seed where it reads runs."""
-        reads = any(isinstance(each, Checkpoint | RunOf | RecordOf | Changes) for each in self.references(scale))
+        of_seed = any(each.of_seed for each in self.references(scale))
         name = f"{recipe}.{self.name.replace(' ', '-').replace(',', '')}"
-        return folder / "measurements" / name / ("once.json" if not reads else f"seed-{seed}.json")
+        return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")
 
 
 IN_PROCESS = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
@@ -242,6 +237,10 @@ class Maker:
         """Return the file of a measurement's record."""
         return each.file(self.root / self.scale.name, self.recipe, self.scale.base, self.seed)
 
+    def run(self, arm: str) -> Run:
+        """Return the run of an arm, or of the one that stands for it at this scale."""
+        return self.runs[arm_at(arm, self.scale.base).name, self.seed]
+
     def make(self, each: Measurement, say: Say) -> str | None:
         """Make a measurement unless its record is there; return why it failed."""
         out = self.file(each)
@@ -251,13 +250,11 @@ class Maker:
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            words = self._words(each, partial)
+            module, words = _program([*each.does.split(), *self._words(each), "--out", str(partial)])
         except (SafError, OSError) as error:
             return f"failed: {error}"
-        processes = each.at(self.scale.base, "processes")
         with open(log, "a") as file:
-            module, words = _program(words)
-            if processes > 1:
+            if (processes := each.at(self.scale.base)["processes"]) > 1:
                 torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
                 program = [*torchrun, str(processes), "-m", module, *words]
                 code = subprocess.run(program, stdout=file, stderr=file).returncode
@@ -271,20 +268,21 @@ class Maker:
         if code:
             lines = log.read_text(errors="replace").strip().splitlines() or [""]
             return f"failed: {lines[-1]} (see {log})"
-        seed = None if out.stem == "once" else self.seed
-        place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name, "seed": seed}
+        place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name}
         record = read_json(partial)
         record["provenance"]["command"] = command()
-        write_json(out, {**record, "experiment": place})
+        write_json(out, {**record, "experiment": {**place, "seed": None if out.stem == "once" else self.seed}})
         partial.unlink()
         return None
 
-    def _words(self, each: Measurement, out: Path) -> list[str]:
-        base = self.scale.base
-        words = [*each.does.split(), *(str(self._value(one, each)) for one in each.at(base, "on")), "--out", str(out)]
-        for name, setting in each.flags(base).items():
+    def _words(self, each: Measurement) -> list[str]:
+        """Return the arguments and flags of a measurement's command."""
+        values = each.at(self.scale.base)
+        del values["processes"]
+        words = [str(self._value(one, each)) for one in values.pop("on")]
+        for name, setting in values.items():
             value, flag = self._value(setting, each), name.replace("_", "-")
-            if isinstance(setting, QuestionFolder) and value is None:
+            if value is None and isinstance(setting, Reference):
                 continue
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
@@ -292,37 +290,5 @@ class Maker:
                 words += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
-    def _value(self, reference: Any, each: Measurement) -> Any:
-        """Return what a reference stands for, or a value itself."""
-        if isinstance(reference, Checkpoint):
-            run, folder = self._run(reference.arm), self._run(reference.arm).folder / "checkpoints"
-            if reference.at == 1 and (last := latest(folder)) is not None:
-                return last
-            return folder / step_name(OneTime(at=float(reference.at)).first_update(run.updates))
-        if isinstance(reference, RunOf):
-            return self._run(reference.arm).folder
-        if isinstance(reference, RecordOf):
-            return self.file(next(one for one in self.measurements if one.name == reference.measurement))
-        if isinstance(reference, FileOf):
-            return self.inputs.examples(reference.task)[reference.part == "test"]
-        if isinstance(reference, DataFolder):
-            return self.inputs.text()
-        if isinstance(reference, QuestionFolder):
-            return self.inputs.questions
-        if isinstance(reference, Changes):
-            path = self.file(each).with_name(f"changes-{self.seed}.json")
-            return write_json(
-                path, {group: dict(map(self._change, arms.items())) for group, arms in reference.arms.items()}
-            )
-        return reference
-
-    def _change(self, named: tuple[str, str]) -> tuple[str, float]:
-        """Return a name with the change in perplexity, %, of its arm from the run that it branched off."""
-        run = self._run(named[1])
-        own, reference = run.record(), run.needs["parent"].record()
-        assert own is not None, named
-        assert reference is not None, named
-        return named[0], 100.0 * math.expm1(own["report_loss"] - reference["report_loss"])
-
-    def _run(self, arm: str) -> Run:
-        return self.runs[arm_at(arm, self.scale.base).name, self.seed]
+    def _value(self, value: Any, of: Measurement) -> Any:
+        return value.path(self, of) if isinstance(value, Reference) else value

@@ -2,18 +2,18 @@
 
 from experiments import paper
 from experiments.measurements import (
-    Checkpoint,
-    DataFolder,
+    DATA,
+    QUESTIONS,
     Measurement,
     Number,
-    QuestionFolder,
-    RecordOf,
-    RunOf,
+    checkpoint,
+    record_of,
+    run_of,
 )
 from experiments.recipe import Recipe, Row
 
 RECIPES: dict[str, Recipe] = {}
-MIDPOINT = (Checkpoint("4k-ordinary", 0.5),)
+MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
 
 # --- single heads: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)
 
@@ -60,7 +60,7 @@ RECIPES["one_head"] = Recipe(
             name="profiles",
             does="analyze profiles",
             on=MIDPOINT,
-            settings={"selected": RunOf("4k-mean-25"), "windows": 128},
+            settings={"selected": run_of("4k-mean-25"), "windows": 128},
             scaled={"smoke": {"windows": 2}},
             numbers=(
                 *_profile("normalised entropy", "entropy", "0.837", "0.678", places=3),
@@ -80,8 +80,8 @@ RECIPES["one_head"] = Recipe(
         Measurement(
             name="partial correlations",
             does="analyze partial-spearman",
-            on=(RecordOf("one head"),),
-            settings={"profiles": RecordOf("profiles on the calibration text")},
+            on=(record_of("one head"),),
+            settings={"profiles": record_of("profiles on the calibration text")},
             numbers=tuple(
                 Number(title, ("correlations", "variance", name), paper.PARTIAL[name], signed=True)
                 for name, title in _CORRELATIONS.items()
@@ -115,7 +115,7 @@ RECIPES["joint_cost"] = Recipe(
             does="analyze joint-cost",
             on=MIDPOINT,
             settings={
-                **{"first": RunOf("4k-residual-cosine-25"), "second": RunOf("4k-mean-25")},
+                **{"first": run_of("4k-residual-cosine-25"), "second": run_of("4k-mean-25")},
                 **{"sequences": 32, "windows": 16, "skip": 16},
             },
             scaled={"smoke": {"sequences": 4, "windows": 2, "skip": 2}},
@@ -146,7 +146,7 @@ def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Meas
     return Measurement(
         name=name,
         does="analyze stability",
-        on=(RunOf(_SELECTED[first]), RunOf(_SELECTED[second])),
+        on=(run_of(_SELECTED[first]), run_of(_SELECTED[second])),
         numbers=tuple(
             Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places)
             for title, path, places in columns
@@ -160,8 +160,8 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     return Measurement(
         name=f"profiles {moment}",
         does="analyze profiles",
-        on=(Checkpoint("4k-ordinary", at),),
-        settings={"windows": 128} | ({"later": RecordOf("profiles at the end")} if quoted else {}),
+        on=(checkpoint("4k-ordinary", at),),
+        settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
         scaled={"smoke": {"windows": 2}},
         numbers=(Number(title, ("variance_ranks",), quoted),) if quoted else (),
     )
@@ -214,7 +214,7 @@ RECIPES["recovery"] = Recipe(
         Measurement(
             name="gaps",
             does="analyze recovery",
-            on=(RunOf("4k-ordinary"), *map(RunOf, _MOMENTS.values())),
+            on=(run_of("4k-ordinary"), *map(run_of, _MOMENTS.values())),
             settings={"window": 210, "after": 200},
             scaled={"smoke": {"window": 3, "after": 1}},
             numbers=tuple(number for place, moment in enumerate(_MOMENTS) for number in _gaps(place, moment)),
@@ -240,7 +240,7 @@ RECIPES["distributions"] = Recipe(
         Measurement(
             name="rows and entries",
             does="analyze distributions",
-            on=(Checkpoint("1k-ordinary", 0.5),),
+            on=(checkpoint("1k-ordinary", 0.5),),
             settings=_ROWS,
             scaled={"smoke": {"sequences": 8, "shown": 1}, "small": _FEWER},
             numbers=tuple(
@@ -251,7 +251,7 @@ RECIPES["distributions"] = Recipe(
         Measurement(
             name="projection",
             does="analyze distributions",
-            on=(Checkpoint("1k-ordinary", 0.5),),
+            on=(checkpoint("1k-ordinary", 0.5),),
             settings={**_ROWS, "umap": True, "profiles": 128},
             scaled={"small": _FEWER},
             smoke=False,
@@ -329,12 +329,12 @@ RECIPES["qwen_zeroshot"] = Recipe(
             on=(_QWEN,),
             settings={
                 **{"data": _TEXT, "scores": _SCORES, "rates": _RATES, "sequences": 512},
-                "task_data": QuestionFolder(),
+                "task_data": QUESTIONS,
             },
             scaled={
                 "small": {"sequences": 128, "questions": 500},
                 "smoke": {
-                    "on": (Checkpoint("4k-ordinary", 1.0),),
+                    "on": (checkpoint("4k-ordinary", 1.0),),
                     **{**_SMOKE, "data": None, "rates": (0.25, 0.5), "sequences": 8, "max_fit_kl": 10.0},
                 },
             },
@@ -343,8 +343,8 @@ RECIPES["qwen_zeroshot"] = Recipe(
         Measurement(
             name="124M, 25%",
             does="analyze zero-shot",
-            on=(Checkpoint("4k-ordinary", 1.0),),
-            settings={"frozen": Checkpoint("4k-mean-25", 1.0), "too_long": "cut", "task_data": QuestionFolder()},
+            on=(checkpoint("4k-ordinary", 1.0),),
+            settings={"frozen": checkpoint("4k-mean-25", 1.0), "too_long": "cut", "task_data": QUESTIONS},
             scaled={"small": {"questions": 500}, "smoke": _SMOKE},
             label="app:downstream-details",
         ),
@@ -362,8 +362,8 @@ _SMOLLM2, _GEMMA, _OTHER = "smollm2-135m", "gemma-3-270m", "wikitext-2.txt"
 
 def _pretrained(model: str, **settings: object) -> Measurement:
     smoke = {
-        "on": (Checkpoint("4k-ordinary", 1.0),),
-        **{"data": DataFolder(), "other": DataFolder(), "questions": 2, "batch_size": 4, "sequences": 8, "length": 32},
+        "on": (checkpoint("4k-ordinary", 1.0),),
+        **{"data": DATA, "other": DATA, "questions": 2, "batch_size": 4, "sequences": 8, "length": 32},
         **{"rates": (0.5,), "tasks": ("piqa", "sst2"), "choosing": 2, "windows": 4, "heal": 256, "speeds": ()},
         "jobs": 1,
     }
@@ -371,7 +371,7 @@ def _pretrained(model: str, **settings: object) -> Measurement:
         name=model,
         does="analyze pretrained",
         on=(model,),
-        settings={"data": f"{model}-text", "other": _OTHER, "task_data": QuestionFolder(), **settings},
+        settings={"data": f"{model}-text", "other": _OTHER, "task_data": QUESTIONS, **settings},
         scaled={"small": {"questions": 500}, "smoke": smoke},
         smoke=model == _SMOLLM2,
     )

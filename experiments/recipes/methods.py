@@ -1,7 +1,7 @@
 """Recipes of the method's choices: when heads are frozen, by which schedule, score and pattern."""
 
 from experiments.arms import GRADIENT_SCORES, SCORES, percent, tracked
-from experiments.measurements import Changes, Checkpoint, Measurement, Number
+from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
 from experiments.paper import GEOMETRY, GEOMETRY_CORRELATIONS, QUALITY, Source
 from experiments.recipe import Figure, Recipe, Row, rows
 
@@ -135,7 +135,7 @@ def _storage(position: str, arm: str, reduction: str) -> Measurement:
     return Measurement(
         name=f"storage, {position}",
         does="analyze storage",
-        on=(Checkpoint(arm, 1.0),),
+        on=(checkpoint(arm, 1.0),),
         numbers=(Number(title=f"{position}, storage reduction", path=("reduction",), paper=reduction, places=1),),
         smoke=position == "rope",
     )
@@ -178,8 +178,8 @@ _DISTANCES = {
 _PRIOR_PAPER = {("mean", "25"): {"delta": "+0.665", "perplexity": "24.1165"}, ("mean", "50"): {"delta": "+2.649"}}
 
 
-def _changes(rates: tuple[str, ...], patterns: tuple[str, ...]) -> Changes:
-    return Changes({str(int(r) / 100): {PATTERNS[p]: f"4k-{p}-{r}" for p in patterns} for r in rates})
+def _changes(rates: tuple[str, ...], patterns: tuple[str, ...]) -> Reference:
+    return changes({str(int(r) / 100): {PATTERNS[p]: f"4k-{p}-{r}" for p in patterns} for r in rates})
 
 
 RECIPES["rates_and_patterns"] = Recipe(
@@ -223,7 +223,7 @@ RECIPES["rates_and_patterns"] = Recipe(
         Measurement(
             name="distance and cost",
             does="analyze geometry",
-            on=(Checkpoint("4k-ordinary", 0.5),),
+            on=(checkpoint("4k-ordinary", 0.5),),
             settings={
                 **{"sequences": 32, "rates": tuple(int(rate) / 100 for rate in _RATES)},
                 "costs": _changes(_RATES, tuple(PATTERNS)),

@@ -1,7 +1,7 @@
 """Recipes of the main question, perplexity at matched tokens and time: frozen, pruned and ordinary models."""
 
 from experiments.arms import ARMS, PEAK_RATES, WARMUPS, control_trunk
-from experiments.measurements import Measurement, Number, RunOf
+from experiments.measurements import Measurement, Number, run_of
 from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source
 from experiments.recipe import Figure, Recipe, Row, rows
 
@@ -153,7 +153,7 @@ def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
     return Measurement(
         name=name,
         does="analyze stability",
-        on=(RunOf(one), RunOf(other)),
+        on=(run_of(one), run_of(other)),
         numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
         label="app:pruning-selection-budget",
         smoke=False,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from experiments.measurements import SMOKE_BENCH, Checkpoint, Measurement, Number, peak_change, speedup
+from experiments.measurements import SMOKE_BENCH, Measurement, Number, checkpoint, peak_change, speedup
 from experiments.paper import (
     FOUR_GPUS,
     GRADIENT_ERRORS,
@@ -174,7 +174,7 @@ def _trained(title: str, rate: float, points: tuple[tuple[int, int], ...], **set
     return Measurement(
         name=f"{title}, {rate:.0%}",
         does="bench prefill",
-        on=(Checkpoint(f"16k-mean-{100 * rate:g}", 1.0),),
+        on=(checkpoint(f"16k-mean-{100 * rate:g}", 1.0),),
         settings={**_HOW, **settings, "points": tuple(f"{length}x{size}" for length, size in points), "fresh": True},
         scaled={
             "small": {**_SMALL, "model": "124m", "rates": (rate,), "fresh": False, "on": ()},
@@ -350,7 +350,7 @@ def _prefill(arm: str, words: str, speed: str, peak: str) -> Measurement:
     return Measurement(
         name=f"prefill, {words}",
         does="bench prefill",
-        on=(Checkpoint(arm, 1.0),),
+        on=(checkpoint(arm, 1.0),),
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
         scaled={
             "small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0},
@@ -395,8 +395,8 @@ RECIPES["pruning_costs"] = Recipe(
             scaled={"small": {"fresh": False, "seconds": 200.0}},
             numbers=(
                 *(
-                    speedup(f"4,096 × 1, 25% frozen, {checkpoint}, speedup", 0.25, (4_096, 1), quoted, way="call")
-                    for checkpoint, quoted in (("matched tokens", "0.933×"), ("matched time", "0.877×"))
+                    speedup(f"4,096 × 1, 25% frozen, {words}, speedup", 0.25, (4_096, 1), quoted, way="call")
+                    for words, quoted in (("matched tokens", "0.933×"), ("matched time", "0.877×"))
                 ),
                 speedup("4,096 × 1, 25% pruned, speedup", 0.25, (4_096, 1), None, backend=PRUNED, way="call"),
             ),
@@ -463,7 +463,7 @@ RECIPES["implementation"] = Recipe(
         Measurement(
             name="storage",
             does="analyze storage",
-            on=(Checkpoint("4k-mean-25", 1.0),),
+            on=(checkpoint("4k-mean-25", 1.0),),
             numbers=tuple(
                 Number(f"{words}, GB", ("bytes", name), STORAGE.get(name), scale=1e-9)
                 for name, words in (

@@ -1,7 +1,7 @@
 """Recipes of models after pretraining: finetuning on questions, and associative recall."""
 
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
-from experiments.measurements import DataFolder, FileOf, Measurement, Number
+from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING, Source
 from experiments.recipe import Figure, Recipe, Row, rows
 from experiments.tables import RECALL, RECALL_METRICS, recall_metric
@@ -50,7 +50,7 @@ def _updates(task: str) -> Measurement:
         name=f"updates on {TITLES[task]}",
         does="benchmarks finetuning",
         settings={
-            **{"task": task, "data": FileOf(task, "train"), "test": FileOf(task, "test"), "tokenizer": DataFolder()},
+            **{"task": task, "data": file_of(task, "train"), "test": file_of(task, "test"), "tokenizer": DATA},
             **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": tuple(_RATES.values())},
             **{"orders": _ORDERS, "others": (), "memory": True, "pairs": 6},
         },
