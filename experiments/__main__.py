@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from experiments.figures import draw
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
 from experiments.paper import NUMBERED
 from experiments.recipe import Recipe, answering, names, recipe
-from experiments.results import document_parts, measured_records, write_pages
+from experiments.results import document_parts, measured_records, pictures, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
@@ -133,14 +132,15 @@ class Experiments:
         records = read_records(self.out, self.scale)
         for name, each in chosen.items():
             table = RecipeTable(name, each, self.scale, records)
-            text = "\n\n".join(document_parts(table, measured_records(table, self.out / self.scale)))
+            measured = measured_records(table, self.out / self.scale)
+            text = "\n\n".join(document_parts(table, measured))
             print(f"\n{text}")
             if self.tables is None:
                 continue
             stem = f"{name}-{self.scale}"
             tex = "\n".join(latex(shown) for _, shown in table.tables())
             files = {f"{stem}.md": text, f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
-            files |= {f"{stem}-{figure.name}.svg": draw(figure, table) or "" for figure in each.figures}
+            files |= {f"{stem}-{figure}.svg": picture for figure, (_, picture) in pictures(table, measured).items()}
             for file, content in files.items():
                 if content:
                     write_atomically(self.tables / file, content.encode())

@@ -189,7 +189,7 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
         yield from _analyses(results / "124m-midpoint")
     if name == "updates":
         yield from _runs(results)
-    if (results / "bench").is_dir():
+    if name in _KINDS and (results / "bench").is_dir():
         yield from _benchmarks(name, benchmarks.read_benchmarks(results))
     if name == "updates":
         yield from _trainer(results)
@@ -226,16 +226,12 @@ def _recipe(table: RecipeTable, folder: Path) -> Iterator[Shown]:
     if len(numbers):
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Shown(heading=heading, title=title, frame=numbers, cells=where)
-    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
-    for name, records in measured.items():
-        if records[0]["kind"] in ANALYSES:
-            drawn[name.replace(" ", "-")] = (name, svg(records))
-            for part in (each for record in records for each in ANALYSES[record["kind"]].tables(record)):
-                if not isinstance(part, str):
-                    yield replace(_analysed(heading, part, where), text="", on_page=False)
-    for name, (title, picture) in drawn.items():
-        if picture is not None:
-            yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
+    for record in (record for records in measured.values() for record in records if record["kind"] in ANALYSES):
+        for part in ANALYSES[record["kind"]].tables(record):
+            if not isinstance(part, str):
+                yield replace(_analysed(heading, part, where), text="", on_page=False)
+    for name, (title, picture) in pictures(table, measured).items():
+        yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
     yield Shown(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
 
 
@@ -322,6 +318,15 @@ def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]
         if files := sorted(path for path in place.glob("*.json") if path.stem.partition("-")[0] in ("seed", "once")):
             records[each.name] = [read_result(path) for path in files]
     return records
+
+
+def pictures(table: RecipeTable, measured: Mapping[str, list[Record]]) -> dict[str, tuple[str, str]]:
+    """Return title and SVG of a recipe's figures and of its analyses', by name."""
+    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
+    for name, records in measured.items():
+        if records[0]["kind"] in ANALYSES:
+            drawn[name.replace(" ", "-")] = (name, svg(records))
+    return {name: (title, picture) for name, (title, picture) in drawn.items() if picture is not None}
 
 
 def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> Iterator[str]:
