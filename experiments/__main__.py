@@ -18,7 +18,7 @@ from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
-from saf.records.table import byte_size, seconds
+from saf.records.table import byte_size
 from saf.train.loop import EXIT_STOPPED
 
 
@@ -51,11 +51,9 @@ class Experiments:
     jobs: int = 1
     """Runs at a time, each in a process of its own and on one GPU, by turns; a single one runs in this process."""
     dry_run: bool = False
-    """List runs, tokens, memory and, with --flops, hours; make nothing."""
+    """List runs, tokens and memory; make nothing."""
     show: bool = False
     """Show the tables of what is there, committed results with --out results, and make nothing."""
-    flops: float | None = None
-    """FLOP/s of a GPU in training, such as 4e14, for the hours of --dry-run."""
     tables: Path | None = None
     """Also write tables into this folder: Markdown, LaTeX, CSV, and figures as SVG."""
 
@@ -73,7 +71,7 @@ class Experiments:
             return 0
         runs = plan(self._wanted(scale, chosen), scale, self.out)
         if self.dry_run:
-            _list(runs, self.flops)
+            _list(runs)
             return 0
         inputs = Inputs(data=self.data, tasks=self.tasks, questions=self.questions)
         if scale.base == "smoke":
@@ -146,17 +144,12 @@ class Experiments:
                     write_atomically(self.tables / file, content.encode())
 
 
-def _list(runs: dict[Key, Run], flops: float | None) -> None:
-    total = 0.0
-    print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}" + (f" {'time':>9}" if flops else ""))
-    for run in runs.values():
-        if run.record() is not None:
-            continue
-        total += run.flops
-        time = f" {seconds(run.flops / flops):>9}" if flops else ""
-        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}{time}")
-    hours = f", {total / flops / 3600:,.1f} hours of one GPU without compilation and evaluation" if flops else ""
-    print(f"{len(runs)} runs, {sum(run.record() is None for run in runs.values())} of them missing{hours}")
+def _list(runs: dict[Key, Run]) -> None:
+    missing = [run for run in runs.values() if run.record() is None]
+    print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}")
+    for run in missing:
+        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}")
+    print(f"{len(runs)} runs, {len(missing)} of them missing")
 
 
 @dataclass(kw_only=True)

@@ -159,11 +159,6 @@ class Run:
         return self.own_updates * self.micro_batch * int(self.settings.get("accumulation", 1))
 
     @property
-    def flops(self) -> float:
-        """Arithmetic of its own updates, as if all heads were live."""
-        return self.tokens * self.shape.flops_per_token(int(self.settings["length"]))
-
-    @property
     def bytes(self) -> float:
         """Peak memory of an update, as if all heads were live."""
         return update_memory(self.shape, self.micro_batch).total
@@ -400,7 +395,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
     With one job runs are made in this process; several are made in processes of their own, a GPU each by turns.
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
-    outcome, total, flops, took = Outcome(), len(pending), 0.0, 0.0
+    outcome, total = Outcome(), len(pending)
     devices, lanes = visible_devices(), list(range(jobs))
     active: dict[Future[str | None], tuple[Run, int, float]] = {}
     with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
@@ -426,17 +421,13 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
             for future in wait(active, POLL_SECONDS if pending else None, FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
-                seconds, problem = time.monotonic() - began, future.result()
-                if problem is None:
-                    flops, took = flops + run.flops, took + seconds
-                elif problem == STOPPED:
+                problem = future.result()
+                if problem == STOPPED:
                     outcome.stopped = True
-                else:
+                elif problem is not None:
                     outcome.failed[run.title] = problem
-                left = sum(each.flops for each in (*pending.values(), *(run for run, _, _ in active.values())))
-                eta = f", about {duration(left / flops * took / jobs)} left" if flops and left else ""
-                done = f"{total - len(pending) - len(active)} of {total}{eta}"
-                say(f"{run.title} {problem or f'ended after {duration(seconds)}'}; {done}")
+                ended = problem or f"ended after {duration(time.monotonic() - began)}"
+                say(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome
 

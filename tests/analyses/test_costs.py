@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.analyses.common import CostMeter
-from experiments.analyses.one_head import one_head_costs, score_quality
+from experiments.analyses.one_head import one_head_costs
 from saf.calibration import calibrate
 from saf.fit import fit_compact, fit_kl
 from saf.freeze_config import FreezeConfig
@@ -55,30 +55,12 @@ def test_one_head_costs_are_those_of_the_dense_model(model, ids, windows, fitted
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_sets_cost_what_the_dense_model_does(model, windows, fitted, run_dense):
-    patterns, heads = fitted[0], HeadSet([(0, 0), (0, 2), (2, 1)])
-    found = CostMeter(model, windows, batch_size=4).log_probs(heads, patterns, backend="reference")
-    _, expected = run_dense(model, windows, {head: patterns[head].dense() for head in heads})
-    assert torch.allclose(found.double(), expected, atol=1e-5)
-
-
 def test_heads_that_are_frozen_already_stay_so_and_have_no_cost(model, ids, windows):
     flat = torch.zeros(1, 24, dtype=torch.float64)
     install_(model, HeadSet([(1, 2)]), CompactPattern.from_parameters(flat, flat), backend="reference")
     costs = costs_of(model, ids, windows, max_fit_kl=9)
     assert costs.change.isnan().nonzero().tolist() == [[1, 2]]
     assert len(costs.eligible) == 11
-
-
-def test_score_quality_over_eligible_heads(model, ids, windows, statistics, fitted):
-    costs = costs_of(model, ids, windows, max_fit_kl=sorted(fitted[1].values())[7] + 1e-6)
-    values = statistics.variance
-    found = score_quality(costs, {"variance": values, "itself": costs.change}, (0.25, 1.0))
-    eligible = sorted(costs.eligible, key=lambda head: values[head].item())
-    percent = [100 * (costs.change[head].exp().item() - 1) for head in eligible]
-    assert found["itself"]["spearman"] == pytest.approx(1)
-    assert found["variance"]["mean_cost"][0.25] == pytest.approx(sum(percent[:3]) / 3)
-    assert found["variance"]["mean_cost"][1.0] == pytest.approx(sum(percent) / len(eligible))
 
 
 @pytest.mark.parametrize("storage", ["compact", "dense"])

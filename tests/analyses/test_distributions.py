@@ -18,10 +18,8 @@ from experiments.analyses.distributions import (
     gaussian_rows,
     project_profiles,
     query_positions,
-    resampled_rows,
     row_distances,
     sample_profiles,
-    split_quartile,
 )
 from saf.calibration import calibrate
 from saf.heads import HeadSet
@@ -57,24 +55,6 @@ def test_energy_distance_in_one_dimension_is_the_square_of_scipys(rng):
     found = energy_distance(distances(x, y), distances(x, x), distances(y, y))
     assert found == pytest.approx(scipy.stats.energy_distance(one, other) ** 2, rel=1e-9)
     assert energy_distance(distances(x, x), distances(x, x), distances(x, x)) == 0
-
-
-def test_the_unit_is_the_upper_quartile_between_disjoint_parts(rng):
-    apart = distances(*[draw_dirichlet(rng, 10)] * 2)
-    found = split_quartile(apart, rows=3, generator=torch.Generator().manual_seed(4))
-    generator, values = torch.Generator().manual_seed(4), []
-    for _ in range(16):
-        order = torch.randperm(10, generator=generator).tolist()
-        a, b = order[:3], order[3:6]
-        mean = [np.mean([apart[i, j] for i in left for j in right]) for left, right in ((a, b), (a, a), (b, b))]
-        values.append(2 * mean[0] - mean[1] - mean[2])
-    assert found == pytest.approx(np.quantile(values, 0.75))
-
-
-def test_resampled_rows_are_measured_ones(rng):
-    rows = draw_dirichlet(rng, 5)
-    drawn = resampled_rows(rows, 40, seed=0, key=(0, 1, 2))
-    assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in rows.tolist()}
 
 
 def test_gaussian_rows_have_the_logits_moments_and_no_correlation(rng):
@@ -138,13 +118,6 @@ def test_each_family_is_at_home_in_its_own_distribution(rng):
     assert found["medians"]["resampled"] == pytest.approx(np.median(by_family["resampled"]))
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")
-def test_rows_that_never_vary_have_no_unit():
-    rows = torch.full((2, 8, 1, 2), 0.5)
-    found = row_distances(statistics_of(rows, rows, (1,)), list(HEADS), fitted=5)
-    assert all(np.isnan(values).all() for values in found["normalised"].values())
-
-
 def test_rows_measured_by_calibration(model, ids, run_dense):
     """The diagnostics read what `calibrate` collects: causal keys only, the first sequences fitted, the others held."""
     positions = query_positions(24)
@@ -157,11 +130,6 @@ def test_rows_measured_by_calibration(model, ids, run_dense):
     samples, _ = entry_samples(rows, logits, 21, 5, 4.0, 0, (1, 2, 23))
     flipped, _ = run_dense(model, torch.cat([ids.flip(1), ids[:, :1]], 1))
     assert np.allclose(samples["measured"], flipped[1][:, 2, 23, 21].numpy(), atol=1e-6)
-
-
-def test_query_positions_are_the_papers():
-    assert query_positions(1024) == (63, 127, 255, 511, 767, 1023)
-    assert query_positions(8) == (1, 3, 5, 7)
 
 
 @pytest.mark.parametrize("position", [0, 1, 5, 1023, 2999])

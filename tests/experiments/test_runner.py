@@ -49,6 +49,7 @@ def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(in
     place = {name: record["experiment"][name] for name in ("scale", "arm", "seed")}
     assert place == {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}
     assert len(record["provenance"]["heads"]) == 4  # a quarter of 2 layers x 8 heads
+    assert record["checks"] == {"heads": True, "executed": True, "query_key_rows": 0}
     said: list[str] = []
     execute(plan(wanted, SMOKE, tmp_path), inputs, say=said.append)
     assert not said
@@ -159,8 +160,8 @@ def test_every_arm_has_settings_that_a_run_takes(name):
         assert 0 < run.bytes < 1e11
 
 
-def test_a_dry_run_lists_tokens_memory_and_hours(tmp_path, capsys):
-    asked = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--flops", "4e14", "--out", str(tmp_path)]
+def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
+    asked = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--out", str(tmp_path)]
     assert main(asked) == 0
     lines = {line.split(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "2,457,600,000" in lines["4k-ordinary"]  # 5,000 updates of 491,520 tokens
