@@ -30,9 +30,6 @@ from saf.hf.masks import mask_for_generation
 from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
-EAGER = "eager"
-"""The attention function of transformers that knows soft caps in every version."""
-
 
 class TransformersSite(Site):
     """An attention layer of transformers; while heads of it are frozen, their state is its submodule `saf`."""
@@ -193,11 +190,6 @@ class TransformersAdapter(TransformersModel, Adapter):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers through `attend`, without the output layer."""
         self.check_function()
-        if self.drops_caps:
-            raise UnsupportedError(
-                f"sdpa drops this model's soft caps: open it with attn_implementation={EAGER!r}, or call "
-                f"model.set_attn_implementation({EAGER!r})"
-            )
         before = self.model.config._attn_implementation
         self.attend_through_seam()
         try:
@@ -220,21 +212,12 @@ class TransformersAdapter(TransformersModel, Adapter):
     def check_function(self) -> None:
         """Raise UnsupportedError where layers attend by a function that may compute something else than softmax."""
         name = str(self._attention[0].config._attn_implementation)
-        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
+        capped = any(site.soft_cap is not None for site in self.sites())  # transformers 5.17 lets SDPA drop the cap
+        functions = [one for one in (*STOCK, NAME) if not (capped and one == "sdpa")]
+        if name not in functions and not name.startswith("kernels-community/"):
             raise UnsupportedError(
-                f"attention must be by one of {', '.join(STOCK)}, got {name!r}: call model.set_attn_implementation"
+                f"attention must be by one of {', '.join(functions)}, got {name!r}: call model.set_attn_implementation"
             )
-
-    @property
-    def drops_caps(self) -> bool:
-        """Whether ordinary layers attend without their soft caps, as transformers 5.17 lets SDPA do."""
-        capped = any(site.soft_cap is not None for site in self.sites())
-        return capped and self.model.config._attn_implementation == "sdpa"
-
-    def apply_caps(self) -> None:
-        """Let ordinary layers attend with their soft caps where they would not."""
-        if self.drops_caps:
-            self._attend_by(EAGER)
 
     def choose_function(self) -> None:
         """Attend through `attend` while heads are edited, and as before once none is.
@@ -247,7 +230,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             if before is None:
                 self._take_own_config()
             for state in states:
-                state.before = before or (EAGER if self.drops_caps else self.model.config._attn_implementation)
+                state.before = before or self.model.config._attn_implementation
             self.attend_through_seam()
             if hasattr(type(self.model), "_validate_generated_length"):
                 self.model._validate_generated_length = partial(_check_generation, self.model)

@@ -132,12 +132,6 @@ def _event_line(event: dict[str, Any]) -> str:
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"
 
 
-def section_of(card: str) -> str | None:
-    """Return the section about frozen heads of a model card; None where it has none."""
-    match = _SECTION.search(card)
-    return None if match is None else match[1]
-
-
 def write_section(folder: Path, text: str) -> None:
     """Replace the section about frozen heads in a folder's model card, or add it at its end."""
     path, whole = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
@@ -163,8 +157,8 @@ def record_cost_(folder: Path, line: str) -> None:
     Saving the model again leaves the line out: its weights may be others.
     """
     path = folder / CARD
-    text = section_of(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if text is None:
+    match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if match is None:
         raise InputError(f"{path} has no section about frozen heads; give the folder that `saf freeze` wrote")
-    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", text, flags=re.MULTILINE)
+    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", match[1], flags=re.MULTILINE)
     write_section(folder, f"{rest}{_COST}{line}\n\n")

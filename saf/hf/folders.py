@@ -28,7 +28,6 @@ from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, ch
 from saf.freeze_report import FreezeReport
 from saf.heal import heal_beside_twin
 from saf.heldout import MAX_RISE, halves
-from saf.hf.adapter import TransformersAdapter
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders
@@ -121,8 +120,6 @@ class TransformersFolder:
         model, info = opened
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{self.name} lacks {len(missing)} weights: {', '.join(missing[:3])}; save it again")
-        if (known := TransformersAdapter.of(model)) is not None:
-            known.apply_caps()
         return model.to(device).eval()
 
     def config(self) -> Any:

@@ -141,18 +141,11 @@ def answer_tasks(
     questions: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TaskAnswers]:
-    """Return a model's answers to tasks, by name.
+    """Return a model's answers to the tasks named, to the first `questions` of each.
 
-    Args:
-        lm: The model.
-        names: Names in `ZERO_SHOT`.
-        folder: Folder of the tasks' public files; None reads them from the hub.
-        questions: The first questions of each task to answer; None answers all.
-        progress: Called before a task's first request and after each batch.
-
-    Raises:
-        DataError: A file is missing or damaged, or the hub cannot be reached.
-        InputError: A question is longer than the model takes.
+    Questions are those of the tasks' public files in `folder`, or of the hub. `progress` is called before a task's
+    first request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be
+    reached, InputError for a question that is longer than the model takes.
     """
     tasks, sources = _tasks(names, folder, questions)
     answers = {}

@@ -34,7 +34,7 @@ from saf.frozen_state import restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.attention import NAME, state_of
-from saf.hf.card import CARD, holds_heads, mark_of, section, section_of, write_section
+from saf.hf.card import holds_heads, mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.models.description import STATE, TENSORS
@@ -299,19 +299,16 @@ class FreezeCallback(TrainerCallback, ExportableState):
             measurable_heads(adapter, self.config.heads)
         if self.config.operation != "freeze" or self.config.asks_for_none:
             return
-        # The last token of a held-out sequence is a target alone.
+        # The last token of a held-out sequence is a target alone. Other collators than transformers' may cut rows.
         longest = {"heldout": max((ids.shape[-1] for ids in self._heldout), default=1) - 1}
         collator = self.trainer.data_collator
-        # Other collators than those of transformers may cut rows.
-        if (self.schedule.first_update(updates) or 0) < updates and _module(collator).startswith("transformers."):
+        module = getattr(collator, "__module__", type(collator).__module__)
+        if (self.schedule.first_update(updates) or 0) < updates and module.startswith("transformers."):
             longest["train_dataset"] = _row_length(self.trainer.train_dataset)
         length = self._calibration[0].shape[-1]
         for name, most in longest.items():
             if most > length:
-                raise InputError(
-                    f"rows of {name} must be at most {length} tokens, as the calibration's, got {most}: calibrate on "
-                    "longer sequences"
-                )
+                raise InputError(f"rows of {name} must be at most the calibration's {length} tokens, got {most}")
 
     def _stored(self, state: TrainerState) -> dict[str, Any] | None:
         """Return this callback's state in a resumed checkpoint; None where it has none."""
@@ -332,10 +329,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Return the SHA-256 of all sequences."""
         both = {"calibration": self._calibration, "heldout": self._heldout}
         return tensors_hash({name: torch.cat(batches) for name, batches in both.items() if batches})
-
-
-def _module(thing: Any) -> str:
-    return getattr(thing, "__module__", type(thing).__module__)
 
 
 def _row_length(dataset: Any) -> int:
@@ -467,7 +460,7 @@ def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
     if trainer.is_world_process_zero() and holds_heads(checkpoint):
         for name in (STATE, TENSORS):
             copyfile(checkpoint / name, folder / name)
-        write_section(folder, section_of((checkpoint / CARD).read_text(encoding="utf-8")) or "")
+        write_section(folder, section(adapter_for(trainer.model)))
 
 
 _BEFORE = {

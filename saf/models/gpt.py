@@ -5,7 +5,7 @@ Multi-head attention whose heads may be frozen or pruned; weights lie in slot or
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from saf.errors import InputError, UnsupportedError, check_name, did_you_mean, shown
+from saf.errors import InputError, UnsupportedError, check_name, shown
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
 from saf.ops.decoder import gelu_linear, linear_cross_entropy, linear_log_probs
@@ -46,19 +46,18 @@ class GPTConfig:
         for name, value in asdict(self).items():
             if name != "position" and value < 1:
                 raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
-        if self.hidden_size % self.num_heads:
-            raise InputError(f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads")
-        if self.position == "rope" and self.head_dim % 2:
-            raise InputError(f"rotary positions need an even head dimension; got {self.head_dim}")
+        parts = 2 * self.num_heads if self.position == "rope" else self.num_heads  # rotary positions turn pairs
+        if self.hidden_size % parts:
+            raise InputError(f"hidden_size must be a multiple of {parts}, got {self.hidden_size}")
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of one head."""
+        """Channels of one head."""
         return self.hidden_size // self.num_heads
 
     @property
     def num_parameters(self) -> int:
-        """Return the trained parameters of a model whose heads are all live; the tied embedding counts once."""
+        """Trained parameters of a model whose heads are all live; the tied embedding counts once."""
         width = self.hidden_size
         layers = self.num_layers * ((4 + 2 * self.mlp_ratio) * width**2 + 2 * width)
         positions = self.max_length if self.position == "learned" else 0
@@ -101,17 +100,12 @@ PRESETS = {
 
 
 def preset(name: str, **overrides: Any) -> GPTConfig:
-    """Return a preset with some fields changed; raise InputError for an unknown name or field.
+    """Return a preset with some fields changed; raise InputError for an unknown name.
 
     >>> preset("124m", max_length=1024).head_dim
     64
     """
-    if name not in PRESETS:
-        near = did_you_mean(name, PRESETS)
-        raise InputError(f"unknown model preset {name!r}; expected one of {sorted(PRESETS)}{near}")
-    known = [f.name for f in fields(GPTConfig)]
-    if unknown := [field for field in overrides if field not in known]:
-        raise InputError(f"preset {name!r} has no field {', '.join(unknown)}; its fields are {', '.join(known)}")
+    check_name("model preset", name, PRESETS)
     return replace(PRESETS[name], **overrides)
 
 
@@ -392,15 +386,11 @@ class GPT(nn.Module):
 
         `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
         as first real positions. Targets of -100 are left out of the loss. With `activation_checkpointing` the backward
-        pass has only the input of each layer, and computes the layer again.
-
-        Raises InputError for ids, targets or padding that cannot be used, and for both forms of padding.
+        pass computes each layer again. Raises InputError for ids, targets or padding that cannot be used.
         """
         if attention_mask is not None:
-            if start is not None:
-                raise InputError("attention_mask and start both set where rows begin; give one of them")
-            if attention_mask.shape != input_ids.shape:
-                shapes = f"{list(input_ids.shape)}; got {list(attention_mask.shape)}"
+            if start is not None or attention_mask.shape != input_ids.shape:
+                shapes = f"{list(input_ids.shape)}, without start; got {list(attention_mask.shape)}"
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
             start = left_padding(attention_mask)
         elif start is not None:
@@ -419,8 +409,5 @@ class GPT(nn.Module):
 
 
 def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Return a layer's output and keep only its inputs: the backward pass computes the layer again.
-
-    The layer must draw no random numbers; this decoder has no dropout.
-    """
+    """Return a layer's output and keep its inputs alone: the backward pass computes the layer again."""
     return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)

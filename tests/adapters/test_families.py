@@ -70,12 +70,10 @@ def outcome(model):
 
 def test_a_soft_cap_that_the_attention_function_drops_is_refused():
     """As transformers up to some 5.1x lets Gemma 2 attend by SDPA."""
-    model, expected = make("gemma2"), outcome(make("gemma2"))
+    model = make("gemma2")
     model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(UnsupportedError, match=r"soft caps.*'eager'"):
+    with pytest.raises(UnsupportedError, match="one of eager, flex_attention"):
         saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3))
-    adapter_for(model).apply_caps()
-    assert all(map(torch.equal, outcome(model), expected))
 
 
 def test_biases_leave_with_the_rows_of_their_heads():
