@@ -8,7 +8,10 @@ from saf.heads import HeadSet
 from saf.models.adapter import adapter_for, rows_of
 from saf.targets import dense_pattern
 
-transformers = pytest.importorskip("transformers")
+try:
+    import transformers
+except ModuleNotFoundError:  # tests of models of transformers skip then
+    transformers = None  # type: ignore[assignment]
 
 LENGTH, VOCAB = 32, 61
 SIZES = {
@@ -46,11 +49,16 @@ FAMILIES = {
 }
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 """Where they are not called as the others are."""
+FROZEN = HeadSet([(0, 1), (1, 0), (1, 1), *((2, head) for head in range(4))])
+"""Of grouped queries in layer 0 one head, which leaves groups uneven, in 1 the first group, in 2 all."""
+NEW = 7
+"""Tokens that `generate` adds."""
 HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (2, 3)])
 """In layer 1 the whole first group of two."""
 
 
 def make(family: str, **changes):
+    pytest.importorskip("transformers")
     name, more = FAMILIES[family]
     of_config, of_model = CLASSES.get(name, (f"{name}Config", f"{name}ForCausalLM"))
     config = getattr(transformers, of_config)(**(SIZES | more | changes))
@@ -80,3 +88,10 @@ def freeze(model, heads: HeadSet = HEADS, **options):
     patterns = dense_pattern(saf.calibrate(model, [tokens()], collect=("mean",)), heads, "mean", dtype=torch.float32)
     saf.install_(model, heads, [patterns[number] for number in range(len(heads))], **options)
     return dict(zip(heads, patterns.weights, strict=True))
+
+
+def generate(model, ids, mask, **options):
+    """Tokens of `model.generate`; padding is told by its token where a helping model generates."""
+    torch.manual_seed(11)
+    settings = {"max_new_tokens": NEW, "eos_token_id": None, "suppress_tokens": [0]}
+    return model.generate(ids, attention_mask=mask, **settings | options)

@@ -1,4 +1,4 @@
-"""Every family of transformers that can be frozen."""
+"""Families of transformers that can be frozen, and a frozen model."""
 
 import pytest
 import torch
@@ -6,20 +6,24 @@ import torch
 import saf
 from saf.bench.models import synthetic_patterns
 from saf.patterns import DensePattern
-from tests.adapters.generated import FROZEN
+from tests.transformers_models import FAMILIES, FROZEN, LENGTH, make
 
 
-@pytest.fixture(params=["qwen3", "qwen2", "llama", "llama-grouped", "mistral", "gpt2", "phi3", "gemma2", "gemma3"])
+@pytest.fixture(params=FAMILIES)
 def family(request):
     """Name of a family, grouped queries or not."""
+    return request.param
+
+
+@pytest.fixture(params=["qwen3", "llama", "gpt2", "phi3", "gemma3"])
+def shape(request):
+    """A family of each shape: separate and fused projections, grouped queries or not, windows."""
     return request.param
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def frozen(request):
     """A frozen model, of one KV head each or grouped, with its family's name; of its patterns one is dense."""
-    from tests.transformers_models import LENGTH, make  # which skips where transformers is not installed
-
     model = make(request.param)
     drawn = torch.Generator().manual_seed(4)
     compact = synthetic_patterns(len(FROZEN) - 1, LENGTH, drawn)

@@ -39,8 +39,8 @@ def windowless(family, **changes):
 
 
 @pytest.mark.parametrize("operation", ["freeze", "prune"])
-def test_each_document_is_computed_as_it_is_alone(family, operation):
-    model = windowless(family)
+def test_each_document_is_computed_as_it_is_alone(shape, operation):
+    model = windowless(shape)
     if operation == "freeze":
         freeze(model, WHOLE_LAYER)
     else:
@@ -52,9 +52,9 @@ def test_each_document_is_computed_as_it_is_alone(family, operation):
             torch.testing.assert_close(logits, alone(model, ids, sizes), **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_gradients_are_those_of_the_documents_alone(family):
-    model, (ids, positions) = windowless(family), packed()
+@pytest.mark.parametrize("shape", ["qwen3", "gpt2"])
+def test_gradients_are_those_of_the_documents_alone(shape):
+    model, (ids, positions) = windowless(shape), packed()
     freeze(model, WHOLE_LAYER)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
     expected = torch.autograd.grad(alone(model, ids).square().sum(), weights, allow_unused=True)
@@ -67,15 +67,15 @@ def test_gradients_are_those_of_the_documents_alone(family):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "mistral"])
-def test_documents_longer_than_a_window_are_refused(family):
+@pytest.mark.parametrize("shape", ["gemma2", "gemma3", "mistral"])
+def test_documents_longer_than_a_window_are_refused(shape):
     ids, positions = packed()
-    model = make(family, sliding_window=8)
-    (saf.prune_ if family == "mistral" else freeze)(model, HeadSet([(0, 1)]))
+    model = make(shape, sliding_window=8)
+    (saf.prune_ if shape == "mistral" else freeze)(model, HeadSet([(0, 1)]))
     with pytest.raises(UnsupportedError, match="sliding window"):
         model(ids, position_ids=positions, use_cache=False)
-    if family != "mistral":  # a window that no layer has refuses none
-        free = windowless(family, sliding_window=8, layer_types=["full_attention"] * 4)
+    if shape != "mistral":  # a window that no layer has refuses none
+        free = windowless(shape, sliding_window=8, layer_types=["full_attention"] * 4)
         freeze(free, HEADS)
         expected = alone(free, ids)
         torch.testing.assert_close(free(ids, position_ids=positions, use_cache=False).logits, expected, **CLOSE)
@@ -83,8 +83,8 @@ def test_documents_longer_than_a_window_are_refused(family):
     assert model(ids[:, :LENGTH], position_ids=torch.arange(LENGTH)[None], use_cache=False).logits.isfinite().all()
 
 
-def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(family):
-    model, (ids, positions) = make(family), packed()
+def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(shape):
+    model, (ids, positions) = make(shape), packed()
     freeze(model)
     reached = []
     adapter_for(model).sites()[0].attention.register_forward_hook(lambda *_: reached.append(1))
@@ -101,5 +101,5 @@ def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(fam
     whole = torch.tensor([0, 20, 20, 20])  # documents without a token are none
     assert model(ids[:1, :20], cu_seq_lens_q=whole, use_cache=False).logits.numel()
     apart = torch.cat([torch.arange(4), torch.arange(5), torch.arange(11)])[None]
-    if not family.startswith("gemma"):
+    if not shape.startswith("gemma"):
         assert model(ids[:1, :20], position_ids=apart, cu_seq_lens_q=boundaries, use_cache=False).logits.numel()

@@ -17,8 +17,8 @@ EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
 
 
 @pytest.mark.parametrize("heads", [WHOLE, EVERY], ids=["two", "all"])
-def test_they_mix_values_by_their_patterns(family, heads):
-    model = make(family).double()
+def test_they_mix_values_by_their_patterns(shape, heads):
+    model = make(shape).double()
     untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     patterns = freeze(model, heads)
     ids = tokens(2, LENGTH - 5, seed=2)
@@ -33,8 +33,8 @@ def test_they_mix_values_by_their_patterns(family, heads):
         torch.testing.assert_close(twin(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_cache_holds_their_values_alone_and_changes_nothing(family):
-    model, ids = make(family).double(), tokens(2, 12, seed=3)
+def test_a_cache_holds_their_values_alone_and_changes_nothing(shape):
+    model, ids = make(shape).double(), tokens(2, 12, seed=3)
     freeze(model, WHOLE)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -54,9 +54,9 @@ def test_a_cache_holds_their_values_alone_and_changes_nothing(family):
     assert torch.equal(whole, beside[:, 4:])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
-def test_they_train_and_come_back_as_they_were(family):
-    model, ids = make(family).double().train(), tokens(4, seed=5)
+@pytest.mark.parametrize("shape", ["qwen3", "gpt2", "gemma2"])
+def test_they_train_and_come_back_as_they_were(shape):
+    model, ids = make(shape).double().train(), tokens(4, seed=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
 
     def update():

@@ -14,8 +14,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
 from saf.models.adapter import adapter_for
-from tests.adapters.generated import FROZEN, NEW, generate
-from tests.transformers_models import LENGTH, SIZES, freeze, make, tokens
+from tests.transformers_models import FROZEN, LENGTH, NEW, SIZES, freeze, generate, make, tokens
 
 HEAD_DIMS = {"llama": SIZES["hidden_size"] // 4, "qwen3": 16}
 
@@ -60,12 +59,10 @@ def test_tokens_in_every_cache_are_those_of_passes_without_one(frozen, padded, m
         assert torch.equal(generate(model, *padded, cache_implementation=kind, **MODES[mode]), expected), kind
 
 
-@pytest.mark.parametrize("mode", ["sampled", "beams"])
-def test_tokens_of_every_family_are_those_of_passes_without_a_cache(family, padded, mode):
-    model = make(family)
-    freeze(model)
-    expected = generate(model, *padded, use_cache=False, **MODES[mode])
-    assert torch.equal(generate(model, *padded, **MODES[mode]), expected)
+def test_tokens_of_every_family_are_those_of_passes_without_a_cache(family, padded):
+    freeze(model := make(family))
+    expected = generate(model, *padded, use_cache=False, **MODES["beams"])
+    assert torch.equal(generate(model, *padded, **MODES["beams"]), expected)
 
 
 @pytest.mark.parametrize("helper", ["model", "frozen model", "prompt"])
@@ -183,28 +180,6 @@ def test_steps_of_one_token_compile_once_and_whole(padded):
     assert torch.equal(found, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
-
-
-def test_keys_and_values_of_a_step_are_read_where_they_lie(frozen):
-    """No tensor as large as a layer's cache is made while one token is computed."""
-    _, model = frozen
-    length, made = LENGTH, []
-    cache = StaticCache(config=model.config, max_cache_len=length)
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.dim() == 4 and not function.is_view:
-                made.append((result.shape, str(function)))
-            return result
-
-    ids = tokens(1, 12, seed=9)
-    with torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        model(ids, past_key_values=cache)
-        with Sizes():
-            model(ids[:, :1], past_key_values=cache)
-    own = {(length, layer.keys.shape[-1]) for layer in cache.layers}
-    assert not [name for shape, name in made if tuple(shape[-2:]) in own and "index_copy" not in name]
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])

@@ -11,9 +11,8 @@ from saf.bench.models import synthetic_patterns
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
-from tests.adapters.generated import FROZEN, generate
 from tests.ops.exponential_patterns import exponential_patterns
-from tests.transformers_models import make, tokens
+from tests.transformers_models import FROZEN, generate, make, tokens
 
 PLACES, CHUNK = 260, 64
 

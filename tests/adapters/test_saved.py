@@ -16,17 +16,17 @@ from saf.models.adapter import adapter_for, rows_of
 from tests.transformers_models import freeze, make, tokens, transformers, weight_of
 
 
-def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
-    model, ids = make(family), tokens(2, seed=6)
+def test_a_sidecar_freezes_the_same_weights_alike(shape, tmp_path):
+    model, ids = make(shape), tokens(2, seed=6)
     freeze(model)
     saf.save(model, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fresh = saf.load(make(family), tmp_path)
+        fresh = saf.load(make(shape), tmp_path)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         assert torch.equal(fresh(ids, use_cache=False).logits, expected)
-        other = make(family)
+        other = make(shape)
         for parameter in other.parameters():
             parameter.mul_(1.5)
         with pytest.warns(UserWarning, match="weights differ .*layer 0"):
@@ -36,14 +36,14 @@ def test_a_sidecar_freezes_the_same_weights_alike(family, tmp_path):
     # Undoing gives back what was frozen, whatever the model had that it was loaded into.
     for one in (fresh, other):
         saf.uninstall_(one)
-        assert all(map(torch.equal, one.parameters(), make(family).parameters()))
+        assert all(map(torch.equal, one.parameters(), make(shape).parameters()))
 
 
-def test_another_rotation_is_told(family, tmp_path):
-    model, other = make(family), make(family)
+def test_another_rotation_is_told(shape, tmp_path):
+    model, other = make(shape), make(shape)
     freeze(model)
     saf.save(model, tmp_path)
-    if family == "gpt2":
+    if shape == "gpt2":
         other.config.scale_attn_by_inverse_layer_idx = True
     else:
         other.config.rope_parameters = dict(other.config.rope_parameters, rope_theta=5e5)
@@ -60,8 +60,7 @@ def test_what_was_final_when_it_was_saved_cannot_be_undone(tmp_path):
         saf.uninstall_(saf.load(make("qwen3"), tmp_path))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("role", ["query", "value", "output"])
+@pytest.mark.parametrize(("family", "role"), [("qwen3", "query"), ("gpt2", "value"), ("qwen3", "output")])
 def test_weights_trained_after_freezing_are_missed_by_name_until_they_are_loaded(role, family, tmp_path):
     model, ids = make(family, tie_word_embeddings=True), tokens(2, seed=6)
     freeze(model)
@@ -101,9 +100,9 @@ def test_a_sidecar_of_other_heads_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_weights_of_other_heads_are_refused_by_layer_and_heads(family, strict):
-    model, other, ordinary = make(family), make(family), make(family)
+@pytest.mark.parametrize("shape", ["qwen3", "gpt2"])
+def test_weights_of_other_heads_are_refused_by_layer_and_heads(shape, strict):
+    model, other, ordinary = make(shape), make(shape), make(shape)
     freeze(model)
     freeze(other, HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
     attention = adapter_for(model).sites()[0].attention
@@ -121,10 +120,10 @@ def test_weights_of_other_heads_are_refused_by_layer_and_heads(family, strict):
     ordinary.load_state_dict(model.state_dict())
 
 
-def test_a_pickled_model_attends_and_saves_in_another_process(family, monkeypatch):
+def test_a_pickled_model_attends_and_saves_in_another_process(shape, monkeypatch):
     from saf.hf.attention import NAME, register
 
-    model, ids = make(family), tokens(2, seed=6)
+    model, ids = make(shape), tokens(2, seed=6)
     freeze(model)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
