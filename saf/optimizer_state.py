@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError, UnsupportedError, shown
 
 # --- moments that have a weight's rows
 
@@ -51,19 +51,18 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
             raise InputError(
                 "this optimizer does not hold the model's attention weights; pass the one that trains them"
             )
-        plain = (Tensor, nn.Parameter, type(parameter.data))
         for name, state in optimizer.state.get(parameter, {}).items():
             if state is None or isinstance(state, int | float | str):
                 continue
-            if type(state) not in plain:  # such as 8-bit moments, or a list of factors
+            plain = type(state) in (
+                Tensor,
+                nn.Parameter,
+                type(parameter.data),
+            )  # not 8-bit moments, or lists of factors
+            if not plain or (state.dim() > 0 and state.shape != parameter.shape):
                 raise UnsupportedError(
-                    f"{kind}'s {name!r} is a {type(state).__name__}; only plain tensors can be carried by heads: edit "
-                    "before its first step, or train with plain moments"
-                )
-            if state.dim() > 0 and state.shape != parameter.shape:
-                raise UnsupportedError(
-                    f"{kind}'s {name!r} has shape {tuple(state.shape)} for a weight {tuple(parameter.shape)}; only "
-                    "state of the weight's own shape can be carried by heads"
+                    f"{kind}'s {name!r} must be a plain tensor of its weight's shape {list(parameter.shape)} to be "
+                    f"carried by heads, got {shown(state)}; edit before its first step, or train with plain moments"
                 )
 
 

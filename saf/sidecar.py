@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from saf.checkpoint import find_checkpoint, open_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.frozen_state import SCHEMA as HEADS_SCHEMA
 from saf.frozen_state import apply_, load_weights_, restore_
@@ -71,8 +72,6 @@ def load(
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError for a model without a folder, or a run without a checkpoint.
     """
-    from saf.checkpoint import find_checkpoint, open_checkpoint
-
     model = model_or_folder if isinstance(model_or_folder, nn.Module) else None
     source = model_or_folder if folder is None else folder
     if isinstance(source, nn.Module) or (model is None) != (folder is None):
@@ -94,8 +93,10 @@ def load(
                 f"{source} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
                 f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
             )
-        config = GPTConfig.from_dict(_read_shape(source / CONFIG))
-        model = GPT.skip_init(config, torch.get_default_device())
+        record = read_json(source / CONFIG, error=CheckpointError)
+        if (schema := record.get("schema")) != SCHEMA:
+            raise CheckpointError(f"{source / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
+        model = GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())
     tensors = read_tensors(source / TENSORS, error=CheckpointError)
     if not adapter_for(model).saves_weights:
         apply_(model, state, tensors, backend=backend)
@@ -111,14 +112,6 @@ def load(
     restore_(model, state, tensors, backend=backend)
     load_weights_(model, weights, source)
     return model
-
-
-def _read_shape(path: Path) -> dict[str, Any]:
-    """Return the shape of a model in config.json."""
-    record = read_json(path, error=CheckpointError)
-    if record.get("schema") != SCHEMA or not isinstance(record.get("model"), dict):
-        raise CheckpointError(f"{path} has schema {record.get('schema')!r}; expected {SCHEMA!r}, and a model in it")
-    return record["model"]
 
 
 def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
@@ -139,8 +132,6 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
             f"{folder / STATE}: expected frozen heads of schema {HEADS_SCHEMA!r}; got {state.get('schema')!r}"
         )
     sums = state.get("sha256", {})
-    if not isinstance(sums, dict):
-        raise CheckpointError(f"{folder / STATE} is damaged: sha256 must name files and their sums")
     for name, expected in sums.items():
         check_file(folder / name, sha256=expected, error=CheckpointError)
     return sums
@@ -148,14 +139,6 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
 
 def _check_free(folder: Path) -> None:
     """Raise InputError when writing a whole model would overwrite files of another origin."""
-    for name in (CONFIG, "manifest.json"):
-        path = folder / name
-        if path.is_file() and not (name == CONFIG and _is_own(path)):
+    for path in (folder / CONFIG, folder / "manifest.json"):
+        if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
             raise InputError(f"{path} was not written by saf.save; choose another folder")
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return read_json(path).get("schema") == SCHEMA
-    except InputError:
-        return False

@@ -84,7 +84,6 @@ def test_a_folder_of_something_else_is_left_as_it_is(name, tmp_path):
     ("change", "message"),
     [
         (lambda state: [], "must hold a JSON object; got list"),
-        (lambda state: state | {"sha256": None}, "sha256 must name files"),
         (lambda state: state | {"schema": None}, "expected frozen heads of schema"),
         (lambda state: state | {"layers": [{}, {}]}, "is damaged: layers must have"),
         # As saved beside a model of transformers.

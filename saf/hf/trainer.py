@@ -253,13 +253,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         counts = {f"{kind}_heads": len(adapter_for(run.model).heads(kind)) for kind in EDITED}
         measured = {} if math.isnan(before) else {"heldout_loss_before": before, "heldout_loss_after": after}
         self.trainer.log({**{kind: count for kind, count in counts.items() if count}, **measured})
-        return Outcome(
-            number=number,
-            heads=change.heads,
-            lowest_score=change.lowest_score,
-            deferred=change.deferred,
-            **losses,
-        )
+        return change.outcome(number, **losses)
 
     def _check_trainer(self, args: Any, updates: int) -> None:
         """Raise InputError or UnsupportedError for arguments under which heads cannot be edited or chosen."""

@@ -19,7 +19,7 @@ from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import STATE_AFTER, EventRecord
-from saf.schedules import Event, Freeze, OneTime, Proposer, Prune, Schedule, Undo, setting_of_moment
+from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo, setting_of_moment
 from saf.scores import HOW_TO_COLLECT, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -49,9 +49,6 @@ class TrainerLike(Protocol):
     def config(self) -> EventSettings: ...
 
     @property
-    def update(self) -> int: ...
-
-    @property
     def events(self) -> list[EventRecord]: ...
 
     @property
@@ -64,7 +61,7 @@ class TrainerLike(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The outcome of an event, as it is recorded."""
+    """What an event did to the heads, for its record and for the schedule."""
 
     heads: HeadSet
     """The heads that it froze, pruned, or made live again."""
@@ -79,6 +76,11 @@ class Change:
     values: dict[str, Any] = field(default_factory=dict)
     """Entries of its kind in the line of events.jsonl."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def outcome(self, number: int, *, loss_before: float, loss_after: float) -> Outcome:
+        """Return what the schedule hears of it, with its number in the run and the losses around it."""
+        chosen = {"lowest_score": self.lowest_score, "deferred": self.deferred}
+        return Outcome(number=number, heads=self.heads, loss_before=loss_before, loss_after=loss_after, **chosen)
 
 
 def resolve_event(event: Event, config: EventSettings) -> Event:

@@ -154,9 +154,7 @@ def _apply_event_(run: Run, event: Event) -> Outcome:
         values = {**losses, "seconds": change.seconds, **change.values}
         number = run.record_event(event, change.heads, values, change.tensors)
     run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
-    return Outcome(
-        number=number, heads=change.heads, lowest_score=change.lowest_score, deferred=change.deferred, **losses
-    )
+    return change.outcome(number, loss_before=before, loss_after=after)
 
 
 # --- signals

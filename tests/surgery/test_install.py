@@ -173,7 +173,7 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     for heads, fixed, options, message in requests:
         with pytest.raises(InputError, match=message):
             install_(model, heads, fixed, **options)
-    with pytest.raises(UnsupportedError, match="only state of the weight's own shape"):
+    with pytest.raises(UnsupportedError, match="must be a plain tensor of its weight's shape"):
         install_(model, SOME, patterns(6), optimizer=broken(trainer))
     with pytest.raises(InputError, match="not frozen"):
         uninstall_(model, HeadSet([(0, 0)]))
