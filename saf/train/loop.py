@@ -41,8 +41,7 @@ from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
 from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
-from saf.train.result import finish, report_between
-from saf.train.run import Elapsed, Run, RunLog
+from saf.train.run import Elapsed, Run, RunLog, finish, report_between
 from saf.train.step import (
     CERTAIN_SHARE,
     FEW,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import saf.train.loop
-import saf.train.result
 from saf.errors import DataError, DivergenceError, InputError, UnsupportedError
 from saf.evaluate.compare import differences
 from saf.evaluate.perplexity import read_evaluation
@@ -359,7 +358,7 @@ def test_a_full_disk_for_logs_or_result_keeps_the_checkpoints(settings, monkeypa
             pretrain(settings("logs"))
     assert latest(f"{settings('logs').out}/checkpoints").name == "step-6"
     with monkeypatch.context() as patch:
-        patch.setattr(saf.train.result, "write_json", full)
+        patch.setattr(saf.train.run, "write_json", full)
         with pytest.raises(OSError, match="No space left"):
             pretrain(settings("result"))
     assert pretrain(settings("result"), resume=True)["updates"] == 12
