@@ -50,7 +50,7 @@ from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
 from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
-from saf.selection import Chooser, chooser, ranking, select
+from saf.selection import Chooser, ranking, select
 from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
@@ -311,19 +311,19 @@ def head_order(
     ranked = scores[config.score]
     limits: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1}
     if config.heads is not None:
-        return chooser(ranked, count=len(config.heads), only=config.heads, **limits)
+        return Chooser(ranked, count=len(config.heads), only=config.heads, **limits)
     too_high = [] if config.below is None else (ranked >= config.below).nonzero().tolist()
     options: dict[str, Any] = {"only": config.only, "exclude": {*config.exclude, *map(tuple, too_high)}, **limits}
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
     if config.jointly:
         total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
     if config.match_heads is not None:
-        order = chooser(ranked, match=config.match_heads, **options)
+        order = Chooser(ranked, match=config.match_heads, **options)
     elif config.match is not None:
         matched = select(scores[config.match], **total, **{**options, "exclude": config.exclude})
-        order = chooser(ranked, match=matched, **options)
+        order = Chooser(ranked, match=matched, **options)
     else:
-        order = chooser(ranked, **total, max_per_layer=config.max_per_layer, **options)
+        order = Chooser(ranked, **total, max_per_layer=config.max_per_layer, **options)
     lowest = ranking(ranked, config.exclude, only=config.only)[:1]
     if config.below is not None and order.is_empty and lowest and not allow_empty:
         unit = "KV group" if config.whole_groups else "head"

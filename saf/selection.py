@@ -17,9 +17,9 @@ Limits = int | Mapping[int, int]
 def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> HeadSet:
     """Choose the heads with the lowest scores, ties by layer and head. Sets of growing rates are nested.
 
-    Takes the arguments of `chooser`. Raises SelectionError where too few heads can be chosen under its conditions.
+    Takes the arguments of `Chooser`. Raises SelectionError where too few heads can be chosen under its conditions.
     """
-    choose = chooser(scores, rate, **conditions)
+    choose = Chooser(scores, rate, **conditions)
     for unit in choose.propose():
         choose.accept(unit)
     if not choose.attained(len(choose)):
@@ -30,18 +30,11 @@ def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> Head
     return HeadSet(choose)
 
 
-def chooser(
-    scores: Tensor,
-    rate: float | None = None,
-    *,
-    count: int | None = None,
-    exclude: Iterable[Head] = (),
-    only: Iterable[Head] | None = None,
-    max_per_layer: Limits | None = None,
-    match: Iterable[Head] | None = None,
-    group_size: int = 1,
-) -> "Chooser":
-    """Return the `Chooser` of a number of heads under conditions.
+class Chooser:
+    """Propose units in order while a total and limits by layer allow; a rejected one makes room for the next.
+
+    Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
+    disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
 
     Args:
         scores: `[L, H]`, NaN for heads that cannot be chosen.
@@ -57,83 +50,36 @@ def chooser(
     Raises InputError unless exactly one of rate, count and match is set, and for heads that do not exist or groups that
     do not divide.
     """
-    if sum(each is not None for each in (rate, count, match)) != 1:
-        raise InputError("pass either rate or count, or a set of heads to match by layer")
-    if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
-        raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
-    if match is not None:
-        if max_per_layer is not None:
-            raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
-        matched = existing(scores, match)
-        max_per_layer = {layer: sum(at == layer for at, _ in matched) for layer in range(len(scores))}
-        count = len(matched)
-    total = budget(rate or 0.0, scores.numel()) if count is None else count
-    if total < 0:
-        raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
-    order = _units(scores, ranking(scores, exclude, only=only), group_size)
-    # A matched set has the same number of heads in every layer; any other may end short of a whole group.
-    return Chooser(order, total, _limits(scores, max_per_layer), group_size if match is None else 1)
 
-
-def budget(rate: float, num_heads: int) -> int:
-    """Return the number of heads k = round(rate * heads), halves to even."""
-    if not 0 <= rate <= 1:
-        raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
-    return round(rate * num_heads)  # Eq. (S.5)
-
-
-def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head] | None = None) -> list[Head]:
-    """List `(layer, head)` by ascending score, ties by layer and head, without NaN scores and `exclude`."""
-    excluded, allowed = existing(scores, exclude), None if only is None else existing(scores, only)
-    heads = [
-        (value, layer, head)
-        for layer, row in enumerate(scores.tolist())
-        for head, value in enumerate(row)
-        if value == value and (layer, head) not in excluded and (allowed is None or (layer, head) in allowed)
-    ]
-    return [(layer, head) for _, layer, head in sorted(heads)]
-
-
-def _units(scores: Tensor, order: Sequence[Head], group_size: int) -> list[Unit]:
-    """Return ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
-
-    Groups come by ascending mean of their live heads' scores, ties by layer and head. A group with a live head that is
-    missing from `order` is left out.
-    """
-    if group_size < 1 or scores.shape[1] % group_size:
-        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
-    if group_size == 1:
-        return [(head,) for head in order]
-    eligible, groups = set(order), []
-    for layer in range(scores.shape[0]):
-        for first in range(0, scores.shape[1], group_size):
-            unit = [(layer, head) for head in range(first, first + group_size) if not scores[layer, head].isnan()]
-            if unit and eligible.issuperset(unit):
-                groups.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
-    return [unit for _, unit in sorted(groups)]
-
-
-def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
-    """Return the heads as a set; raise InputError for one outside of `scores [L, H]`."""
-    named = head_pairs(heads)
-    layers, width = scores.shape
-    if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
-        raise InputError(f"heads must exist, in {layers} layers of {width} heads; got {strange}")
-    return set(HeadSet(named))
-
-
-class Chooser:
-    """Propose units in order while a total and limits by layer allow; a rejected one makes room for the next.
-
-    Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
-    disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
-    """
-
-    def __init__(self, order: Sequence[Unit], total: int, limits: Sequence[int], group_size: int = 1):
-        self.total = total
-        self._group_size = group_size
-        self._waiting = list(order)
-        self._limits = limits
+    def __init__(
+        self,
+        scores: Tensor,
+        rate: float | None = None,
+        *,
+        count: int | None = None,
+        exclude: Iterable[Head] = (),
+        only: Iterable[Head] | None = None,
+        max_per_layer: Limits | None = None,
+        match: Iterable[Head] | None = None,
+        group_size: int = 1,
+    ):
+        if sum(each is not None for each in (rate, count, match)) != 1:
+            raise InputError("pass either rate or count, or a set of heads to match by layer")
+        if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
+            raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
+        if match is not None:
+            if max_per_layer is not None:
+                raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
+            matched = existing(scores, match)
+            max_per_layer = {layer: sum(at == layer for at, _ in matched) for layer in range(len(scores))}
+            count = len(matched)
+        self.total = budget(rate or 0.0, scores.numel()) if count is None else count
+        if self.total < 0:
+            raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
+        # A matched set has the same number of heads in every layer; any other may end short of a whole group.
+        self._group_size = group_size if match is None else 1
+        self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
+        self._limits = _limits(scores, max_per_layer)
         self._chosen: list[Head] = []
 
     def propose(self) -> list[Unit]:
@@ -170,6 +116,53 @@ class Chooser:
 
     def __len__(self) -> int:
         return len(self._chosen)
+
+
+def budget(rate: float, num_heads: int) -> int:
+    """Return the number of heads k = round(rate * heads), halves to even."""
+    if not 0 <= rate <= 1:
+        raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
+    return round(rate * num_heads)  # Eq. (S.5)
+
+
+def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head] | None = None) -> list[Head]:
+    """List `(layer, head)` by ascending score, ties by layer and head, without NaN scores and `exclude`."""
+    excluded, allowed = existing(scores, exclude), None if only is None else existing(scores, only)
+    heads = [
+        (value, layer, head)
+        for layer, row in enumerate(scores.tolist())
+        for head, value in enumerate(row)
+        if value == value and (layer, head) not in excluded and (allowed is None or (layer, head) in allowed)
+    ]
+    return [(layer, head) for _, layer, head in sorted(heads)]
+
+
+def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
+    """Return the heads as a set; raise InputError for one outside of `scores [L, H]`."""
+    named = head_pairs(heads)
+    layers, width = scores.shape
+    if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
+        raise InputError(f"heads must exist, in {layers} layers of {width} heads; got {strange}")
+    return set(HeadSet(named))
+
+
+def _units(scores: Tensor, order: Sequence[Head], group_size: int) -> list[Unit]:
+    """Return ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
+
+    Groups come by ascending mean of their live heads' scores, ties by layer and head. A group with a live head that is
+    missing from `order` is left out.
+    """
+    if group_size < 1 or scores.shape[1] % group_size:
+        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
+    if group_size == 1:
+        return [(head,) for head in order]
+    eligible, groups = set(order), []
+    for layer in range(scores.shape[0]):
+        for first in range(0, scores.shape[1], group_size):
+            unit = [(layer, head) for head in range(first, first + group_size) if not scores[layer, head].isnan()]
+            if unit and eligible.issuperset(unit):
+                groups.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
+    return [unit for _, unit in sorted(groups)]
 
 
 def _limits(scores: Tensor, most: Limits | None) -> list[int]:

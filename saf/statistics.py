@@ -58,7 +58,7 @@ class AttentionStatistics:
     """SHA-256 of the calibration tokens."""
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. Then a row's mean and
-    variance are over the sequences that reach it, see `row_counts`; `variance` and `forward_kl` average the rows that
+    variance are over the sequences that reach it; `variance` and `forward_kl` average the rows that
     two or more reach, the others all rows of the mean pattern alike."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
@@ -87,12 +87,6 @@ class AttentionStatistics:
         collected = f", with {', '.join(self.collected)}" if self.collected else ""
         measured = sequences_in_words(self.num_sequences, self.length, self.lengths)
         return f"AttentionStatistics({layers} x {heads} heads, {measured}{collected})"
-
-    @property
-    def row_counts(self) -> Tensor:
-        """Number of sequences that reach each row, int64 `[T]`."""
-        reached = torch.tensor(self.lengths or (self.length,) * self.num_sequences)
-        return (reached[:, None] > torch.arange(self.length)).sum(0)
 
     @property
     def measured(self) -> Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, SelectionError
 from saf.heads import HeadLayout, HeadSet
-from saf.selection import budget, chooser, ranking, select
+from saf.selection import Chooser, budget, ranking, select
 
 SCORES = torch.tensor([[3.0, 1.0, torch.nan], [1.0, 0.5, 9.0]])
 ROWS = torch.arange(12.0).view(3, 4)
@@ -84,7 +84,7 @@ def test_choosing_in_batches_is_choosing_one_by_one(seed, total, cap):
         fitting = sum(layer == head[0] for layer, _ in one_by_one) < cap and fits[head]
         if len(one_by_one) < total and fitting:
             one_by_one.append(head)
-    choose = chooser(scores, count=total, max_per_layer=cap)
+    choose = Chooser(scores, count=total, max_per_layer=cap)
     while proposed := choose.propose():
         for unit in proposed:
             if fits[unit[0]]:
