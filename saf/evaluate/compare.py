@@ -141,13 +141,8 @@ def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     if others := [name for name in _QUERIES if left.get(name) != right.get(name)]:
         words = "; ".join(f"mqar.{name} is {left.get(name)!r} and {right.get(name)!r}" for name in others)
         raise CompareError(f"the runs were tested on different queries ({words}); test both on the same")
-    first, second = read_recall(ordinary), read_recall(frozen)
-    tests = {update: paired_tests(first[update], second[update]) for update in first.keys() & second}
-    return {
-        "tests": tests.pop(None),
-        "reports": {str(update): tests[update] for update in sorted(tests, key=lambda each: each or 0)},
-        "not_learnt": gate_problem(ordinary.finished_result()["recall"]),
-    }
+    problem = gate_problem(ordinary.finished_result()["recall"])
+    return {"tests": paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
 
 
 def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> list[Record]:

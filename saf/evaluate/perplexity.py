@@ -57,14 +57,11 @@ def evaluate_perplexity(
         bos: The token that every window begins with, before its `length` targets; None for none.
         out: Folder for the files `FILES`; nothing is written when None.
         tokens: Whether to write every token's log-probability, or the losses of windows alone.
-        checkpoints: Hashes by role for the record's header: of the model, and of its origin ("parent",
-            "parent of parent").
+        checkpoints: Hashes for the record's header: of the model, and of its origin ("parent", "parent of parent").
         progress: Called with (windows done, windows) after each batch.
 
-    Raises:
-        InputError: A setting out of range, longer windows than the model takes, or "fp32" for narrower weights.
-        DataError: Less than one window of text, or token ids the model does not have.
-        DivergenceError: A log-probability that is not finite.
+    Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
+    token ids that the model does not have, DivergenceError for a log-probability that is not finite.
     """
     language, device = language_model(model), language_model(model).device
     length = _check_settings(language, data, length=length, batch_size=batch_size, bos=bos)

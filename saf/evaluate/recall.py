@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,22 +68,12 @@ def without_hits(test: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in test.items() if name != "hits"}
 
 
-def read_recall(run: RecordedRun) -> dict[int | None, list[dict[str, Any]]]:
-    """Read a run's tests with the hits of every example, by update, None for its end.
-
-    Raises InputError for a file that is missing, or of other answers than the result's.
-    """
-    result = run.finished_result()
-    reports: dict[int | None, tuple[Path, Mapping[str, Any]]] = {None: (run.folder, result)}
-    for update, report in result["reports"].items():
-        if int(update) != result["updates"]:
-            reports[int(update)] = (run.folder / "reports" / f"update-{update}", report)
-    answers: dict[int | None, list[dict[str, Any]]] = {}
-    for update, (folder, report) in reports.items():
-        answers[update] = read_json(folder / RECALL)["tests"]
-        if list(map(without_hits, answers[update])) != report["recall"]["tests"]:
-            raise InputError(f"{folder / RECALL} holds other answers than result.json; restore it")
-    return answers
+def read_recall(run: RecordedRun) -> list[dict[str, Any]]:
+    """Read a finished run's tests with the hits of every example; InputError for other answers than the result's."""
+    tests = read_json(run.folder / RECALL)["tests"]
+    if list(map(without_hits, tests)) != run.finished_result()["recall"]["tests"]:
+        raise InputError(f"{run.folder / RECALL} holds other answers than result.json; restore it")
+    return tests
 
 
 def gate_problem(recall: Mapping[str, Any]) -> str | None:

@@ -46,19 +46,13 @@ def recall_tables(result: Record) -> list[Table]:
     ]
     tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
     if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
-        tables.append(_by_updates("queries answered, %, by updates", reports, lambda test: f"{_share(test):.2f}"))
+        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
+        rows = [
+            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
+            for each in zip(*reports.values(), strict=True)
+        ]
+        tables.append(Table.of("queries answered, %, by updates", columns, rows))
     return tables
-
-
-def _share(test: Record) -> float:
-    return 100 * test["accuracy"]
-
-
-def _by_updates(title: str, reports: Mapping[str, Sequence[Record]], show: Any) -> Table:
-    columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
-    tests = zip(*reports.values(), strict=True)
-    rows = [[f"{each[0]['length']:,} / {each[0]['pairs']}", *map(show, each)] for each in tests]
-    return Table.of(title, columns, rows)
 
 
 def zero_shot_tables(record: Record) -> list[Table]:
@@ -149,7 +143,7 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
         case "answers_comparison":
             return [_answers_table(record)]
         case "recall_comparison":
-            return _recall_pair_tables(record)
+            return [_recall_pair_table(record)]
         case "zero_shot_comparison":
             return _zero_shot_pair_tables(record)
     if ordinary is None or frozen is None:
@@ -204,7 +198,7 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{choice}: {counts[choice]:,}" for choice in sorted(counts, key=int))
 
 
-def _recall_pair_tables(record: Record) -> list[Table]:
+def _recall_pair_table(record: Record) -> Table:
     rows = []
     for test in record["tests"]:
         shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
@@ -213,10 +207,7 @@ def _recall_pair_tables(record: Record) -> list[Table]:
     columns = ("tokens", "pairs", "queries", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "better / worse")
     problem = [f"{ORDINARY}: {record['not_learnt']}."] if record["not_learnt"] else []
     notes = [_where(record), _ONE_SEED, *problem, *_differences(record)]
-    tables = [Table.of("Queries of recall that two runs answer", columns, rows, notes)]
-    if reports := record["reports"]:
-        tables.append(_by_updates("Change of queries answered in between, points (95%)", reports, _points))
-    return tables
+    return Table.of("Queries of recall that two runs answer", columns, rows, notes)
 
 
 def _zero_shot_pair_tables(record: Record) -> list[Table]:
