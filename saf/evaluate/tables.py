@@ -29,7 +29,10 @@ _TIMES = (
     "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
     "checkpoint that an arm continues from, warm without loading and compilation."
 )
-_ONE_SEED = "Intervals and p are over questions or examples of one pair of runs, not over seeds."
+_PAIRED = (
+    "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, of recall examples with more or fewer; "
+    "p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
+)
 _CLOCKS = ("everything", "warm")
 
 
@@ -72,16 +75,10 @@ def zero_shot_tables(record: Record) -> list[Table]:
 
 def _choice_counts(tasks: Mapping[str, Record], taken: Mapping[str, Mapping[str, Any]]) -> Table:
     """Tabulate how often each choice is right, and how often models take it: `taken` by model, then by task."""
-    rows = [
-        [
-            name,
-            *(
-                counts_text(counts, task["labels"])
-                for counts in (task["answers"], *(of[name] for of in taken.values()))
-            ),
-        ]
-        for name, task in tasks.items()
-    ]
+    rows = []
+    for name, task in tasks.items():
+        counts = (task["answers"], *(of[name] for of in taken.values()))
+        rows.append([name, *(counts_text(each, task["labels"]) for each in counts)])
     return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
 
 
@@ -141,92 +138,51 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
     """Tabulate the record of any comparison of two; runs of text add what they alone know."""
     match record["kind"]:
         case "answers_comparison":
-            return [_answers_table(record)]
-        case "recall_comparison":
-            return [_recall_pair_table(record)]
+            return _accuracy_tables(record, {"all": {**record, "labels": ()}})
         case "zero_shot_comparison":
-            return _zero_shot_pair_tables(record)
+            mean = f"Mean change {signed(100 * record['mean_difference'], 2, '')} points."
+            return _accuracy_tables(record, record["tasks"], mean)
+        case "recall_comparison":
+            tests = {f"{test['length']:,} tokens, {test['pairs']} pairs": test for test in record["tests"]}
+            return _accuracy_tables(record, tests, *filter(None, [record["not_learnt"]]))
     if ordinary is None or frozen is None:
-        return [_evaluations_table(record)]
-    runs = (ordinary, frozen)
-    table = arms_table(runs, _ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
+        windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
+        rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
+        return [Table.of("", ("", *_ARMS, "change"), rows, [*_where(record), windows, *model_notes(record)])]
+    table = arms_table((ordinary, frozen), _ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
     rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
-    return [Table.of("", ("", *_ARMS), [*rows], [_where(record), *table.notes])]
+    return [Table.of("", ("", *_ARMS), [*rows], [*_where(record), *table.notes])]
 
 
-def _pair(record: Record, rows: Sequence[Sequence[Any]], notes: Sequence[str]) -> Table:
-    heads = [heads_in_words(each) if any(each.values()) else "none" for each in record["heads_by_kind"]]
-    rows = [["heads frozen or pruned", *heads, None], *rows]
-    return Table.of("", ("", *_ARMS, "change"), rows, [_where(record), *notes]).used()
+def _accuracy_tables(record: Record, tests: Mapping[str, Record], *notes: str) -> list[Table]:
+    """Tabulate changes of accuracy, a row a task or test of recall, and how often each choice is taken."""
+    rows = []
+    for name, test in tests.items():
+        shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
+        gained, lost = (test[key] for key in (("gained", "lost") if "gained" in test else ("better", "worse")))
+        p_values = [f"{test[key]:.3g}" if key in test else None for key in ("p_value", "p_holm")]
+        count = test.get("questions", test.get("queries"))
+        rows.append([name, count, *shares, _points(test), f"{gained:,} / {lost:,}", *p_values])
+    columns = ("", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p", "Holm")
+    table = Table.of("Accuracy", columns, rows, [*_where(record), *notes, _PAIRED, *model_notes(record)]).used()
+    if not all("taken" in test for test in tests.values()):
+        return [table]
+    taken = {arm: {name: test["taken"][at] for name, test in tests.items()} for at, arm in enumerate(_ARMS)}
+    return [table, _choice_counts(tests, taken)]
 
 
-def _where(record: Record) -> str:
-    return f"{ORDINARY}: {record['ordinary']}; {FROZEN}: {record['frozen']}."
-
-
-def _evaluations_table(record: Record) -> Table:
-    rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
-    windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
-    return _pair(record, rows, [windows, *model_notes(record)])
+def _where(record: Record) -> list[str]:
+    heads = [heads_in_words(each) if any(each.values()) else "no" for each in record["heads_by_kind"]]
+    places = (record["ordinary"], record["frozen"])
+    return ["; ".join(f"{arm}: {place}, {count} heads" for arm, place, count in zip(_ARMS, places, heads, strict=True))]
 
 
 def model_notes(record: Record) -> list[str]:
-    """Say what a reader must know of the two models of a comparison of evaluations; nothing where all is well."""
-    lines, before = _differences(record), record["heads_by_kind"][0]
-    if any(before.values()):
-        lines.append(f"The first model has {heads_in_words(before)} heads already: their cost is not in the change.")
+    """Say what a reader must know of the two models of a comparison; nothing where all is well."""
+    lines = [f"Differs in more than the freezing: {line}." for line in record["differences"]]
+    if any(record["heads_by_kind"][0].values()):
+        lines.append("Heads that the first model has frozen or pruned already are not in the change.")
     return lines
-
-
-def _differences(record: Record) -> list[str]:
-    return [f"Differs in more than the freezing: {line}." for line in record["differences"]]
-
-
-def _answers_table(record: Record) -> Table:
-    taken, right = ([_counts(each) for each in counts] for counts in (record["taken"], [record["answers"]]))
-    rows = [
-        ["accuracy, %", *(f"{100 * share:.2f}" for share in record["accuracy"]), _points(record)],
-        ["right alone", record["lost"], record["gained"], f"p = {record['p_value']:.3g}"],
-        ["taken, by choice", *taken, f"right: {right[0]}"],
-        ["median update", *map(seconds, record["update_seconds"]), None],
-    ]
-    notes = [f"{record['questions']:,} questions; p is McNemar's, exact. {_ONE_SEED}", *_differences(record)]
-    return _pair(record, rows, notes)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{choice}: {counts[choice]:,}" for choice in sorted(counts, key=int))
-
-
-def _recall_pair_table(record: Record) -> Table:
-    rows = []
-    for test in record["tests"]:
-        shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
-        moved = f"{test['better']:,} / {test['worse']:,}"
-        rows.append([f"{test['length']:,}", test["pairs"], test["queries"], *shares, _points(test), moved])
-    columns = ("tokens", "pairs", "queries", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "better / worse")
-    problem = [f"{ORDINARY}: {record['not_learnt']}."] if record["not_learnt"] else []
-    notes = [_where(record), _ONE_SEED, *problem, *_differences(record)]
-    return Table.of("Queries of recall that two runs answer", columns, rows, notes)
-
-
-def _zero_shot_pair_tables(record: Record) -> list[Table]:
-    """Tabulate changes of accuracy by task, and how often each choice is taken."""
-    rows = []
-    for name, task in record["tasks"].items():
-        shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
-        p_values = [f"{task[key]:.3g}" for key in ("p_value", "p_holm")]
-        moved = f"{task['gained']:,} / {task['lost']:,}"
-        rows.append([name, task["questions"], *shares, _points(task), moved, *p_values])
-    mean = f"Mean change {signed(100 * record['mean_difference'], 2, '')} points."
-    notes = [f"{mean} p is McNemar's, exact, with Holm's correction over the tasks. {_ONE_SEED}", *model_notes(record)]
-    columns = ["task", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p"]
-    taken = {
-        model: {name: task["taken"][place] for name, task in record["tasks"].items()}
-        for place, model in enumerate(_ARMS)
-    }
-    table = Table.of("Zero-shot tasks, paired", [*columns, "Holm"], rows, notes)
-    return [table, _choice_counts(record["tasks"], taken)]
 
 
 # --- all arms of a page
