@@ -30,8 +30,8 @@ _TIMES = (
     "checkpoint that an arm continues from, warm without loading and compilation."
 )
 _PAIRED = (
-    "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, of recall examples with more or fewer; "
-    "p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
+    "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, or examples of recall with more or "
+    "fewer; p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
 )
 _CLOCKS = ("everything", "warm")
 
