@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError, shown
-from saf.ops.backend import Tables
 from saf.ops.backends import BACKENDS
 from saf.ops.decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
-from saf.ops.frozen_heads import FrozenHeads
+from saf.ops.frozen_heads import FrozenHeads, FrozenPart
 from saf.ops.fused.op import mix_few
 from saf.ops.heads import cached_order, even_queries, flat_heads, join_heads, live_keys, merge_slots, take_heads
-from saf.ops.linear.op import RecurrentState, mix_from_state
+from saf.ops.linear.op import RecurrentState
 from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
 from saf.ops.operator import has_tangent
 from saf.ops.positions import CachePosition, QueryRows, check_left_pad, unpadded
@@ -203,40 +202,49 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...]
 def _compute(call: Call) -> tuple[Tensor, ...]:
     """Return all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order."""
     frozen, count, length = call.frozen, call.query.shape[-2], call.value.shape[-2]
-    tables = None if frozen is None else frozen.tables(call.value.dtype)
-    if call.state is not None and tables is not None:
-        return _compute_from_state(call, tables)
-    if (heads := _flash_decode(call, tables)) is not None:
+    fixed = [] if frozen is None else frozen.parts(call.value.dtype)
+    if call.state is not None:
+        return _compute_from_state(call, fixed)
+    if (heads := _flash_decode(call, fixed)) is not None:
         return (heads,)
-    if frozen is None or tables is None:
+    if frozen is None:
         return (_live(call, call.value, call.live_slots),)
-    backend = BACKENDS[frozen.backend]
-    if call.live_slots and (heads := _in_one_launch(call, frozen, tables)) is not None:
+    if call.live_slots and fixed and (heads := _in_one_launch(call, frozen, fixed[0])) is not None:
         return (heads,)
     live_value, live_slots, value, slots = _values(call)
     live = (_live(call, live_value, live_slots),) if live_slots else ()
     # Few rows: weights are made and multiplied in plain PyTorch, which autograd differentiates. A whole product is cut
     # afterwards, and of padded rows it would have to move their values first.
     few = not call.whole and (call.left_pad is not None or count * WHOLE_SHARE <= length)
-    if call.cache_position is not None or (few and not backend.mixes_live and not frozen.trainable):
-        return (*live, backend.rows(value, slots, tables, call.rows))
-    mixed = _mix(value, slots, frozen, tables, call.left_pad)
+    if call.cache_position is not None or (few and not BACKENDS[frozen.backend].mixes_live and not frozen.trainable):
+        return (*live, merge_slots((part.slots, _rows(part, call, value, slots)) for part in fixed))
+    mixed = _mix(value, slots, frozen, fixed, call.left_pad)
     return (*live, mixed if call.whole else mixed[:, :, length - count :])
 
 
-def _compute_from_state(call: Call, tables: Tables) -> tuple[Tensor, ...]:
+def _compute_from_state(call: Call, fixed: Sequence[FrozenPart]) -> tuple[Tensor, ...]:
     """Return the heads of a layer whose heads with exponential patterns go on from a recurrent state."""
     assert call.state is not None
     if torch.is_grad_enabled() and call.state.value.requires_grad:
         raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
-    mixed = mix_from_state(call.state, call.value, call.frozen_slots, tables, call.rows, call.whole)
+    parts = []
+    for part in fixed:
+        if part.backend is BACKENDS["linear"]:
+            mixed = call.state.mix(part.tables, call.rows, call.whole)
+        elif call.whole:
+            read = tuple(call.frozen_slots[slot] for slot in part.slots)
+            mixed = part.backend.forward(call.value, read, part.tables, call.left_pad)
+        else:
+            mixed = _rows(part, call, call.value, call.frozen_slots)
+        parts.append((part.slots, mixed))
+    mixed = merge_slots(parts)
     if not call.live_slots:
         return (mixed,)
-    live = _flash_decode(call._replace(frozen_slots=()), tables)
+    live = _flash_decode(call._replace(frozen_slots=()), fixed)
     return (_live(call, call.value, call.live_slots) if live is None else live), mixed
 
 
-def _flash_decode(call: Call, tables: Tables | None) -> Tensor | None:
+def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     """Return all heads of few queries from the flash-decoding launch: where it is named, or can serve frozen heads.
 
     None where it is not taken. Raises UnsupportedError where it is named and cannot run: a setting without effect would
@@ -247,7 +255,9 @@ def _flash_decode(call: Call, tables: Tables | None) -> Tensor | None:
         return None
     if call.query.shape[-2] * group > MOST_ROWS >= group:  # not few
         return None
-    tables = {} if tables is None or (call.frozen and call.frozen.trainable) else tables
+    # One backend's tables serve the launch, which knows no trained patterns.
+    serves = fixed and not (call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)))
+    tables = fixed[0].tables if serves else {}
     args = call.query, call.key, call.value, call.live_slots, call.frozen_slots, tables
     if reason := unsupported_reason(*args):
         if named:
@@ -256,13 +266,13 @@ def _flash_decode(call: Call, tables: Tables | None) -> Tensor | None:
     return flash_decode(*args, call.rows, call.scale)
 
 
-def _in_one_launch(call: Call, frozen: FrozenHeads, tables: Tables) -> Tensor | None:
+def _in_one_launch(call: Call, frozen: FrozenHeads, fixed: FrozenPart) -> Tensor | None:
     """Return all heads from one launch of a backend that mixes live heads too, or of few tokens; None elsewhere."""
-    backend, value = BACKENDS[frozen.backend], call.value
+    backend, tables, value = fixed.backend, fixed.tables, call.value
     if not backend.mixes_live:
         device = value.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != value.dtype
-        plain = call.whole and call.left_pad is None and call.kernel == "auto" and not frozen.trainable
+        plain = call.whole and call.left_pad is None and call.kernel == "auto" and len(fixed.slots) == frozen.num_frozen
         if not plain or torch.is_grad_enabled() or autocast:
             return None
     query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does: they may be wider
@@ -295,14 +305,21 @@ def _live(call: Call, value: Tensor, slots: tuple[int, ...]) -> Tensor:
     return live_heads(call.query, call.key, value, slots, **options)
 
 
-def _mix(value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, tables: Tables, left_pad: Tensor | None) -> Tensor:
+def _rows(part: FrozenPart, call: Call, value: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """Return the rows of the queries of fixed patterns that one backend executes."""
+    return part.backend.rows(value, tuple(heads[slot] for slot in part.slots), part.tables, call.rows)
+
+
+def _mix(
+    value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, fixed: Sequence[FrozenPart], left_pad: Tensor | None
+) -> Tensor:
     """Return frozen heads, `[B, F, T, D]`, each of its head of `value [B, H, T, D]`, fixed and trainable ones apart."""
-    backend, parts = BACKENDS[frozen.backend], []
-    if frozen.fixed:
-        read = tuple(heads[slot] for slot in frozen.fixed)
-        parts.append((frozen.fixed, backend.forward(value, read, tables, left_pad)))
+    parts = []
+    for slots, backend, tables in ((part.slots, part.backend, part.tables) for part in fixed):
+        mixed = backend.forward(value, tuple(heads[slot] for slot in slots), tables, left_pad)
+        parts.append((slots, mixed))
     if frozen.trainable:
-        own = take_heads(value, tuple(heads[slot] for slot in frozen.trainable))
+        backend, own = BACKENDS[frozen.backend], take_heads(value, tuple(heads[slot] for slot in frozen.trainable))
         mixed = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), own, left_pad)
         parts.append((frozen.trainable, mixed))
     return merge_slots(parts)
@@ -412,7 +429,9 @@ def _slots(
     """
     heads = frozen.kv_head
     if heads is None:  # one to one
-        heads = tuple(range((value if state is None else state.value).shape[1]))
+        if state is not None:
+            raise InputError("frozen heads with a recurrent state need kv_head; pass it to FrozenHeads.from_patterns")
+        heads = tuple(range(value.shape[1]))
     if state is not None or cache_position is not None:
         order = cached_order(heads, frozen.num_frozen, () if state is None else frozen.linear)
         heads = tuple(order.index(head) if head in order else -1 for head in heads)

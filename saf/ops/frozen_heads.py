@@ -4,15 +4,23 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.backend import Tables
+from saf.ops.backend import Backend, Tables
 from saf.ops.backends import BACKENDS, choose_backend
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
+
+
+class FrozenPart(NamedTuple):
+    """Fixed patterns of a layer that one backend executes: their slots among the frozen ones, and their tables."""
+
+    backend: Backend
+    slots: tuple[int, ...]
+    tables: Tables
 
 
 class FrozenHeads(nn.Module):
@@ -37,8 +45,15 @@ class FrozenHeads(nn.Module):
         self.kv_head = kv_head
         self.replayed = False
         """Whether a CUDA graph launches what a call launches; set by `for_graphs`."""
-        self._names: dict[torch.dtype, dict[str, str]] = {}
-        self._static: dict[torch.dtype, dict[str, Any]] = {}
+        self.groups: dict[str, tuple[int, ...]] = {}
+        """The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz"."""
+        for slot in self.fixed:
+            name = "toeplitz" if backend == "linear" and patterns[slot].kind != "exponential" else backend
+            self.groups[name] = (*self.groups.get(name, ()), slot)
+        self.dtypes: tuple[torch.dtype, ...] = ()
+        """The value dtypes that tables were prepared for."""
+        self._names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
+        self._static: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
 
     @classmethod
     def from_patterns(
@@ -70,8 +85,7 @@ class FrozenHeads(nn.Module):
                     f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {slots}"
                 )
         trained = [single for single in patterns if is_trainable(single)]
-        fixed = [single for single in patterns if not single.trainable]
-        exponential = any(one.kind == "exponential" for one in fixed)
+        exponential = any(one.kind == "exponential" for one in patterns)
         name = choose_backend(backend, device=device, dtypes=dtypes, trainable=bool(trained), exponential=exponential)
         if trained:
             logits = (torch.stack([getattr(one, part).detach() for one in trained]) for part in ("alpha", "rho"))
@@ -80,22 +94,29 @@ class FrozenHeads(nn.Module):
                 if reason := BACKENDS[name].untrainable(alpha, rho, each):
                     raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
-        heads._prepare(fixed, dtypes, device)
+        heads._prepare(patterns, dtypes, device)
         return heads
 
-    def _prepare(self, fixed: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        """Add the backend's tables of the fixed patterns for values of some dtypes."""
-        with torch.inference_mode(False), torch.no_grad():
-            prepared = BACKENDS[self.backend].prepare(fixed, dtypes, device, self.kv_head) if fixed else {}
-        for dtype in dtypes:
-            self._add_tables(dtype, prepared.get(dtype, {}))
+    def _prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        """Add the backends' tables of the fixed ones among `patterns` for values of some dtypes."""
+        self.dtypes = tuple(dict.fromkeys((*self.dtypes, *dtypes)))
+        for name, slots in self.groups.items():
+            kv_head = None
+            if self.kv_head is not None:  # of live slots and these
+                live, own = self.kv_head[: -self.num_frozen], self.kv_head[-self.num_frozen :]
+                kv_head = (*live, *(own[slot] for slot in slots))
+            fixed = [patterns[slot] for slot in slots]
+            with torch.inference_mode(False), torch.no_grad():
+                prepared = BACKENDS[name].prepare(fixed, dtypes, device, kv_head)
+            for dtype, tables in prepared.items():
+                self._add_tables(dtype, name, tables)
 
-    def _add_tables(self, dtype: torch.dtype, tables: Tables) -> None:
+    def _add_tables(self, dtype: torch.dtype, backend: str, tables: Tables) -> None:
         """Keep tables, tensors among them as buffers, so that they move with the model."""
-        prefix = str(dtype).removeprefix("torch.")
-        self._names[dtype] = {name: f"{prefix}_{name}" for name, each in tables.items() if isinstance(each, Tensor)}
-        self._static[dtype] = {name: each for name, each in tables.items() if not isinstance(each, Tensor)}
-        for name, buffer in self._names[dtype].items():
+        prefix, tensors = str(dtype).removeprefix("torch."), [n for n, x in tables.items() if isinstance(x, Tensor)]
+        self._names[dtype, backend] = {name: f"{prefix}_{backend}_{name}" for name in tensors}
+        self._static[dtype, backend] = {name: each for name, each in tables.items() if name not in tensors}
+        for name, buffer in self._names[dtype, backend].items():
             self.register_buffer(buffer, tables[name], persistent=False)
 
     @property
@@ -103,22 +124,22 @@ class FrozenHeads(nn.Module):
         """Return how many heads the patterns belong to."""
         return len(self.patterns)
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Return the value dtypes that tables were prepared for."""
-        return tuple(self._names)
-
-    def tables(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the backend's tables of fixed patterns for values of `dtype`.
+    def parts(self, dtype: torch.dtype) -> list["FrozenPart"]:
+        """Return the fixed patterns by backend, for values of `dtype`.
 
         Raises InputError when nothing was prepared for this dtype.
         """
-        if dtype not in self._names:
+        if dtype not in self.dtypes:
             raise InputError(
                 f"values must be in a dtype that frozen heads were prepared for, {[str(d) for d in self.dtypes]}, got "
                 f"{dtype}; cast the model itself, pass dtype= to from_patterns, or autocast"
             )
-        return self._static[dtype] | {name: self._buffers[at] for name, at in self._names[dtype].items()}
+        return [FrozenPart(BACKENDS[name], slots, self.tables(dtype, name)) for name, slots in self.groups.items()]
+
+    def tables(self, dtype: torch.dtype, backend: str | None = None) -> Tables:
+        """Return a backend's tables for values of `dtype`, those of the layer's own by default."""
+        key = dtype, backend or self.backend
+        return self._static[key] | {name: self._buffers[at] for name, at in self._names[key].items()}
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
@@ -127,7 +148,7 @@ class FrozenHeads(nn.Module):
 
     def program(self) -> tuple[Any, ...]:
         """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
-        static = tuple((dtype, *sorted(ints.items())) for dtype, ints in self._static.items())
+        static = tuple((*key, *sorted(ints.items())) for key, ints in self._static.items())
         return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
 
     @property
@@ -139,7 +160,7 @@ class FrozenHeads(nn.Module):
     @property
     def linear(self) -> tuple[int, ...]:
         """Return the frozen slots that decode from a `RecurrentState`."""
-        return next((static.get("linear", ()) for static in self._static.values()), ())
+        return self.groups.get("linear", ())
 
     def state_sizes(self) -> tuple[int, int, int, int]:
         """Return the sizes of `RecurrentState.empty` for the slots in `linear`."""
@@ -184,18 +205,18 @@ class FrozenHeads(nn.Module):
         stale = self.dtypes if {before.type, device.type} == {"cpu", "cuda"} else ()
         new = [x.dtype for x in values if x.dtype not in self.dtypes]
         wanted = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.supports(device, dtype) is None]
-        for dtype in wanted:
-            for name in self._names.pop(dtype, {}).values():
+        for key in [key for key in self._names if key[0] in wanted]:
+            for name in self._names.pop(key).values():
                 del self._buffers[name]
         if wanted:
-            self._prepare([self.patterns[slot] for slot in self.fixed], wanted, device)
+            self._prepare(self.patterns, wanted, device)
         return self
 
     def extra_repr(self) -> str:
         """Describe the heads when the model is printed, with those executed as T x T matrices instead of tables."""
         words = [f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"]
-        for dtype, static in self._static.items():
-            kinds = [self.patterns[self.fixed[slot]].kind for slot in static.get("stored", ())]
+        for (dtype, name), static in self._static.items():
+            kinds = [self.patterns[self.groups[name][slot]].kind for slot in static.get("stored", ())]
             reasons = {"dense": "dense", "compact": "it cannot hold as tables"}
             counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
             if counts:
@@ -205,10 +226,10 @@ class FrozenHeads(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
         patterns = [copy.deepcopy(one, memo) if one.trainable else one for one in self.patterns]
         twin = FrozenHeads(patterns, self.backend, self.max_length, self.kv_head)
-        for dtype in self.dtypes:
-            tables = self.tables(dtype)
+        twin.dtypes = self.dtypes
+        for key in self._names:
             # By memo: a tensor that is two tables stays one buffer, as averages of buffers pair them by their order.
-            twin._add_tables(dtype, {name: copy.deepcopy(table, memo) for name, table in tables.items()})
+            twin._add_tables(*key, {name: copy.deepcopy(table, memo) for name, table in self.tables(*key).items()})
         return twin.train(self.training)
 
 

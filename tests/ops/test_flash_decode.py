@@ -16,7 +16,7 @@ def layer(query_heads: int = 2, rows: int = 1, dtype: torch.dtype = torch.float1
     tensors = {name: torch.randn(1, count, length, 16).to(dtype) for name, (count, length) in heads.items()}
     pattern = synthetic_patterns(1, 40, torch.Generator())
     frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, kv_head=(0, 1, 2))
-    frozen._add_tables(dtype, frozen.tables(dtype) | op.decode_tables((0, 1, 2), 1, torch.device("cpu")))
+    frozen._add_tables(dtype, "toeplitz", frozen.tables(dtype) | op.decode_tables((0, 1, 2), 1, torch.device("cpu")))
     return {**tensors, "frozen": frozen}
 
 

@@ -1,11 +1,10 @@
 """Frozen heads with exponential patterns in linear time, by the chunked sum (S.32), see `saf.ops.linear.tables`.
 
 `linear_product` is P V; its gradient `dV = P^T dO` is the same operator with time reversed, see `_value_gradient`.
-Decoding goes on from a `RecurrentState` in place of all earlier values. Other patterns of a layer are executed beside
-exponential ones by `toeplitz`.
+Decoding goes on from a `RecurrentState` in place of all earlier values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from saf.ops.backend import Backend, Slots, Tables
 from saf.ops.decode.op import decode_tables
-from saf.ops.heads import compact_rows, heads_like, merge_slots, row_product, take_heads, unit_stride
+from saf.ops.heads import compact_rows, heads_like, row_product, take_heads, unit_stride
 from saf.ops.linear.tables import (
     LinearTables,
     chunk_sums,
@@ -25,24 +24,18 @@ from saf.ops.linear.tables import (
 )
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.ops.positions import QueryRows
-from saf.ops.toeplitz.op import Toeplitz
-from saf.patterns import Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 """Dtypes of values. Sums of poles in float16 would need a range that it does not have."""
 STEP_ROWS = 16
 """Rows that the kernel of steps computes, one after another; more are computed chunk by chunk."""
-_REST = "rest_"
-"""Prefix of the names of the tables of other patterns."""
-_TOEPLITZ = Toeplitz()
 
 
 class Linear(Backend):
     """Execute exponential patterns in linear time.
 
-    Its tables: for the slots in `linear` those of `LinearTables`, exp(alpha) `key_scale` and 1/Z `row_scale` `[F, T]`,
-    g `distance [F, T]` for single rows, and the value heads that they read, `heads` and, on the device, `sources`. For
-    the slots in `rest` those of `Toeplitz`, by names that begin with `rest_`.
+    Its tables: those of `LinearTables`; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
+    `[F, T]`; the value heads that slots read, `heads` and, on the device, `sources`.
     """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -53,76 +46,40 @@ class Linear(Backend):
         return f"chunks with a state {how}, time linear in length, for exponential patterns"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
     ) -> dict[torch.dtype, Tables]:
-        linear = tuple(slot for slot, one in enumerate(patterns) if one.kind == "exponential")
-        rest = tuple(slot for slot in range(len(patterns)) if slot not in linear)
-        own: list[Any] = [patterns[slot] for slot in linear]
-        exact = exact_tables(own, device) if own else None
-        others = _TOEPLITZ.prepare([patterns[slot] for slot in rest], dtypes, device) if rest else {}
-        slots = tuple(range(len(patterns))) if kv_head is None else kv_head[len(kv_head) - len(patterns) :]
-        heads = tuple(slots[slot] for slot in linear)
-        sources = torch.tensor(heads, dtype=torch.int32, device=device)
-        prepared = {}
+        exact, count = exact_tables(patterns, device), len(patterns)
+        heads = tuple(range(count)) if kv_head is None else kv_head[len(kv_head) - count :]
+        sources, prepared = torch.tensor(heads, dtype=torch.int32, device=device), {}
         for dtype in dtypes:
-            tables: Tables = {"linear": linear, "rest": rest, "stored": ()}
-            if exact is not None:
-                chunked, keys, rows = linear_tables(exact, dtype)
-                tables |= chunked._asdict() | {"key_scale": keys, "row_scale": rows, "heads": heads, "sources": sources}
-                tables["distance"] = exact.distance.to(dtype)
-            if rest:
-                tables |= {_REST + name: table for name, table in others[dtype].items()}
-                tables["stored"] = tuple(rest[slot] for slot in others[dtype]["stored"])
-            if uses_triton(device, dtype):
-                maps = decode_tables(kv_head, len(patterns), device)
-                tables |= {name: maps[name] for name in maps if not rest or name.startswith("row_live")}
+            chunked, keys, rows = linear_tables(exact, dtype)
+            tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
+            tables |= {"distance": exact.distance.to(dtype), "heads": heads, "sources": sources}
+            tables |= decode_tables(kv_head, count, device) if uses_triton(device, dtype) else {}
             prepared[dtype] = tables
         return prepared
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        return _both(
-            heads,
-            tables,
-            lambda read, own: _product(value, read, own, left_pad),
-            lambda read, own: _TOEPLITZ.forward(value, read, own, left_pad),
-        )
+        return _mixed(value, heads, tables, left_pad)
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        return _both(
-            heads,
-            tables,
-            lambda read, own: row_product(compact_rows(own), value, read, rows),
-            lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
-        )
+        return row_product(compact_rows(tables), value, heads, rows)
 
 
-Part = Callable[[tuple[int, ...], Tables], Tensor]
-
-
-def _both(heads: tuple[int, ...], tables: Tables, linear: Part, rest: Part) -> Tensor:
-    """Return the outputs of both kinds of patterns, each from the value heads that it reads and its own tables."""
-    inner = {name.removeprefix(_REST): table for name, table in tables.items() if name.startswith(_REST)}
-    parts = []
-    for slots, compute, own in ((tables["linear"], linear, tables), (tables["rest"], rest, inner)):
-        if slots:
-            parts.append((slots, compute(tuple(heads[slot] for slot in slots), own)))
-    return merge_slots(parts)
-
-
-# --- the product and its gradient
-
-
-def _product(value: Tensor, read: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
-    """Return `P V` of exponential patterns; each value head that several slots read is read in place."""
-    if read != tables["heads"] or read == tuple(range(read[0], read[0] + len(read))):
-        value, read = take_heads(value, read), tuple(range(len(read)))
+def _mixed(value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
+    """Return `P V`; each value head that several slots read is read in place."""
+    if heads != tables["heads"] or heads == tuple(range(heads[0], heads[-1] + 1)):
+        value, heads = take_heads(value, heads), tuple(range(len(heads)))
     scalings = tables["key_scale"], tables["row_scale"]
-    arguments = list(read), tables["sources"], _chunked(tables), *scalings, left_pad, value.shape[1], False
+    arguments = list(heads), tables["sources"], _chunked(tables), *scalings, left_pad, value.shape[1], False
     return linear_product(value, *arguments)
 
 
 def _chunked(tables: Tables) -> list[Tensor]:
     return [tables[name] for name in LinearTables._fields]
+
+
+# --- the product and its gradient
 
 
 def _product_like(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
@@ -211,31 +168,14 @@ class RecurrentState(NamedTuple):
         ring = value.new_zeros(batch, heads, reach + 1, rows, dim)
         return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
 
-
-def mix_from_state(
-    state: RecurrentState, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows, whole: bool
-) -> Tensor:
-    """Return rows of `P V`: of exponential patterns by a state, of others from `value`, which `heads` index.
-
-    `whole` sequences fill the state; later rows go on from it. It is changed in place.
-    """
-    left_pad, first = rows.left_pad, rows.first
-    known = list(tables["heads"]), tables["sources"], _chunked(tables), tables["key_scale"]
-    if whole:
-        fill_state(state.value, *known, left_pad, state.ring, state.sums)
-        return _both(
-            heads,
-            tables,
-            lambda _, own: _product(state.value, own["heads"], own, left_pad),
-            lambda read, own: _TOEPLITZ.forward(value, read, own, left_pad),
-        )
-    where = (first, 0) if isinstance(first, Tensor) else (None, first)
-    return _both(
-        heads,
-        tables,
-        lambda _, own: step_state(state.value, *known, own["row_scale"], *where, left_pad, state.ring, state.sums),
-        lambda read, own: _TOEPLITZ.rows(value, read, own, rows),
-    )
+    def mix(self, tables: Tables, rows: QueryRows, whole: bool) -> Tensor:
+        """Return rows of `P V`, `[B, F, rows, D]`: `whole` sequences fill the state, later rows go on from it."""
+        known = list(tables["heads"]), tables["sources"], _chunked(tables), tables["key_scale"]
+        if whole:
+            fill_state(self.value, *known, rows.left_pad, self.ring, self.sums)
+            return _mixed(self.value, tables["heads"], tables, rows.left_pad)
+        where = (rows.first, 0) if isinstance(rows.first, Tensor) else (None, rows.first)
+        return step_state(self.value, *known, tables["row_scale"], *where, rows.left_pad, self.ring, self.sums)
 
 
 def _nothing(x, heads, sources, tables, before, left_pad, ring, sums) -> None:

@@ -65,7 +65,7 @@ def run(case: Case | int, device: str) -> list[str]:
     if count:
         frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device, kv_head=every)
         maps = op.decode_tables(every, count, torch.device(device))  # elsewhere than on a GPU no pass reads them
-        frozen._add_tables(dtype, {**frozen.tables(dtype), **maps})
+        frozen._add_tables(dtype, "toeplitz", {**frozen.tables(dtype), **maps})
     keys, pads = sorted(set(case.slots)), case.pads or (0, 0, 0)
 
     def drawn(heads: int, rows: int) -> torch.Tensor:
