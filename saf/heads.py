@@ -12,14 +12,14 @@ Head = tuple[int, int]
 
 
 class HeadSet:
-    """Immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
+    """Immutable set of `(layer, head)` pairs, or lists of JSON, iterated in that order; ids are the original model's.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
     ([(0, 2), (1, 0)], [2])
     """
 
-    def __init__(self, heads: Iterable[Head] = ()):
+    def __init__(self, heads: Iterable[Iterable[int]] = ()):
         pairs = head_pairs(heads)
         self._heads = tuple(sorted(set(pairs)))
         if len(self._heads) != len(pairs):
@@ -35,11 +35,6 @@ class HeadSet:
         if list(chosen) != pairs:
             raise InputError(f"heads and patterns must be in (layer, head) order; got {pairs}, sort both")
         return chosen
-
-    @classmethod
-    def from_list(cls, pairs: Iterable[Iterable[int]]) -> "HeadSet":
-        """Build from `[[layer, head], ...]`, the form used in JSON files."""
-        return cls(head_pairs(pairs))
 
     def to_list(self) -> list[list[int]]:
         """Return `[[layer, head], ...]` for JSON files."""

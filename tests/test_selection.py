@@ -121,7 +121,7 @@ def test_bad_requests_are_refused(scores, options, error, message):
 def test_head_sets_and_layouts():
     heads = HeadSet([(1, 0), (0, 2)])
     assert heads.to_list() == [[0, 2], [1, 0]]
-    assert HeadSet.from_list(heads.to_list()) == heads
+    assert HeadSet(heads.to_list()) == heads
     assert heads - HeadSet([(1, 0)]) | HeadSet([(3, 3)]) == HeadSet([(0, 2), (3, 3)])
     with pytest.raises(InputError, match="names each head once"):
         HeadSet([(0, 0), (0, 0)])

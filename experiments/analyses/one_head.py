@@ -176,7 +176,7 @@ def figure(records: Sequence[Record]) -> Figure:
     """Return a map of the costs, and each score against the cost."""
     record, *_ = records
     change = 1e3 * matrix(record["nll_change"]).numpy()
-    eligible = mask_of(HeadSet.from_list(record["eligible"]), change.shape).numpy()
+    eligible = mask_of(HeadSet(record["eligible"]), change.shape).numpy()
     names = list(record["scores"])
     drawn, axes = subplots(-(-(len(names) + 1) // 4), 4)
     first, *others = axes.flat

@@ -38,7 +38,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Return the record: correlations over the heads whose fit was accepted."""
     costs = common.read_record(settings.one_head, "one-head")
     change = matrix(costs["nll_change"])
-    allowed = mask_of(HeadSet.from_list(costs["eligible"]), change.shape)
+    allowed = mask_of(HeadSet(costs["eligible"]), change.shape)
     change = change.masked_fill(~allowed, torch.nan)
     files, entropy = {"one_head": settings.one_head}, None
     if settings.profiles is not None:

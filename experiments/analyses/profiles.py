@@ -182,7 +182,7 @@ def figure(records: Sequence[Record]) -> Figure:
     drawn, axes = subplots(2, 3, size=(13, 6))
     *profiles, counts, scatter = axes.flat
     values = {name: matrix(rows).numpy() for name, rows in records[0]["profiles"].items()}
-    masks = [mask_of(HeadSet.from_list(each["selected"]), values["entropy"].shape).numpy() for each in records]
+    masks = [mask_of(HeadSet(each["selected"]), values["entropy"].shape).numpy() for each in records]
     groups = {"unselected": ~masks[0], "selected": masks[0]}
     for axis, (name, words) in zip(profiles, PROFILES.items(), strict=True):
         for label, heads in groups.items():

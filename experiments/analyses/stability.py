@@ -37,7 +37,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         if (selection := chosen(read_events(path))) is None:
             raise InputError(f"{path} has no event with heads and scores; expected a run's events.jsonl, or its folder")
         selections.append(selection)
-    one, other = (HeadSet.from_list(each["heads"]) for each in selections)
+    one, other = (HeadSet(each["heads"]) for each in selections)
     scores = [matrix(each["scores"]) for each in selections]
     width = scores[0].shape[1]
     # Layers are independent; within one the overlap of random sets is hypergeometric.
@@ -91,7 +91,7 @@ def figure(records: Sequence[Record]) -> Figure:
     """Return both scores of every head, coloured by the sets it is in."""
     record, *_ = records
     one, other = (matrix(rows).numpy() for rows in record["scores"])
-    first, second = (mask_of(HeadSet.from_list(heads), one.shape).numpy() for heads in record["heads"])
+    first, second = (mask_of(HeadSet(heads), one.shape).numpy() for heads in record["heads"])
     drawn, axis = subplots(size=(7, 5))
     for name, heads in (("in neither", ~first & ~second), ("in one", first ^ second), ("in both", first & second)):
         axis.plot(one[heads], other[heads], "o", ms=4, label=name)

@@ -68,7 +68,7 @@ def current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[s
     """Return the events with the heads that are edited still; losses measured with others of theirs go."""
     current = []
     for event in reversed(events):
-        heads = edited & HeadSet.from_list(event["heads"])
+        heads = edited & HeadSet(event["heads"])
         edited = edited - heads
         if len(heads) < len(event["heads"]):
             lost = ("loss_before", "loss_after", "worst_layer", "healing")

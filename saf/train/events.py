@@ -151,7 +151,7 @@ def _undo(trainer: TrainerLike, event: Undo) -> Change:
     if event.event not in undoable:
         raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
     record = undoable[event.event]
-    heads, watch = HeadSet.from_list(record.heads), Stopwatch(trainer.execution.device)
+    heads, watch = HeadSet(record.heads), Stopwatch(trainer.execution.device)
     with watch("uninstall"):
         uninstall_(trainer.model, heads, optimizer=trainer.updater.optimizer)
     summary = f"{len(heads)} heads {STATE_AFTER[record.kind]} by event {event.event} are live again"
