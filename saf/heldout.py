@@ -6,6 +6,7 @@ each, and 1.7 nats together. So `accept_jointly` takes heads in the order in whi
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -206,7 +207,7 @@ class LowerLayers:
         owners = {child: module for module in adapter.model.modules() for child in module.children()}
         self.model, self.layers = model, [owners[site.attention] for site in adapter.sites()]
         self._room = (free_bytes(adapter.device) or 0) // 4
-        self._outputs: dict[tuple[int, int], Any] = {}  # by batch and layer
+        self._outputs: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by batch and layer
         self._batch = 0
 
     def loss(self, text: list[Batch], *, edited: int) -> float:
@@ -224,18 +225,19 @@ class LowerLayers:
 
     def forget(self, layer: int) -> None:
         """Drop the outputs that an edit of this layer changes."""
-        for key in [key for key in self._outputs if key[1] >= layer]:
-            self._room += _bytes(self._outputs.pop(key))
+        for kept in self._outputs.values():
+            self._room += sum(_bytes(kept.pop(number)) for number in [*kept] if number >= layer)
 
     def _run(self, number: int, edited: int, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Return the output of a layer; in place of those below the last kept one stands that one's."""
         self._batch += number == 0
-        last = max((layer for batch, layer in self._outputs if batch == self._batch and layer < edited), default=-1)
+        kept = self._outputs[self._batch]
+        last = max((layer for layer in kept if layer < edited), default=-1)
         if number <= last:
-            return self._outputs[self._batch, last]
+            return kept[last]
         output = forward(*inputs, **options)
         if number < edited and (size := _bytes(output)) <= self._room:
-            self._outputs[self._batch, number] = output
+            kept[number] = output
             self._room -= size
         return output
 
