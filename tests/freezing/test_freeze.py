@@ -71,8 +71,10 @@ def test_a_function_can_be_the_score():
     assert report.to_dict()["score_name"] == report.to_dict()["config"]["score"] == "first_layers"
 
 
-@pytest.mark.parametrize("pattern", TARGETS)
-@pytest.mark.parametrize("storage", ["compact", "dense", "dense_bfloat16"])
+@pytest.mark.parametrize(
+    ("pattern", "storage"),
+    [*((pattern, "compact") for pattern in TARGETS), ("dirichlet", "dense"), ("gaussian", "dense_bfloat16")],
+)
 def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     model, ids = make(gain=2.0), tokens()
     config = saf.FreezeConfig(pattern=pattern, storage=storage, seed=7, **accepting(pattern, storage))

@@ -11,7 +11,6 @@ import pytest
 from saf.errors import CheckpointError, InputError
 from saf.schedules import (
     BATCHES,
-    SCHEDULES,
     Freeze,
     Gradual,
     OneTime,
@@ -41,9 +40,7 @@ def kinds(run: Simulated) -> list[str]:
     ],
 )
 def test_settings_round_trip_through_json_by_name(schedule):
-    values = json.loads(json.dumps(schedule_to_dict(schedule)))
-    assert SCHEDULES[values["name"]] is type(schedule)
-    again = schedule_from_dict(values)
+    again = schedule_from_dict(json.loads(json.dumps(schedule_to_dict(schedule))))
     assert again == schedule
     assert list(map(type, vars(again).values())) == list(map(type, vars(schedule).values()))
 
@@ -74,7 +71,7 @@ def test_resumed_anywhere_even_between_a_measurement_and_its_outcome(schedule, o
         (OneTime, {"at": -1}, "schedule.at must be a whole number of updates from 0, or a share"),
         (Gradual, {"begin": 0.6, "end": 0.5}, "end must be at least begin"),
         (Gradual, {"begin": float("nan")}, "got nan"),
-        (Gradual, {"groups": 0}, "groups must be a whole number from 1, got 0"),
+        (Gradual, {"groups": 2.5}, "groups must be a whole number from 1, got 2.5"),
         (ValidationBudget, {"budget": -0.01}, "budget must be at least 0"),
         (ValidationBudget, {"every": 0.0}, "every must be above 0"),
         (ValidationBudget, {"cap": 1.5}, "cap must be above 0 and at most 1"),
