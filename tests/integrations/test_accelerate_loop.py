@@ -18,7 +18,6 @@ UPDATES, ROWS = 6, 4
 """Updates, and sequences of each, of all processes together."""
 WHOLE_LAYER = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
 CASES = {
-    "llama": ("llama", saf.FreezeConfig(count=4, max_fit_kl=99)),
     "qwen3": ("qwen3", saf.FreezeConfig(count=4, max_fit_kl=99)),
     "layer": ("qwen3", saf.FreezeConfig(heads=WHOLE_LAYER, max_fit_kl=99)),
 }

@@ -21,7 +21,7 @@ from saf.models import GPT, GPTConfig
 from saf.models.adapter import language_model
 from saf.opening import Encoder, open_model
 from saf.tasks.zero_shot import ZERO_SHOT
-from tests.transformers_models import FAMILIES, make
+from tests.transformers_models import make
 from tests.zero_shot_files import COUNT, expected, write_tasks
 
 LENGTH = 128
@@ -62,9 +62,9 @@ def frozen(family: str):
     [
         (gpt, list(ZERO_SHOT)),
         (lambda: make("qwen3", vocab_size=256, max_position_embeddings=LENGTH), list(ZERO_SHOT)),
-        *((partial(frozen, family), ["arc_easy"]) for family in FAMILIES),
+        (partial(frozen, "gemma2"), ["arc_easy"]),
     ],
-    ids=["gpt", "ordinary", *FAMILIES],
+    ids=["gpt", "ordinary", "gemma2"],
 )
 def test_tasks_are_answered_with_lm_evals_prompts_and_exact_likelihoods(make_model, tasks, files):
     model = make_model()

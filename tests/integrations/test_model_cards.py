@@ -10,7 +10,7 @@ import saf
 from saf.heads import HeadSet
 from saf.hf.card import record_cost_, section
 from saf.models.adapter import adapter_for
-from tests.transformers_models import freeze, make, tokens
+from tests.transformers_models import make, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -122,43 +122,19 @@ def hub(tmp_path, monkeypatch):
     return made
 
 
-def push_a_folder(model, folder):
-    model.save_pretrained(folder, push_to_hub=True, repo_id="me/frozen")
-
-
-def push_alone(model, folder):
-    model.push_to_hub("me/frozen")
-
-
-PUSHES = pytest.mark.parametrize("push", [push_a_folder, push_alone])
-
-
-@PUSHES
-def test_a_pushed_model_opens_and_its_card_has_the_section(push, hub, tmp_path):
+def test_a_pushed_model_opens_and_its_card_has_the_section(hub, tmp_path):
     model = make("llama")
     saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
     model.add_model_tags("mine")
-    push(model, tmp_path / "folder")
+    model.push_to_hub("me/frozen")
     assert torch.equal(logits(opened(hub.folder)), logits(model))
     assert "- mine" in hub.card()
     assert "3 heads frozen by variance, patterns by mean" in hub.card()
     # From now on the repository has a card, which people may write in.
     (hub.folder / "README.md").write_text(f"{hub.card()}\nThanks.\n")
     saf.prune_(model, HeadSet([(2, 3)]))
-    push(model, tmp_path / "folder")
+    model.save_pretrained(tmp_path / "folder", push_to_hub=True, repo_id="me/frozen")
     assert torch.equal(logits(opened(hub.folder)), logits(model))
     assert hub.card().endswith("\nThanks.\n")
     assert "3 frozen and 1 pruned" in hub.card()
     assert hub.card().count("## Frozen attention heads") == 1
-
-
-@PUSHES
-def test_a_model_that_is_ordinary_again_is_pushed_as_any_other(push, hub, tmp_path):
-    model = make("llama")
-    freeze(model)
-    model.save_pretrained(tmp_path / "frozen")
-    saf.uninstall_(model)
-    push(model, tmp_path / "folder")
-    assert not (hub.folder / "saf.json").exists()
-    assert "Model Card for Model ID" in hub.card()
-    assert "Frozen attention heads" not in hub.card()

@@ -25,9 +25,9 @@ def tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
 
 
-@pytest.fixture(params=["llama", "gpt2"])
-def folder(request, tmp_path):
-    model = make(request.param)
+@pytest.fixture
+def folder(tmp_path):
+    model = make("gpt2")
     freeze(model)
     model.save_pretrained(tmp_path)
     return tmp_path

@@ -30,7 +30,7 @@ def opened(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "heads"), [*((family, HEADS) for family in FAMILIES), ("llama", EVERY), ("gpt2", FIRST), ("phi3", FIRST)]
+    ("family", "heads"), [*((family, HEADS) for family in FAMILIES), ("llama", EVERY), ("phi3", FIRST)]
 )
 def test_a_saved_model_opens_and_is_saved_again_with_the_same_outputs(family, heads, tmp_path):
     model = make(family)
@@ -122,14 +122,13 @@ def test_a_device_map_with_hooks_opens_freezes_undoes_and_saves(family, tmp_path
         saf.prune_(ordinary, FIRST)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_folder_of_an_adapter_opens_on_its_base_with_frozen_heads(family, tmp_path):
+def test_the_folder_of_an_adapter_opens_on_its_base_with_frozen_heads(tmp_path):
+    family = "gpt2"
     peft = pytest.importorskip("peft")
     model = make(family)
     freeze(model, FIRST)
     model.save_pretrained(tmp_path / "base")
-    targets = {"llama": ["q_proj", "k_proj", "o_proj"], "gpt2": ["c_attn", "c_fc"]}[family]
-    lora = peft.LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(target_modules=["c_attn", "c_fc"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(opened(tmp_path / "base"), lora)
     adapted.save_pretrained(tmp_path / "adapter")
     expected = logits(adapted)
@@ -157,11 +156,10 @@ def test_without_the_import_transformers_refuses_by_shape(tmp_path):
     assert "import saf.integrations.transformers" in json.loads((tmp_path / "config.json").read_text())["saf"].values()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_parts_of_the_model_are_saved_with_their_heads(family, tmp_path):
+def test_parts_of_the_model_are_saved_with_their_heads(tmp_path):
     """The decoder without its output layer, and the model under an adapter of peft that heads were frozen through."""
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(make(family), peft.LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    adapted = peft.get_peft_model(make("gemma3"), peft.LoraConfig(target_modules=["up_proj"], task_type="CAUSAL_LM"))
     saf.freeze_(adapted, [tokens()], saf.FreezeConfig(count=3, max_fit_kl=99))
     whole = adapted.merge_and_unload()
     whole.save_pretrained(tmp_path / "whole")
@@ -175,7 +173,7 @@ def test_parts_of_the_model_are_saved_with_their_heads(family, tmp_path):
     saf.uninstall_(whole)
     part.save_pretrained(tmp_path / "part")
     assert not (tmp_path / "part" / "saf.json").exists()
-    around = make(family)
+    around = make("gemma3")
     freeze(around.base_model)
     around.save_pretrained(tmp_path / "around")
     assert torch.equal(logits(opened(tmp_path / "around")), logits(around))
@@ -219,13 +217,3 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
         (tmp_path / "two" / name).unlink()
         with pytest.raises(CheckpointError, match=r"saf\.safetensors"):
             opened(tmp_path / "two")
-
-
-def test_the_sidecar_and_the_folder_hold_the_same_heads(tmp_path):
-    model = make("qwen3")
-    freeze(model)
-    model.save_pretrained(tmp_path / "one")
-    saf.save(model, tmp_path / "two")
-    for name in ("saf.json", "saf.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    assert torch.equal(logits(saf.load(make("qwen3"), tmp_path / "one")), logits(model))
