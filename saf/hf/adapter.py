@@ -16,6 +16,7 @@ from saf.heads import BIAS, HeadLayout
 from saf.hf.attention import (
     NAME,
     STOCK,
+    HeadState,
     attach_state,
     choose_forward,
     detach_idle_state,
@@ -44,18 +45,8 @@ class TransformersSite(Site):
             self.stays_ordinary = f"layer {attention.layer_idx} attends within a sliding window of {window} tokens"
 
     @property
-    def layout(self) -> HeadLayout:
-        return layout_of(self.attention)
-
-    @property
-    def frozen(self) -> FrozenHeads | None:
-        state = state_of(self.attention)
-        return None if state is None else state.frozen
-
-    @property
-    def removed(self) -> Removed:
-        state = state_of(self.attention)
-        return {} if state is None else state.removed
+    def state(self) -> HeadState:
+        return state_of(self.attention) or HeadState(layout_of(self.attention), self._family)
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         linears = {name: getattr(self.attention, module) for name, module in self._family.projections.items()}

@@ -1,7 +1,8 @@
 """Folders of models of transformers as the commands read them: opened, frozen and written beside their tokenizer."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,6 @@ from saf.models.adapter import adapter_for, longest_input
 from saf.opening import Encoder
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
-from saf.records.run import Kind, kind_of
 from saf.surgery import finalize_
 from saf.tasks.text import heldout_batches
 
@@ -73,13 +73,8 @@ class TransformersFolder:
                 raise InputError(f"{path} has a config.json but no weights, model.safetensors or shards; save it again")
             found = cls(str(path), path)
         else:
-            try:
+            with _raising(InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"):
                 file = cached_file(str(path), "config.json")
-            except (OSError, ValueError) as error:
-                raise InputError(
-                    f"{path} must be a checkpoint, a run, a model's folder or its name on the hub; transformers says: "
-                    f"{_first_line(error)}"
-                ) from error
             found = cls(str(path), Path(str(file)).parent)
             for name in TOKENIZER_FILES:  # text is read, and copies are made, from the folder
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
@@ -111,12 +106,8 @@ class TransformersFolder:
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         options |= {} if dtype is None else {"dtype": dtype}
         watch_folders()
-        try:
+        with _raising(CheckpointError, f"transformers cannot open {self.name}"):
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
-        except SafError:
-            raise
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"transformers cannot open {self.name}: {_first_line(error)}") from error
         model, info = opened
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(f"{self.name} lacks {len(missing)} weights: {', '.join(missing[:3])}; save it again")
@@ -124,10 +115,8 @@ class TransformersFolder:
 
     def config(self) -> Any:
         """Open the configuration; raise CheckpointError where transformers cannot."""
-        try:
+        with _raising(CheckpointError, f"transformers cannot open {self.name}"):
             return AutoConfig.from_pretrained(self.name)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"transformers cannot open {self.name}: {_first_line(error)}") from error
 
     def attention_dropout(self) -> dict[str, float]:
         """Return the rates above 0 of attention dropout in the configuration, by their fields."""
@@ -136,10 +125,8 @@ class TransformersFolder:
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
         """Open the model's tokenizer; raise DataError where transformers finds none."""
-        try:
+        with _raising(DataError, f"{self.name} has no tokenizer, which belongs beside the model"):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.name} has no tokenizer ({_first_line(error)}); save it beside the model") from error
         bos = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if bos is None else bos
         bare = partial(tokenizer.encode, add_special_tokens=False)
@@ -155,15 +142,9 @@ class TransformersFolder:
         advice = f"`saf data prepare TEXT --tokenizer {self.folder} --out DATA`"
         if path is None:
             raise InputError(f"{self.name} needs --data: a file of text, or a folder made by {advice}")
-        try:
-            own = Tokenizer.load(self.folder)
-        except DataError as error:
-            raise DataError(f"{error}; save the model's tokenizer beside it (tokenizer.save_pretrained)") from error
+        own = Tokenizer.load(self.folder)
         if path.is_file():
             return TextData([path], own)
-        if kind_of(path) is not Kind.DATA:
-            problem = "holds no prepared data" if path.exists() else "does not exist"
-            raise InputError(f"{path} {problem}; expected a file of text, or a folder made by {advice}")
         data = TokenData.open(path)
         if not own.same(data.tokenizer()):
             raise DataError(
@@ -305,5 +286,12 @@ def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeRepo
         write_json(folder / RECORD, values)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).strip()
+@contextmanager
+def _raising(kind: type[SafError], problem: str) -> Iterator[None]:
+    """Raise an error of this project in place of those by which transformers refuses files."""
+    try:
+        yield
+    except SafError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise kind(f"{problem}: {next(iter(str(error).splitlines()), type(error).__name__).strip()}") from error

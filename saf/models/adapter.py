@@ -41,18 +41,23 @@ class Site(ABC):
 
     @property
     @abstractmethod
+    def state(self) -> Any:
+        """The module that holds what `layout`, `frozen` and `removed` return."""
+
+    @property
     def layout(self) -> HeadLayout:
         """The order of the heads."""
+        return self.state.layout
 
     @property
-    @abstractmethod
     def frozen(self) -> FrozenHeads | None:
         """What executes the frozen heads; None where there are none."""
+        return self.state.frozen
 
     @property
-    @abstractmethod
     def removed(self) -> Removed:
         """The removed rows, for undoing."""
+        return self.state.removed
 
     @property
     def head_dim(self) -> int:
@@ -171,8 +176,7 @@ class LanguageModel(ABC):
     def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
         """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`; others are not computed.
 
-        It takes the model, so that a compiled module reads it as its own submodule: the compiler then checks all of it
-        in one guard before every call.
+        It takes the model, which a compiled module then reads as its own submodule, checked in one guard.
         """
 
 
@@ -243,16 +247,8 @@ class GPTSite(Site):
         self.attention = attention
 
     @property
-    def layout(self) -> HeadLayout:
-        return self.attention.layout
-
-    @property
-    def frozen(self) -> FrozenHeads | None:
-        return self.attention.frozen
-
-    @property
-    def removed(self) -> Removed:
-        return self.attention.removed
+    def state(self) -> Attention:
+        return self.attention
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
