@@ -40,8 +40,8 @@ def test_a_model_tells_what_its_tables_hold():
     assert report.compact == 3 * 3 * LENGTH * 4
     assert report.dense_by_layer == 2 * 4 * LENGTH * LENGTH * 4
     names = dict(model.blocks[0].attention.frozen.named_buffers())
-    assert "float32_weights" in names
-    assert "bfloat16_weights" in names
+    assert "float32_toeplitz_weights" in names
+    assert "bfloat16_toeplitz_weights" in names
     layers = [block.attention.frozen for block in model.blocks if block.attention.frozen is not None]
     tensors = [tensor for layer in layers for tensor in [*layer.buffers(), *layer.parameters()]]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
