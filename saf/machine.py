@@ -1,14 +1,12 @@
-"""The machine that models run on: device, precision and compilation, CUDA graphs, timers, rated speeds, inventory."""
+"""The machine that models run on: device, precision and compilation, CUDA graphs, timers, names and rated speeds."""
 
 import os
 import platform
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from types import FunctionType
 from typing import Any, Literal
@@ -203,10 +201,9 @@ class Stopwatch:
         return time.perf_counter()
 
 
-# --- rated speeds
+# --- names and rated speeds
 
-
-RATED_FLOPS = {"GH200": 989e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
+RATED_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bf16 FLOP/s of data sheets, by a part of the device's name."""
 
 
@@ -214,9 +211,6 @@ def rated_flops(device_name: str, precision: str) -> float | None:
     """Return the FLOP/s of the device's data sheet in bf16; None when unknown or another precision is used."""
     rated = next((flops for part, flops in RATED_FLOPS.items() if part in device_name), None)
     return rated if precision == "bf16" else None
-
-
-# --- inventory
 
 
 def device_name(device: torch.device) -> str:
@@ -242,43 +236,3 @@ def nvidia_smi(query: str, *options: str, seconds: float = 5) -> str:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=seconds).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def devices() -> list[dict[str, Any]]:
-    """Return the CPU and every CUDA device with its memory and compute capability."""
-    inventory: list[dict[str, Any]] = [
-        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    ]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        inventory.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-                "cuda": torch.version.cuda,
-                "cudnn": torch.backends.cudnn.version(),
-            }
-        )
-    return inventory
-
-
-def compilers() -> dict[str, str | None]:
-    """Return the C++ compiler, and for torch.compile on each kind of device None or the missing requirement."""
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    entries = {
-        "c++": compiler,
-        "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
-    }
-    if torch.cuda.is_available():
-        entries["torch.compile on cuda"] = None if package_version("triton") else "needs triton"
-    return entries
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

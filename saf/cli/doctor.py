@@ -1,6 +1,8 @@
 """`saf doctor`: installed packages, this machine, the backend of frozen heads, and what follows for a user."""
 
+import os
 import platform
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +10,9 @@ import torch
 
 from saf.cli.output import show
 from saf.hf.families import FAMILIES
-from saf.machine import compilers, devices, package_version
 from saf.ops import choose_backend, explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
+from saf.records.result import package_version
 from saf.records.table import Part, Table
 
 REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
@@ -46,6 +48,38 @@ class Command:
         result["verdict"] = verdict(result)
         show(result, *_tables(result), "", *result["verdict"].values(), as_json=self.json)
         return result
+
+
+def devices() -> list[dict[str, Any]]:
+    """Return the CPU and every CUDA device with its memory and compute capability."""
+    inventory: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    ]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        inventory.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}.{properties.minor}",
+                "cuda": torch.version.cuda,
+                "cudnn": torch.backends.cudnn.version(),
+            }
+        )
+    return inventory
+
+
+def compilers() -> dict[str, str | None]:
+    """Return the C++ compiler, and for torch.compile on each kind of device None or the missing requirement."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    entries = {
+        "c++": compiler,
+        "torch.compile on cpu": None if compiler else "needs a C++ compiler (c++, g++ or clang++)",
+    }
+    if torch.cuda.is_available():
+        entries["torch.compile on cuda"] = None if package_version("triton") else "needs triton"
+    return entries
 
 
 def backends() -> list[dict[str, Any]]:

@@ -107,15 +107,23 @@ def commit() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, the packages, CUDA and cuDNN; None for what is absent."""
-    installed: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in ("saf", "torch", "triton", "numpy", "safetensors", "transformers"):
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = None
-    installed["saf"] = saf.__version__
+    names = ("torch", "triton", "numpy", "safetensors", "transformers")
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {**installed, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+    return {
+        "python": sys.version.split()[0],
+        "saf": saf.__version__,
+        **{name: package_version(name) for name in names},
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def command() -> str:

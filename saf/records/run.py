@@ -150,15 +150,13 @@ class RecordedRun:
             read_result(folder / name) if (folder / name).exists() else None
             for name in ("result.json", "evaluation.json")
         )
-        # The last line of each update: a resumed run writes some twice.
-        metrics = {int(line["update"]): line for line in read_lines(folder / "metrics.jsonl")}
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
             result=result,
             evaluation=evaluation,
             events=read_events(folder),
-            metrics=[metrics[update] for update in sorted(metrics)],
+            metrics=read_lines(folder / "metrics.jsonl"),
             evaluations=read_lines(folder / "evaluations.jsonl"),
         )
 
@@ -199,7 +197,6 @@ class RecordedRun:
 
     @property
     def num_heads(self) -> int:
-        """How many heads the whole model has, frozen and pruned ones included."""
         model = self.config.get("model") or {}
         return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
 
@@ -210,7 +207,6 @@ class RecordedRun:
 
     @property
     def pruned_heads(self) -> list[list[int]]:
-        """Every head pruned in the final model in the same way."""
         return self._heads("pruned", "prune")
 
     def _heads(self, name: str, kind: str) -> list[list[int]]:
@@ -219,17 +215,14 @@ class RecordedRun:
 
     @property
     def edited_heads(self) -> list[list[int]]:
-        """Every head frozen or pruned in the final model in the same way."""
         return sorted(self.frozen_heads + self.pruned_heads)
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """How many heads of the final model are frozen, and how many pruned."""
         return {"frozen": len(self.frozen_heads), "pruned": len(self.pruned_heads)}
 
     @property
     def heads_in_words(self) -> str:
-        """The counts of the final model's edited heads: "36 frozen", "24 frozen and 12 pruned"."""
         return heads_in_words(self.head_counts)
 
     # --- events
@@ -253,7 +246,6 @@ class RecordedRun:
 
     @property
     def newest_freeze(self) -> EventRecord | None:
-        """The newest event that froze or pruned heads and was not undone."""
         return next(reversed(self._freezes), None)
 
     @property

@@ -7,7 +7,6 @@ import pytest
 
 from saf.errors import CheckpointError, InputError
 from saf.records.run import Kind, RecordedRun, expect, kind_of
-from tests.report.synthetic import write_run
 
 RESULTS = Path(__file__).parents[2] / "results"
 FILES = {
@@ -52,17 +51,6 @@ def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
     assert expect(data, Kind.DATA) is Kind.DATA
     with pytest.raises(CheckpointError, match=r"expected a run$"):
         expect(data, Kind.RUN, error=CheckpointError)
-
-
-def test_a_resumed_run_counts_each_update_once_and_a_torn_last_line_is_ignored(tmp_path):
-    folder = write_run(tmp_path / "run")
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    again = json.dumps(json.loads(lines[-1]) | {"loss": 1.5})
-    path.write_text("\n".join([*lines, again, '{"update": 61, "lo']))
-    metrics = RecordedRun.open(folder).metrics
-    assert len(metrics) == 60
-    assert metrics[-1]["loss"] == 1.5
 
 
 def test_a_committed_run_is_read():
