@@ -121,18 +121,8 @@ class GraphPool:
     """Memory that several CUDA graphs share; they never run together, and a replay overwrites the others' output."""
 
     def __init__(self):
-        self._handle: Any = None
-        self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def handle(self) -> Any:
-        self._handle = self._handle or torch.cuda.graph_pool_handle()
-        return self._handle
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of graphs that are captured with `same_stream`, created at first use."""
-        self._stream = self._stream or torch.cuda.Stream(device)
-        return self._stream
+        self.handle: Any = None  # created at the first capture, as the stream is: they need a device
+        self.stream: torch.cuda.Stream | None = None
 
 
 class GraphReplay:
@@ -147,7 +137,9 @@ class GraphReplay:
         """
         if device.type != "cuda":
             raise UnsupportedError("CUDA graphs need a CUDA device")
-        stream = pool.stream(device) if same_stream else torch.cuda.Stream(device)
+        pool.handle = pool.handle or torch.cuda.graph_pool_handle()
+        pool.stream = pool.stream or torch.cuda.Stream(device)
+        stream = pool.stream if same_stream else torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -164,13 +156,13 @@ class GraphReplay:
 
 # --- time
 
-_UNTIMED = 10
-"""The first updates after an event or a resumption compile, and the allocator and caches grow. A round number."""
-
 
 def untimed_updates(updates: int) -> int:
-    """Return how many of the first `updates` are left out of timings: ten, or a quarter of a short run's."""
-    return min(_UNTIMED, max(0, updates) // 4)
+    """Return how many of the first `updates` are left out of timings: ten, or a quarter of a short run's.
+
+    The first ones after an event or a resumption compile, and the allocator and caches grow.
+    """
+    return min(10, max(0, updates) // 4)
 
 
 class Stopwatch:
