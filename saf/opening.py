@@ -15,7 +15,7 @@ from torch import nn
 from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TokenData
 from saf.errors import DataError, InputError
-from saf.evaluate.model_facts import PARENT
+from saf.evaluate.passes import PARENT
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import file_hash

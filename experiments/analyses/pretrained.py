@@ -37,8 +37,8 @@ from experiments.analyses.common import (
 from saf.calibration import calibrate
 from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError, SafError
-from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.paired import delta_of_windows
+from saf.evaluate.passes import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.evaluate.zero_shot import AnswersByTask, TooLong, paired_tasks
 from saf.freeze_config import FreezeConfig, Operation

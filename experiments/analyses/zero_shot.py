@@ -31,7 +31,7 @@ from experiments.analyses.common import (
 from saf.calibration import calibrate
 from saf.data import calibration_windows
 from saf.errors import InputError
-from saf.evaluate.model_facts import precision_in_use
+from saf.evaluate.passes import precision_in_use
 from saf.evaluate.tables import counts_text
 from saf.evaluate.zero_shot import AnswersByTask, paired_tasks
 from saf.freeze_config import FreezeConfig

@@ -13,7 +13,7 @@ from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.model_facts import model_facts, precision_in_use
+from saf.evaluate.passes import model_facts, precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.evaluate.tables import zero_shot_tables
 from saf.evaluate.zero_shot import TooLong, zero_shot_record

@@ -15,8 +15,8 @@ from torch import Tensor
 from saf.errors import CompareError, InputError, SafWarning
 from saf.evaluate import perplexity, zero_shot
 from saf.evaluate.answers import has_answers, read_answers
-from saf.evaluate.model_facts import PARENT
 from saf.evaluate.paired import RESAMPLES, delta_of_windows, paired_answers, paired_hits
+from saf.evaluate.passes import PARENT
 from saf.evaluate.perplexity import read_evaluation
 from saf.evaluate.recall import gate_problem, read_recall
 from saf.evaluate.zero_shot import paired_tasks, read_zero_shot

@@ -4,16 +4,14 @@ Patterns of frozen heads count positions from a sequence's first token; sequence
 offset (paper, Appendix on pretrained models).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import evaluation_mode
-from saf.distributed import map_over_ranks, rank_and_size
 from saf.errors import DivergenceError, InputError
-from saf.machine import autocast
+from saf.evaluate.passes import Progress, run_batches
 from saf.models.adapter import language_model, longest_input
 
 Tokens = tuple[int, ...]
@@ -46,7 +44,7 @@ def likelihoods(
     *,
     batch_size: int = 8,
     precision: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Likelihood]:
     """Compute how likely each continuation is, in order.
 
@@ -65,30 +63,26 @@ def likelihoods(
             raise InputError(f"context and continuation must have a token or more, got {each}")
         if longest is not None and len(each.inputs) > longest:
             raise InputError(f"inputs must be at most {longest} tokens, got {len(each.inputs)}; shorten the context")
-    language, done = language_model(model), 0
+    language = language_model(model)
 
     def measure(batch: tuple[list[Tokens], list[list[int]]]) -> dict[int, Likelihood]:
         """Likelihoods of the continuations of a batch, by their numbers."""
-        nonlocal done
         rows, members = batch
         width = max(len(continuations[number].tokens) for row in members for number in row)
         logits = language.last_logits(language.model, torch.tensor(rows, device=language.device), width)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        found = {
+        return {
             number: _likelihood(wide[row], continuations[number].tokens)
             for row, numbers in enumerate(members)
             for number in numbers
         }
-        done += rank_and_size()[1] * len(found)
-        if progress is not None:
-            progress(min(done, len(continuations)), len(continuations))
-        return found
 
     if progress is not None:
         progress(0, len(continuations))
-    with evaluation_mode(model), torch.no_grad(), autocast(language.device, precision):
-        batches = map_over_ranks(measure, list(_batches(continuations, batch_size)))
-    by_number = {number: likelihood for batch in batches for number, likelihood in batch.items()}
+    batches = list(_batches(continuations, batch_size))
+    sizes = [sum(map(len, members)) for _, members in batches]
+    results = run_batches(model, measure, batches, precision=precision, sizes=sizes, progress=progress)
+    by_number = {number: likelihood for batch in results for number, likelihood in batch.items()}
     return [by_number[number] for number in range(len(continuations))]
 
 

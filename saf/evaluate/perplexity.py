@@ -2,20 +2,19 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import evaluation_mode
 from saf.data import TokenData, begun_with, sequential_windows
-from saf.distributed import map_over_ranks, on_rank0, rank_and_size
+from saf.distributed import on_rank0
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.model_facts import model_facts, precision_in_use
 from saf.evaluate.paired import window_losses
-from saf.machine import autocast, device_name
+from saf.evaluate.passes import Progress, model_facts, precision_in_use, run_batches
+from saf.machine import device_name
 from saf.models.adapter import language_model
 from saf.records.files import check_file, file_hash, read_tensors, write_json, write_tensors
 from saf.records.result import read_result, result_header
@@ -38,7 +37,7 @@ def evaluate_perplexity(
     out: Path | str | None = None,
     tokens: bool = True,
     checkpoints: Mapping[str, str | None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure the loss (nats per token) and perplexity of `model` on one partition.
 
@@ -67,19 +66,15 @@ def evaluate_perplexity(
     length = _check_settings(language, data, length=length, batch_size=batch_size, bos=bos)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    ran_in, done = precision_in_use(model, precision), 0
+    ran_in, batches = precision_in_use(model, precision), windows.split(batch_size)
 
     def log_probs_of(batch: Tensor) -> Tensor:
-        nonlocal done
         batch = batch.to(device)
-        log_probs = language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
-        done += rank_and_size()[1] * len(batch)
-        if progress is not None:
-            progress(min(done, len(windows)), len(windows))
-        return log_probs
+        return language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
 
-    with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        log_probs = torch.cat(map_over_ranks(log_probs_of, windows.split(batch_size)))
+    sizes = [len(batch) for batch in batches]
+    found = run_batches(model, log_probs_of, batches, precision=precision, sizes=sizes, progress=progress)
+    log_probs = torch.cat(found)
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")

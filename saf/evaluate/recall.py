@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.calibration.capture import evaluation_mode
-from saf.distributed import map_over_ranks
 from saf.errors import DivergenceError, InputError
 from saf.evaluate.answers import NO_TARGET
-from saf.machine import autocast
+from saf.evaluate.passes import run_batches
 from saf.models import GPT
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
@@ -54,8 +52,7 @@ def answer_queries(
         return right.sum(1).cpu(), F.cross_entropy(logits, answers[where], reduction="none").double().cpu()
 
     batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
-    with evaluation_mode(model), torch.no_grad(), autocast(device, precision):
-        hits, losses = map(torch.cat, zip(*map_over_ranks(answer, batches), strict=True))
+    hits, losses = map(torch.cat, zip(*run_batches(model, answer, batches, precision=precision), strict=True))
     loss, count = float(losses.mean()), int(queries.sum())
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")

@@ -24,7 +24,7 @@ from saf.data import (
     sequential_windows,
 )
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
-from saf.evaluate.model_facts import PARENT, precision_in_use
+from saf.evaluate.passes import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, freeze_opened, no_countdown
 from saf.freeze_report import FreezeReport
 from saf.heal import heal_beside_twin

@@ -6,8 +6,8 @@ import torch
 import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.model_facts import precision_in_use
 from saf.evaluate.paired import window_losses
+from saf.evaluate.passes import precision_in_use
 from saf.evaluate.perplexity import (
     EVALUATION,
     FILES,

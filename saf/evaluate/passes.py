@@ -1,19 +1,53 @@
-"""Facts about an evaluated model that its record holds: the precision it ran in, its shape, its edited heads."""
+"""How a model is run to be measured, and what a record says of it: its precision, its shape, its edited heads."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from saf.calibration.capture import evaluation_mode
+from saf.distributed import map_over_ranks, rank_and_size
 from saf.errors import InputError
 from saf.heads import EDITED
-from saf.machine import resolve_precision
+from saf.machine import autocast, resolve_precision
 from saf.models.adapter import Adapter, language_model, unwrap
 from saf.ops import FrozenHeads
 
+Batch = TypeVar("Batch")
+Result = TypeVar("Result")
+Progress = Callable[[int, int], None]
+"""Called with (done, all)."""
 PARENT = "parent"
 """Roles of the checkpoints that a model was made from begin with this."""
 _SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def run_batches(
+    model: nn.Module,
+    run: Callable[[Batch], Result],
+    batches: Sequence[Batch],
+    *,
+    precision: str,
+    sizes: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Run batches in evaluation mode without gradients and return their results in order.
+
+    Processes of a group share the batches out, and all get every result. `progress` hears of the `sizes` of batches.
+    """
+    done = 0
+
+    def run_one(batch: tuple[int, Batch]) -> Result:
+        nonlocal done
+        result, done = run(batch[1]), done + rank_and_size()[1] * batch[0]
+        if progress is not None:
+            progress(min(done, sum(sizes)), sum(sizes))
+        return result
+
+    sized = list(zip(sizes or [1] * len(batches), batches, strict=True))
+    with evaluation_mode(model), torch.no_grad(), autocast(language_model(model).device, precision):
+        return map_over_ranks(run_one, sized)
 
 
 def precision_in_use(model: nn.Module, precision: str) -> str:
@@ -24,18 +58,18 @@ def precision_in_use(model: nn.Module, precision: str) -> str:
 
     Raises InputError where `precision` is "fp32" and weights are narrower.
     """
-    autocast = resolve_precision(language_model(model).device, precision)
+    casts = resolve_precision(language_model(model).device, precision)
     patterns = {
         parameter for module in model.modules() if isinstance(module, FrozenHeads) for parameter in module.parameters()
     }
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter not in patterns}
     names = sorted(_SHORT.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
     if names in ([], ["fp32"]):
-        return autocast
+        return casts
     weights = f"{' and '.join(names)} weights"
     if precision == "fp32" and any(dtype.itemsize < torch.float32.itemsize for dtype in dtypes):
         raise InputError(f"precision fp32 needs a model in float32, got {weights}; convert it by model.float()")
-    return weights if autocast == "fp32" else f"{weights}, {autocast} autocast"
+    return weights if casts == "fp32" else f"{weights}, {casts} autocast"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
