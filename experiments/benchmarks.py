@@ -15,7 +15,6 @@ import pandas as pd
 import torch
 
 from experiments import paper
-from experiments.paper import Quoted
 from saf.bench.models import TRANSFORMERS, shape_of
 from saf.bench.protocol import PRUNED
 from saf.bench.timing import GRAPH
@@ -104,7 +103,7 @@ def _speed_lines(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[Cells]:
             continue
         unusual = unusual_settings(each)
         for row, cells in speed_cells(record):
-            quoted = _PAPER.get(kind, _unquoted)(record, row) if row["backend"] else None
+            quoted = _PAPER[kind](record, row) if row["backend"] and kind in _PAPER else None
             pinned = "kernel pinned" * (kind == "prefill" and _is_pinned(row))
             arms = [row["baseline"], row["arm"]]
             # PyTorch's choice is cuDNN wherever a profile was taken, but an arm may be that choice itself.
@@ -116,7 +115,7 @@ def _speed_lines(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[Cells]:
             yield {
                 **cells,
                 "arm": ", ".join(filter(None, [cells["arm"], pinned])),
-                "paper": quoted.text if quoted else MISSING,
+                "paper": quoted or MISSING,
                 "in": each.name,
                 "_row": row,
                 "_way": way(row, unusual),
@@ -142,7 +141,7 @@ def _memory_lines(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[Cells]
             yield {
                 "model": model,
                 **memory_cells(record, entry),
-                "paper": quoted.text if quoted else MISSING,
+                "paper": quoted or MISSING,
                 "in": each.name,
                 "_key": key,
                 "_order": order,
@@ -204,39 +203,35 @@ def _is_pinned(row: Record) -> bool:
 # --- the paper's numbers at the same shapes
 
 
-def _unquoted(record: Record, row: Record) -> Quoted | None:
-    return None
-
-
 def _point(row: Record) -> tuple[str, int, int]:
     return row["model"], row["point"]["length"], row["point"]["batch_size"]
 
 
-def _update(record: Record, row: Record) -> Quoted | None:
+def _update(record: Record, row: Record) -> str | None:
     if row["variant"].endswith(f" {GRAPH}"):
         return None  # the paper replayed no update
     together = record["provenance"].get("processes", 1) > 1
     return paper.update_speed(_point(row), row["rate"], pruned=row["backend"] == PRUNED, together=together)
 
 
-def _update_memory(record: Record, entry: Record) -> Quoted | None:
+def _update_memory(record: Record, entry: Record) -> str | None:
     point = (_model(record), entry["point"]["length"], entry["point"]["batch_size"])
     return paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)
 
 
-def _prefill(record: Record, row: Record) -> Quoted | None:
+def _prefill(record: Record, row: Record) -> str | None:
     graph = row["variant"] == GRAPH
     return paper.prefill_speed(_point(row), row["rate"], graph=graph, pruned=row["backend"] == PRUNED)
 
 
-def _op(record: Record, row: Record) -> Quoted | None:
+def _op(record: Record, row: Record) -> str | None:
     layer, point = row["layer"], row["point"]
     qwen = (layer["num_heads"], layer["num_kv_heads"], layer["head_dim"]) == (32, 8, 128)
     forward = row["part"] == "layer" and row["variant"].startswith("forward")
     return paper.attention_speed(point["length"], point["batch_size"], row["rate"]) if qwen and forward else None
 
 
-_PAPER: dict[str, Callable[[Record, Record], Quoted | None]] = {"update": _update, "prefill": _prefill, "op": _op}
+_PAPER: dict[str, Callable[[Record, Record], str | None]] = {"update": _update, "prefill": _prefill, "op": _op}
 
 
 # --- other kinds
@@ -251,7 +246,7 @@ def finetuning(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFr
                 quoted = None
                 if row["model"] == "124m" and row["role"] == "frozen":
                     quoted = paper.finetuning(row["variant"].split()[0], row["rate"])
-                lines.append({**cells, "paper": quoted.text if quoted else MISSING})
+                lines.append({**cells, "paper": quoted or MISSING})
             if lines:
                 title = f"{each.record['rows'][0]['model']}, {each.record['settings']['task']}: mean over the orders"
                 yield title + ", passes replayed as CUDA graphs" * graphed, frame(lines, ("arm",))
@@ -330,7 +325,7 @@ def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFram
     whole, fits, dense = [], [], []
     for each, row in _rows(benchmarks, "calibration", "intervention"):
         model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
-        quoted = paper.intervention(model, length, row["rate"], "total", sequences=sequences)
+        quoted = paper.intervention(model, length, row["rate"], sequences)
         whole.append(
             {
                 "intervention": f"{Path(model).name}, {length}x{sequences}, {100 * row['rate']:g}% of heads",
@@ -338,7 +333,7 @@ def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFram
                 "whole": seconds(row["spread"]["median"]),
                 "range": f"{seconds(row['spread']['min'])} to {seconds(row['spread']['max'])}",
                 "first use": seconds(row["first_seconds"]),
-                "paper": quoted.text if quoted else MISSING,
+                "paper": quoted or MISSING,
                 "in": each.name,
             }
         )

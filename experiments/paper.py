@@ -4,24 +4,15 @@
 GH200 in bfloat16 with ordinary heads on flash attention; whether models were compiled is not said.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Source:
-    """Name a table (`tab:...` in the paper's source) or section, and the conditions of its numbers."""
+    """A table (`tab:...` in the paper's source) or section, and the conditions of its numbers."""
 
     label: str
     conditions: str
-
-
-@dataclass(frozen=True)
-class Quoted:
-    """Hold one number as the paper gives it, and where."""
-
-    text: str
-    source: Source
 
 
 _FLASH = "GH200, bfloat16, ordinary heads on flash attention"
@@ -55,7 +46,6 @@ PREFILL_TEXT = Source("app:kernel-details", f"124M (B=1 at 8K and 16K: random 12
 PREFILL_CONTROL = Source(
     "tab:pruning-prefill", f"124M, one seed, {_FLASH}, fp32 weights under autocast; mean ± SE of 4"
 )
-FIGURE = Source("fig:systems-across-stages", f"124M, {_FLASH}; a figure without numbers")
 QWEN = Source("tab:qwen-prefill-details", f"Qwen3-4B, prefill, end to end or attention alone, {_FLASH}")
 QWEN_ZERO_SHOT = Source(
     "tab:qwen-zeroshot", "Qwen3-4B, 512 calibration sequences of FineWeb-Edu, no further training; bfloat16"
@@ -100,21 +90,20 @@ NUMBERED["tab:representation-details"] = NUMBERED["tab:implementation-validation
 Point = tuple[str, int, int]
 """Model, tokens of context, sequences."""
 
-_UPDATES: dict[Point, dict[float, tuple[str, str, Source]]] = {
+_UPDATES: dict[Point, dict[float, tuple[str, str]]] = {
     ("124m", 4096, 8): {
-        0.1: ("1.016", "31.85 GiB", RATES),
-        0.25: ("1.056", "−1.96%", MAIN),
-        0.5: ("1.119", "−3.04%", MAIN),
-        0.75: ("1.215", "30.84 GiB", RATES),
+        **{0.1: ("1.016×", "31.85 GiB"), 0.25: ("1.056×", "−1.96%"), 0.5: ("1.119×", "−3.04%")},
+        0.75: ("1.215×", "30.84 GiB"),
     },
-    ("124m", 8192, 4): {0.25: ("1.030", "−1.63%", MAIN), 0.5: ("1.101", "−2.55%", MAIN)},
-    ("124m", 16384, 2): {0.25: ("1.025", "−0.82%", MAIN), 0.5: ("1.070", "−1.57%", MAIN)},
-    ("1b", 8192, 1): {0.25: ("1.067", "−0.57%", ONE_B), 0.5: ("1.163", "−2.31%", ONE_B)},
-    ("1b", 8192, 2): {0.25: ("1.066", "−1.83%", ONE_B), 0.5: ("1.165", "−3.99%", ONE_B)},
+    ("124m", 8192, 4): {0.25: ("1.030×", "−1.63%"), 0.5: ("1.101×", "−2.55%")},
+    ("124m", 16384, 2): {0.25: ("1.025×", "−0.82%"), 0.5: ("1.070×", "−1.57%")},
+    ("1b", 8192, 1): {0.25: ("1.067×", "−0.57%"), 0.5: ("1.163×", "−2.31%")},
+    ("1b", 8192, 2): {0.25: ("1.066×", "−1.83%"), 0.5: ("1.165×", "−3.99%")},
 }
-_SHARED_UPDATES: dict[Point, dict[float, str]] = {("1b", 8192, 2): {0.25: "1.0682 ± 0.0005", 0.5: "1.1667 ± 0.0003"}}
+"""Speedup of an update, and its peak memory or the change of that."""
+_SHARED_UPDATES = {("1b", 8192, 2): {0.25: "1.0682 ± 0.0005×", 0.5: "1.1667 ± 0.0003×"}}
 """Of four GPUs together."""
-ORDINARY_PEAK = {("124m", 4096, 8): Quoted("32.21 GiB", RATES)}
+ORDINARY_PEAK = {("124m", 4096, 8): "32.21 GiB"}
 NATIVE_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
     ("124m", 4096, 20): {0.25: (2172.80, 2057.35, "−2.15%"), 0.5: (2173.12, 1929.10, "−3.34%")},
     ("124m", 8192, 10): {0.25: (2651.80, 2573.68, "−2.24%"), 0.5: (2652.83, 2408.64, "−3.27%")},
@@ -126,19 +115,19 @@ PRUNED_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
     ("124m", 16384, 5): {0.25: (3714.63, 3083.03, "−5.08%"), 0.5: (3716.74, 2472.20, "−7.64%")},
 }
 """Of ordinary and of pruned models of the same heads, ms, and the change of peak memory."""
-_PRUNED_PREFILL = {("124m", 4096, 32): {0.25: Quoted("1.1636 ± 0.0012×", PREFILL_CONTROL)}}
-_PREFILL: dict[Point, dict[float, Quoted]] = {
-    ("124m", 4096, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.229×", PREFILL)},
-    ("124m", 8192, 64): {0.25: Quoted("1.100×", PREFILL), 0.5: Quoted("1.221×", PREFILL)},
-    ("124m", 16384, 64): {0.25: Quoted("1.092×", PREFILL), 0.5: Quoted("1.200×", PREFILL)},
-    ("124m", 4096, 32): {0.25: Quoted("1.0847 ± 0.0024×", PREFILL_CONTROL)},
-    ("124m", 4096, 1): {0.25: Quoted("0.969×", PREFILL_TEXT), 0.5: Quoted("0.972×", PREFILL_TEXT)},
-    ("124m", 16384, 1): {0.25: Quoted("1.08×", PREFILL_TEXT)},
-    ("774m", 8192, 1): {0.25: Quoted("1.07×", PREFILL_TEXT)},
-    ("774m", 16384, 1): {0.25: Quoted("1.08×", PREFILL_TEXT)},
+_PRUNED_PREFILL = {("124m", 4096, 32): {0.25: "1.1636 ± 0.0012×"}}
+_PREFILL: dict[Point, dict[float, str]] = {
+    ("124m", 4096, 64): {0.25: "1.100×", 0.5: "1.229×"},
+    ("124m", 8192, 64): {0.25: "1.100×", 0.5: "1.221×"},
+    ("124m", 16384, 64): {0.25: "1.092×", 0.5: "1.200×"},
+    ("124m", 4096, 32): {0.25: "1.0847 ± 0.0024×"},
+    ("124m", 4096, 1): {0.25: "0.969×", 0.5: "0.972×"},
+    ("124m", 16384, 1): {0.25: "1.08×"},
+    ("774m", 8192, 1): {0.25: "1.07×"},
+    ("774m", 16384, 1): {0.25: "1.08×"},
 }
-_GRAPHS = {0.25: "1.113", 0.5: "1.220", 0.75: "1.377"}
-_ALL_LENGTHS = {0.25: "1.092 to 1.116", 0.5: "1.200 to 1.244"}
+_GRAPHS = {("124m", 4096, 1): {0.25: "1.113×", 0.5: "1.220×", 0.75: "1.377×"}}
+_ALL_LENGTHS = {0.25: "1.092 to 1.116×", 0.5: "1.200 to 1.244×"}
 _QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
 _QWEN: dict[tuple[int, int], tuple[str, ...]] = {
     (2048, 4): ("1.16", "1.18", "1.21", "1.29", "1.38"),
@@ -220,64 +209,52 @@ GEOMETRY_CORRELATIONS = {
 }
 
 
-def update_speed(point: Point, rate: float, *, pruned: bool = False, together: bool = False) -> Quoted | None:
+_FINETUNING = {
+    ("sst2", 0.25): "0.901 ± 0.122×",
+    ("sst2", 0.5): "0.925 ± 0.123×",
+    ("boolq", 0.25): "0.967 ± 0.083×",
+    ("boolq", 0.5): "0.992 ± 0.093×",
+    ("quality", 0.25): "1.047 ± 0.005×",
+    ("quality", 0.5): "1.118 ± 0.010×",
+}
+
+
+def update_speed(point: Point, rate: float, *, pruned: bool = False, together: bool = False) -> str | None:
     """Return the paper's speedup of an optimiser update, whatever its number of micro-batches.
 
     `together` is that of several GPUs that share it, of which the paper has four.
     """
     if together:
-        shared = None if pruned else _SHARED_UPDATES.get(point, {}).get(rate)
-        return None if shared is None else Quoted(f"{shared}×", FOUR_GPUS)
-    if pruned:
-        times = PRUNED_TIMES.get(point, {}).get(rate)
-        return None if times is None else Quoted(f"{times[0] / times[1]:.3f}×", NATIVE)
-    if (row := _UPDATES.get(point, {}).get(rate)) is not None:
-        return Quoted(f"{row[0]}×", row[2])
-    if (times := NATIVE_TIMES.get(point, {}).get(rate)) is not None:
-        return Quoted(f"{times[0] / times[1]:.3f}×", NATIVE)
-    return Quoted("plotted", FIGURE) if point in (("124m", 4096, 2), ("124m", 4096, 4)) else None
+        return None if pruned else _SHARED_UPDATES.get(point, {}).get(rate)
+    if not pruned and rate in _UPDATES.get(point, {}):
+        return _UPDATES[point][rate][0]
+    if (times := (PRUNED_TIMES if pruned else NATIVE_TIMES).get(point, {}).get(rate)) is not None:
+        return f"{times[0] / times[1]:.3f}×"
+    return "plotted" if not pruned and point in (("124m", 4096, 2), ("124m", 4096, 4)) else None
 
 
-_FINETUNING = {
-    ("sst2", 0.25): ("0.901 ± 0.122×", "−3.65%"),
-    ("sst2", 0.5): ("0.925 ± 0.123×", "−5.95%"),
-    ("boolq", 0.25): ("0.967 ± 0.083×", "−4.63%"),
-    ("boolq", 0.5): ("0.992 ± 0.093×", "−7.19%"),
-    ("quality", 0.25): ("1.047 ± 0.005×", "−2.12%"),
-    ("quality", 0.5): ("1.118 ± 0.010×", "−3.92%"),
-}
-
-
-def finetuning(task: str, rate: float, *, memory: bool = False) -> Quoted | None:
-    """Return the paper's speedup of an update of finetuning, or the change of its peak memory."""
-    found = _FINETUNING.get((task, rate))
-    return None if found is None else Quoted(found[memory], FINETUNING)
-
-
-def update_memory(point: Point, rate: float, *, pruned: bool = False) -> Quoted | None:
+def update_memory(point: Point, rate: float, *, pruned: bool = False) -> str | None:
     """Return the paper's peak memory of an update: its change against ordinary attention, or the peak itself."""
-    if pruned:
-        found = PRUNED_TIMES.get(point, {}).get(rate)
-        return None if found is None else Quoted(found[2], NATIVE)
-    if rate == 0:
+    if rate == 0 and not pruned:
         return ORDINARY_PEAK.get(point)
-    if (row := _UPDATES.get(point, {}).get(rate)) is not None:
-        return Quoted(row[1], row[2])
-    times = NATIVE_TIMES.get(point, {}).get(rate)
-    return None if times is None else Quoted(times[2], NATIVE)
+    if not pruned and rate in _UPDATES.get(point, {}):
+        return _UPDATES[point][rate][1]
+    times = (PRUNED_TIMES if pruned else NATIVE_TIMES).get(point, {}).get(rate)
+    return None if times is None else times[2]
 
 
-def intervention(
-    model: str | None, length: int | None, rate: float, part: str = "total", *, sequences: int | None = None
-) -> Quoted | None:
-    """Return the paper's seconds of freezing: "statistics" (with capture), "fit" or "total"; None for other counts."""
-    found = INTERVENTION.get((model or "", length or 0, rate))
-    if found is None or sequences not in (None, _SEQUENCES[model or ""]):
-        return None
-    return Quoted(f"{found[part]} s", COSTS)
+def finetuning(task: str, rate: float) -> str | None:
+    """Return the paper's speedup of an update of finetuning."""
+    return _FINETUNING.get((task, rate))
 
 
-def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: bool = False) -> Quoted | None:
+def intervention(model: str, length: int, rate: float, sequences: int) -> str | None:
+    """Return the paper's seconds of freezing on as many sequences."""
+    found = INTERVENTION.get((model, length, rate))
+    return None if found is None or sequences != _SEQUENCES[model] else f"{found['total']} s"
+
+
+def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: bool = False) -> str | None:
     """Return the paper's speedup of prefill, called, or replayed as a CUDA graph."""
     if pruned:
         return None if graph else _PRUNED_PREFILL.get(point, {}).get(rate)
@@ -285,31 +262,24 @@ def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: boo
     if model == "qwen3-4b":
         return None if graph else _qwen(_QWEN_WHOLE, length, sequences, rate)
     if graph:
-        found = _GRAPHS.get(rate) if point == ("124m", 4096, 1) else None
-        return None if found is None else Quoted(f"{found}×", PREFILL_TEXT)
+        return _GRAPHS.get(point, {}).get(rate)
     if (quoted := _PREFILL.get(point, {}).get(rate)) is not None or model != "124m":
         return quoted
-    if sequences == 64 and 512 <= length <= 16384 and rate in _ALL_LENGTHS:
-        return Quoted(f"{_ALL_LENGTHS[rate]}×", PREFILL_TEXT)
-    return Quoted("plotted", FIGURE) if length == 4096 and 2 <= sequences <= 64 and rate in _ALL_LENGTHS else None
+    if sequences == 64 and 512 <= length <= 16384:
+        return _ALL_LENGTHS.get(rate)
+    return "plotted" if length == 4096 and 2 <= sequences <= 64 and rate in _ALL_LENGTHS else None
 
 
-def attention_speed(length: int, sequences: int, rate: float) -> Quoted | None:
+def attention_speed(length: int, sequences: int, rate: float) -> str | None:
     """Return the paper's speedup of Qwen3-4B's attention alone, forward."""
     return _qwen(_QWEN, length, sequences, rate)
 
 
-def _qwen(numbers: dict[tuple[int, int], tuple[str, ...]], length: int, sequences: int, rate: float) -> Quoted | None:
+def _qwen(numbers: dict[tuple[int, int], tuple[str, ...]], length: int, sequences: int, rate: float) -> str | None:
     row = numbers.get((length, sequences))
-    return Quoted(f"{row[_QWEN_RATES.index(rate)]}×", QWEN) if row and rate in _QWEN_RATES else None
-
-
-def footnotes(quoted: Iterable[Quoted | None]) -> list[str]:
-    """Return one line for each source that is quoted, in order of first use."""
-    sources = dict.fromkeys(each.source for each in quoted if each is not None)
-    return [f"{source.label}: {source.conditions}." for source in sources]
+    return f"{row[_QWEN_RATES.index(rate)]}×" if row and rate in _QWEN_RATES else None
 
 
 def notes(source: Source) -> list[str]:
     """Return the note of a table that stands beside numbers of one source."""
-    return [f"Paper, {line}" for line in footnotes([Quoted("", source)])]
+    return [f"Paper, {source.label}: {source.conditions}."]

@@ -22,7 +22,6 @@ from experiments.paper import (
     QWEN,
     RATES,
     STORAGE,
-    Quoted,
     attention_speed,
     prefill_speed,
     update_memory,
@@ -36,10 +35,6 @@ NO_MEMORY = {**SMOKE_BENCH, "memory": False}
 """Settings of the smoke scale for benchmarks that else measure memory too."""
 
 
-def _text(quoted: Quoted | None) -> str | None:
-    return None if quoted is None else quoted.text
-
-
 # --- updates
 
 _SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -47,10 +42,10 @@ _SHARES = (0.1, 0.25, 0.5, 0.75)
 
 def _of_batches() -> tuple[Number, ...]:
     point, model = (4_096, 8), ("124m", 4_096, 8)
-    speeds = [speedup(f"B=8, {rate:.0%}", rate, point, _text(update_speed(model, rate))) for rate in _SHARES]
+    speeds = [speedup(f"B=8, {rate:.0%}", rate, point, update_speed(model, rate)) for rate in _SHARES]
     speeds += [speedup(f"B={size}, {rate:.0%}", rate, (4_096, size), "plotted") for size in (2, 4) for rate in _SHARES]
     # The paper has peaks at some rates and changes from the ordinary one at others; here all are peaks.
-    peaks = {0.0: _text(ORDINARY_PEAK[model]), 0.1: "31.85 GiB", 0.25: "31.58 GiB", 0.5: "31.24 GiB", 0.75: "30.84 GiB"}
+    peaks = {0.0: ORDINARY_PEAK[model], 0.1: "31.85 GiB", 0.25: "31.58 GiB", 0.5: "31.24 GiB", 0.75: "30.84 GiB"}
     for rate, quoted in peaks.items():
         entry: dict[str, Any] = {"rate": rate, "point": {"length": 4_096, "batch_size": 8}}
         entry |= {"backend": "toeplitz"} if rate else {"backend": None, "arm": "ordinary cudnn"}
@@ -63,8 +58,8 @@ def _of_contexts() -> tuple[Number, ...]:
     for point in ((4_096, 8), (8_192, 4), (16_384, 2)):
         for rate in (0.25, 0.5):
             title, model = f"{point[0]:,} tokens, {rate:.0%}", ("124m", *point)
-            found.append(speedup(title, rate, point, _text(update_speed(model, rate))))
-            found.append(peak_change(f"{title}, peak, %", rate, point, _text(update_memory(model, rate))))
+            found.append(speedup(title, rate, point, update_speed(model, rate)))
+            found.append(peak_change(f"{title}, peak, %", rate, point, update_memory(model, rate)))
     return tuple(found)
 
 
@@ -107,13 +102,13 @@ RECIPES["training_systems"] = Recipe(
 
 def _together(rate: float) -> Number:
     """Return an update that four GPUs share."""
-    quoted = _text(update_speed(("1b", 8_192, 2), rate, together=True))
+    quoted = update_speed(("1b", 8_192, 2), rate, together=True)
     return speedup(f"B=2, {rate:.0%}", rate, (8_192, 2), quoted, mean=True)
 
 
 def _alone(size: int, rate: float) -> tuple[Number, Number]:
     point, title = (8_192, size), f"B={size}, {rate:.0%}"
-    speed, memory = (_text(quoted(("1b", *point), rate)) for quoted in (update_speed, update_memory))
+    speed, memory = (quoted(("1b", *point), rate) for quoted in (update_speed, update_memory))
     return speedup(title, rate, point, speed), peak_change(f"{title}, peak, %", rate, point, memory)
 
 
@@ -183,7 +178,7 @@ def _trained(title: str, rate: float, points: tuple[tuple[int, int], ...], **set
         numbers=tuple(
             speedup(
                 *(f"{point[0]:,} × {point[1]}, {rate:.0%}", rate, point),
-                _text(prefill_speed(("124m", *point), rate)),
+                prefill_speed(("124m", *point), rate),
                 way="call",
             )
             for point in points
@@ -212,7 +207,7 @@ def _one_sequence(model: str, speeds: dict[int, tuple[str, str]]) -> Measurement
 def _at_4k(rate: float, way: str) -> Number:
     """Return the speedup of one sequence of 4,096 tokens, called in fresh processes or replayed as a graph."""
     words = {"call": "fresh processes", "graph": "replayed"}[way]
-    quoted = _text(prefill_speed(("124m", 4_096, 1), rate, graph=way == "graph"))
+    quoted = prefill_speed(("124m", 4_096, 1), rate, graph=way == "graph")
     return speedup(f"4,096 × 1, {words}, {rate:.0%}", rate, (4_096, 1), quoted, way=way)
 
 
@@ -269,8 +264,8 @@ def _qwen(words: str) -> tuple[Number, ...]:
 
     def quoted(point: tuple[int, int], rate: float) -> str | None:
         if words == "attention":
-            return _text(attention_speed(*point, rate))
-        return _text(prefill_speed(("qwen3-4b", *point), rate))
+            return attention_speed(*point, rate)
+        return prefill_speed(("qwen3-4b", *point), rate)
 
     return tuple(
         speedup(f"{words}, {point[0]:,} × {point[1]}, {rate:.0%}", rate, point, quoted(point, rate), way="call")
