@@ -14,7 +14,7 @@ from saf.records.files import read_json
 
 Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
-ALL = ("paper", "small", "smoke")
+ALL: tuple[str, ...] = ("paper", "small", "smoke")
 """Scales that arms have settings of."""
 RATES = {"10": 0.1, "25": 0.25, "50": 0.5, "75": 0.75}
 

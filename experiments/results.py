@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from experiments import benchmarks
-from experiments.analyses import ANALYSES, svg
+from experiments.analyses import ANALYSES, FIGURES, svg
 from experiments.figures import draw, draw_costs
 from experiments.recipe import recipe
 from experiments.scales import scale_named
@@ -254,7 +254,8 @@ def _analyses(folder: Path) -> Iterator[Shown]:
                 yield Shown(heading=heading, text=escaped(part))
             else:
                 yield _analysed(heading, part, where)
-        yield Shown(heading=heading, picture=(path.stem, f"{path.stem}.svg", svg([record])))
+        if record["kind"] in FIGURES:
+            yield Shown(heading=heading, picture=(path.stem, f"{path.stem}.svg", svg([record])))
 
 
 def _runs(results: Path) -> Iterator[Shown]:
@@ -324,7 +325,7 @@ def pictures(table: RecipeTable, measured: Mapping[str, list[Record]]) -> dict[s
     """Return title and SVG of a recipe's figures and of its analyses', by name."""
     drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
     for name, records in measured.items():
-        if records[0]["kind"] in ANALYSES:
+        if records[0]["kind"] in FIGURES:
             drawn[name.replace(" ", "-")] = (name, svg(records))
     return {name: (title, picture) for name, (title, picture) in drawn.items() if picture is not None}
 

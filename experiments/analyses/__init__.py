@@ -1,7 +1,7 @@
 """Analyses of heads, selections and patterns, a file each: `python -m experiments.analyses NAME --help`.
 
-Each module has `Settings` (a dataclass), `measure(settings) -> record`, `tables(record) -> list[str | DataFrame]`, and
-`figure(records) -> matplotlib Figure` of one record or of several seeds' records; both take records as JSON has them.
+Each module has `Settings` (a dataclass), `measure(settings) -> record` and `tables(record) -> list[str | DataFrame]`;
+some have `figure(records) -> matplotlib Figure` of one record or of several seeds'. Both take records as JSON has them.
 """
 
 import io
@@ -32,6 +32,8 @@ ANALYSES: dict[str, Any] = {
     module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions, pretrained)
 }
 """Modules by the name that the command line and the records have for them."""
+FIGURES = ("one-head", "profiles", "stability", "recovery", "zero-shot", "distributions", "pretrained")
+"""The analyses whose records are drawn."""
 _STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "saf"},  # the same picture has the same ids
     **{"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False},

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from experiments.analyses import ANALYSES, svg
+from experiments.analyses import ANALYSES, FIGURES, svg
 from experiments.analyses.common import Output, Record, shown
 from saf.errors import InputError, SafError
 from saf.records.files import to_json, write_atomically, write_json
@@ -27,8 +27,8 @@ class Draw:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Write the figure of records as an SVG file."""
-    if unknown := [each["kind"] for each in records if each["kind"] not in ANALYSES]:
-        raise InputError(f"the records must be of an analysis, got {unknown[0]!r}")
+    if unknown := [each["kind"] for each in records if each["kind"] not in FIGURES]:
+        raise InputError(f"a figure must be of {', '.join(FIGURES)}, got a record of {unknown[0]!r}")
     write_atomically(path, svg(records).encode())
 
 
@@ -36,8 +36,8 @@ def run(name: str, settings: Output) -> None:
     """Measure, write the record and its figure, and print the tables or the record."""
     if settings.out is not None and settings.out.exists():
         raise InputError(f"{settings.out} exists already; remove it, or write to another file")
-    if settings.figure is not None and settings.figure.suffix != ".svg":
-        raise InputError(f"--figure must end in .svg, got {settings.figure.name}")
+    if settings.figure is not None and (settings.figure.suffix != ".svg" or name not in FIGURES):
+        raise InputError(f"--figure must be an .svg file of {', '.join(FIGURES)}, got {settings.figure.name}")
     record = to_json(ANALYSES[name].measure(settings))
     if settings.out is not None:
         write_json(settings.out, record)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments import paper
-from experiments.analyses.common import ModelSettings, Opened, Part, Record, head_set, say, subplots, table
+from experiments.analyses.common import ModelSettings, Opened, Part, Record, say, subplots, table
 from saf.calibration import calibrate
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
@@ -62,16 +62,10 @@ class Settings(ModelSettings):
     """Number of calibration sequences."""
     fitted: float = 0.6
     """Share of the sequences that the models are fitted to; the others are held out."""
-    heads: tuple[str, ...] = ()
-    """Heads to look at: LAYER:HEAD, or a file or run that lists them; those of lowest variance at --rate if empty."""
     rate: float = 0.25
-    """Share of all heads to look at."""
+    """Share of all heads to look at: those of lowest variance."""
     shown: int = 4
     """Heads whose curves are kept for the figure, spread evenly over the heads."""
-    positions: tuple[int, ...] = ()
-    """Query positions, from 0; T/16, T/8, T/4, T/2, 3T/4 and T, as in the paper, if empty."""
-    distance: int = 1
-    """Distance from the last query back to the key whose entry is looked at."""
     scale: float = SCALE
     """Factor of Dirichlet concentrations."""
     profiles: int = 128
@@ -87,16 +81,14 @@ def measure(settings: Settings) -> dict[str, Any]:
     if settings.umap and importlib.util.find_spec("umap") is None:
         raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
     opened = settings.open()
-    positions = settings.positions or query_positions(opened.length)
-    if not 0 <= settings.distance <= max(positions):
-        raise InputError(f"--distance must be in [0, {max(positions)}], the last query, got {settings.distance}")
+    opened.check_rates([settings.rate])
     count, fitted = settings.sequences, round(settings.fitted * settings.sequences)
     if fitted < 4 or count - fitted < 2:
         raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
-    ids = opened.calibration()
+    ids, positions = opened.calibration(), query_positions(opened.length)
     with opened.autocast:
-        heads = _heads(settings, opened, ids)
         say(f"calibrating on {count} sequences")
+        heads = select(score(calibrate(opened.model, ids), "variance"), settings.rate)
         found = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
     order = list(heads)
     shown = [order[number * len(order) // settings.shown] for number in range(settings.shown)]
@@ -117,14 +109,6 @@ def measure(settings: Settings) -> dict[str, Any]:
 def query_positions(length: int) -> tuple[int, ...]:
     """Return the paper's query positions, from 0."""
     return tuple(sorted({max(1, round(share * length) - 1) for share in QUERIES}))
-
-
-def _heads(settings: Settings, opened: Opened, ids: list[Tensor]) -> HeadSet:
-    """Return the heads that the settings name, or those of lowest variance."""
-    if settings.heads:
-        return head_set(settings.heads)
-    opened.check_rates([settings.rate])
-    return select(score(calibrate(opened.model, ids), "variance"), settings.rate)
 
 
 # --- rows drawn from models of their variation over sequences
@@ -228,22 +212,20 @@ def row_distances(
 def _entries(
     settings: Settings, statistics: AttentionStatistics, heads: Sequence[Head], shown: Sequence[Head], fitted: int
 ) -> dict[str, Any]:
-    """Return the distances of the entry for all heads, and the curves of those shown."""
-    query = statistics.positions[-1]
-    key = query - settings.distance
-    found = {}
+    """Return the distances of the last query's entry of the key before it for all heads, and the shown ones' curves."""
+    query, shares = statistics.positions[-1], np.linspace(0, 1, POINTS)
+    distances: dict[str, list[float]] = {name: [] for name in ("logit", "gaussian", "dirichlet")}
+    curves = []
     for head in heads:
         rows, logits = (statistics.take(name, [head])[0][:, -1, : query + 1] for name in ("rows", "logit_rows"))
-        found[head] = entry_samples(rows, logits, key, fitted, settings.scale, settings.seed, (*head, query))
-    each = [entry_distances(*sample) for sample in found.values()]
-    by_model = {name: [one[name] for one in each] for name in ("logit", "gaussian", "dirichlet")}
-    curves = []
-    for head in shown:
-        samples, normal = found[head]
-        shares = np.linspace(0, 1, POINTS)
-        points = {name: np.quantile(values, shares).tolist() for name, values in samples.items()}
-        curves.append({"head": head, "normal": normal, **points})
-    return {"query": query, "key": key, "distances": by_model, "curves": curves}
+        key = (*head, query)
+        samples, normal = entry_samples(rows, logits, query - 1, fitted, settings.scale, settings.seed, key)
+        for name, distance in entry_distances(samples, normal).items():
+            distances[name].append(distance)
+        if head in shown:
+            points = {name: np.quantile(values, shares).tolist() for name, values in samples.items()}
+            curves.append({"head": head, "normal": normal, **points})
+    return {"query": query, "key": query - 1, "distances": distances, "curves": curves}
 
 
 def entry_samples(

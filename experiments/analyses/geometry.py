@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments import paper
@@ -16,7 +15,6 @@ from experiments.analyses.common import (
     Record,
     spearman,
     stratified_spearman,
-    subplots,
     table,
 )
 from saf.calibration import calibrate, heads_at_a_time
@@ -149,17 +147,3 @@ def tables(record: Record) -> list[Part]:
         ranks.append([name.replace("_", " "), *cells])
     title = "Spearman of each distance with what the patterns cost (paper)"
     return [conditions, table("", columns, rows), table(title, ["distance", *heads], ranks, notes)]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return each distance from the mean pattern by rate, a line a pattern."""
-    record, *_ = records
-    drawn, axes = subplots(2, 2, size=(10, 7))
-    for axis, (distance, by_rate) in zip(axes.flat, record["distances"].items(), strict=True):
-        shares = [100 * float(rate) for rate in by_rate]
-        for name in next(iter(by_rate.values())):
-            if name != "mean":  # zero but for rounding
-                axis.plot(shares, [each[name] for each in by_rate.values()], "o-", label=name.replace("_", " "))
-        axis.set(title=distance.replace("_", " "), xlabel="heads, %", yscale="log")
-    axes[0, 0].legend()
-    return drawn

@@ -1,13 +1,10 @@
 """The cost of two head sets when each is frozen as a whole, before any further training (paper, appendix A.3)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from experiments import paper
-from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, subplots, table
+from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, table
 from saf.calibration import calibrate
 from saf.calibration.capture import measurable_heads
 from saf.evaluate.paired import delta_of_windows, window_losses
@@ -74,16 +71,3 @@ def tables(record: Record) -> list[Part]:
         f"{beside['overlap']} in common.",
         table("", ["set", "heads", "perplexity", "95% interval"], rows, paper.notes(paper.SELECTION_TEXT)),
     ]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return each change with its 95% interval over windows."""
-    record, *_ = records
-    drawn, axis = subplots(size=(8, 2.5))
-    for place, name in enumerate(("difference", "second", "first")):
-        change, (low, high) = record[name]["delta_ppl_percent"], record[name]["ci95"]
-        axis.errorbar(change, place, xerr=[[change - low], [high - change]], fmt="o")
-    axis.axvline(0, color="grey", lw=0.8)
-    axis.set(title=f"Two head sets, {record['overlap']} heads in common", xlabel="perplexity, %")
-    axis.set_yticks(range(3), ["second against first", "second", "first"])
-    return drawn

@@ -1,20 +1,18 @@
 """Rank correlations of scores with the cost of single heads beyond layer and entropy (paper, appendix A.3)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 from experiments import paper
 from experiments.analyses import common
-from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots
+from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records.table import correlation, highest_first
+from saf.records.table import correlation
 
 NAMES = {
     "spearman": "Spearman",
@@ -73,18 +71,3 @@ def tables(record: Record) -> list[Part]:
     table = common.table("", ["score", *NAMES.values()], rows, paper.notes(paper.SELECTION_TEXT))
     conditions = f"Scores and the cost of single heads, layer and entropy held: {record['heads']} heads."
     return [conditions, common.without_empty(table)]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return the correlations of each score with the cost: plain, beyond layer, beyond layer and entropy."""
-    record, *_ = records
-    scores = sorted(record["correlations"].items(), key=lambda item: highest_first(item[1]["spearman"]), reverse=True)
-    drawn, axis = subplots(size=(8, 1 + 0.4 * len(scores)))
-    for key in ("spearman", "layer", "layer_entropy"):
-        values = [each[key] if each.get(key) is not None else float("nan") for _, each in scores]
-        axis.plot(values, range(len(scores)), "o", label=NAMES[key])
-    axis.set_yticks(range(len(scores)), [name.replace("_", " ") for name, _ in scores])
-    axis.set(title=f"Scores and the cost of {record['heads']} single heads", xlabel="rank correlation")
-    axis.axvline(0, color="grey", lw=0.8)
-    axis.legend()
-    return drawn

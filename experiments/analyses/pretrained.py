@@ -252,7 +252,7 @@ class Study:
 
     def _measure_arm(self, opened: OpenedModel, arm: Arm | None) -> dict[str, Any]:
         """Return an arm's measurements at once and healed; without an arm those of the ordinary model."""
-        settings, record = self.settings, {"arm": None if arm is None else vars(arm)}
+        settings, record = self.settings, dict[str, Any](arm=None if arm is None else vars(arm))
         if arm is not None:
             heads = self._chosen(arm.choice, arm.rate)
             record |= _frozen(settings, opened, heads, arm, settings.length, settings.sequences)

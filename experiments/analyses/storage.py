@@ -1,16 +1,14 @@
 """The bytes that the patterns of a model's frozen heads take, in each form (paper, appendix on storage)."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
-from matplotlib.figure import Figure
 
 from experiments import paper
-from experiments.analyses.common import Output, Part, Record, header, subplots, table
+from experiments.analyses.common import Output, Part, Record, header, table
 from saf.errors import InputError
 from saf.models.adapter import adapter_for
 from saf.opening import find_model
@@ -56,13 +54,3 @@ def tables(record: Record) -> list[Part]:
     conditions = f"Storage of the patterns of {record['heads']} frozen heads in {record['layers']} layers, float32."
     notes = [*paper.notes(paper.IMPLEMENTATION), "The paper's compact buffers are those of its execution."]
     return [conditions, table("", ["form", "ours", "paper"], rows, notes)]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return the size of each form on a logarithmic axis."""
-    record, *_ = records
-    drawn, axis = subplots(size=(8, 2.5))
-    names = [name for name in reversed(FORMS) if record["bytes"][name]]
-    axis.barh([FORMS[name] for name in names], [record["bytes"][name] / 1e9 for name in names])
-    axis.set(title=f"Patterns of {record['heads']} frozen heads", xlabel="GB", xscale="log")
-    return drawn

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
     """Average paired differences over seeds, with the standard error sd / sqrt(n); None for one seed."""
     if not values:
         raise InputError("a mean over seeds must have at least one value, got none")
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    error = math.sqrt(variance(values) / len(values)) if len(values) > 1 else None
     return {"mean": fmean(values), "standard_error": error, "seeds": len(values)}
 
 

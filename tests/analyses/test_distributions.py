@@ -132,7 +132,7 @@ def test_rows_measured_by_calibration(model, ids, run_dense):
     assert np.allclose(samples["measured"], flipped[1][:, 2, 23, 21].numpy(), atol=1e-6)
 
 
-@pytest.mark.parametrize("position", [0, 1, 5, 1023, 2999])
+@pytest.mark.parametrize("position", [0, 5, 2999])
 def test_mass_by_distance(rng, position):
     """Bins are 0; 1; 2 to 3; 4 to 7; ...; the last takes the rest."""
     assert EDGES == (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
