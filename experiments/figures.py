@@ -28,6 +28,7 @@ def draw(figure: Figure, table: RecipeTable) -> str | None:
         }
         for panel, lines in figure.panels.items()
     }
+    points = {panel: lines for panel, lines in points.items() if any(any(ticks.values()) for ticks in lines.values())}
     if not any(sum(v is not None for v in ticks.values()) > 1 for lines in points.values() for ticks in lines.values()):
         return None
     with mpl.rc_context(STYLE):
@@ -82,6 +83,8 @@ def _panel(
     for number, (name, values) in enumerate(lines.items()):
         aside = 0.0 if joined else 0.14 * (number - (len(lines) - 1) / 2)
         known = {tick: value for tick, value in values.items() if value is not None}
+        if not known:
+            continue
         places = [ticks.index(tick) + aside for tick in known]
         reach = [value.reach or (value.mean, value.mean) for value in known.values()]
         off = [[v.mean - r[0] for v, r in zip(known.values(), reach, strict=True)]]
@@ -99,6 +102,7 @@ def _panel(
                 label=f"{name}, paper",
             )
     axis.set_xticks(range(len(ticks)), ticks)
+    axis.set_xlim(-0.5, len(ticks) - 0.5)
 
 
 def _paper(text: str | None) -> float | None:

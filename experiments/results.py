@@ -27,6 +27,8 @@ from saf.records.table import natural_order
 
 SHOWN = {
     "quality": {
+        "converged": ("answer",),
+        "converged-56M": ("peak_rate",),
         "small-75M": ("matched_time",),
         "small-75M-high-rates": ("matched_time",),
         "small-75M-own-clock": ("matched_time",),
@@ -98,9 +100,9 @@ class Shown:
 PAGES = {
     "quality": (
         "Perplexity after freezing",
-        "Small models after few tokens: 34M parameters, 75M tokens unless the scale says more. There 1% more tokens "
-        "lowers perplexity several times as much as in the paper's regime, so set the estimates at 0.14% "
-        "beside the paper's.",
+        "Models of 34M parameters unless a heading says more. Those of the scale `converged` have 560M tokens; those "
+        "of `small-75M` have 75M, where 1% more tokens lowers perplexity several times as much as in the paper's "
+        "regime, so set the estimates at 0.14% beside the paper's.",
     ),
     "heads": ("Which heads, and which patterns", "Scores, patterns, and what the frozen heads are like."),
     "tasks": ("Finetuning and recall after freezing", "34M parameters, 75M tokens, frozen or pruned halfway."),
@@ -156,10 +158,11 @@ def stale(results: Path, docs: Path) -> list[str]:
         for path, text in rendered.items()
         if not path.is_file() or path.read_text() != text
     ]
-    cells, answers = rendered[results / "cells.csv"], docs / "results.md"
-    for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
-        if number not in cells:
-            problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
+    cells = rendered[results / "cells.csv"]
+    for answers in (docs / "results.md", docs / "results" / "answer.md"):
+        for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
+            if number not in cells:
+                problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
     older = benchmarks.superseded(benchmarks.read_benchmarks(results))
     return problems + [f"{results}/bench/{name}.json: all that it measured stands newer elsewhere" for name in older]
 

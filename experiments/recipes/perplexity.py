@@ -324,6 +324,7 @@ _OWN_CLOCK = {
     "exponential-50": "50% frozen",
     "exponential-50-pruned": "50% same heads pruned",
 }
+_CLOCKS = {"tokens": "", "time": "-time"}
 _ANSWERS = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
 
 
@@ -371,17 +372,18 @@ RECIPES["answer"] = Recipe(
     intervals="t",
     figures=(
         Figure(
-            name="contexts",
-            title="Change of perplexity from ordinary attention, %",
-            across="tokens of context",
+            name="arms",
+            title="Change of perplexity from ordinary attention, %, with 95% intervals",
+            across="matched",
             panels={
-                f"{rate}% of heads, matched {clock}": {
-                    line: {k.upper(): (f"{k}-{arm.format(rate)}{end}", "delta") for k in ("4k", "16k")}
+                f"{k.upper()} of context, {rate}% of heads": {
+                    line: {clock: (f"{k}-{arm.format(rate)}{end}", "delta") for clock, end in _CLOCKS.items()}
                     for line, arm in _ANSWERS.items()
                 }
-                for rate in ("25", "50")
-                for clock, end in (("tokens", ""), ("time", "-time"))
+                for k in ("16k", "4k")
+                for rate in ("50", "25")
             },
+            joined=False,
         ),
     ),
     smoke=(

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -73,7 +73,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         OSError: The disk is full; checkpoints up to there are whole.
         SafError: Another process of the group ended.
     """
-    with process_group(config.device), ExitStack() as locks:
+    with process_group(config.device), _few_host_threads(config.device), ExitStack() as locks:
         with StopRequest() as stop:
             run = start_run(config, resume=resume, locks=locks)
             try:
@@ -86,6 +86,23 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         if not finished:
             return {"stopped_at": run.update, "checkpoint": str(on_rank0(lambda: latest(run.checkpoints)))}
         return finish(run)
+
+
+@contextmanager
+def _few_host_threads(device: str) -> Iterator[None]:
+    """With a GPU, run host operations on one thread in this context.
+
+    Copies of batches wake all threads, which then spin beside the one that launches kernels: an update of 34M at 4K
+    takes 0.080 s with 64 threads and 0.055 s with one (four runs on an H200 host). The whole run has one number,
+    since compiled code is compiled again where it changes.
+    """
+    threads = torch.get_num_threads()
+    if device != "cpu" and torch.cuda.is_available():
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 # --- updates and events
