@@ -255,9 +255,10 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
         return None
     if call.query.shape[-2] * group > MOST_ROWS >= group:  # not few
         return None
-    # One backend's tables serve the launch, which knows no trained patterns.
-    serves = fixed and not (call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)))
-    tables = fixed[0].tables if serves else {}
+    # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
+    tables = next((part.tables for part in fixed if "row_heads" in part.tables), {})
+    if call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)):
+        tables = {}
     args = call.query, call.key, call.value, call.live_slots, call.frozen_slots, tables
     if reason := unsupported_reason(*args):
         if named:

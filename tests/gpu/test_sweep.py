@@ -74,8 +74,8 @@ def test_patterns_of_a_trained_model(dtype, real_heads):
     """4,096 positions, then the first 1,000 of the same patterns."""
     for length in (4096, 1000):
         case = Case(length=length, dtype=dtype, heads=6, frozen=tuple(range(6)), extra=4096 - length)
-        outcome = run(case, "cuda", real_patterns(real_heads, 6, 4096, "cuda"))
-        assert outcome.problems() == []
+        result = run(case, "cuda", real_patterns(real_heads, 6, 4096, "cuda"))
+        assert result.problems() == []
 
 
 @pytest.mark.parametrize(

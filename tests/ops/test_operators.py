@@ -1,4 +1,4 @@
-"""Every registered operator does what it declares; the seam compiles whole, and once for several lengths."""
+"""Every registered operator does what it declares; a layer compiles whole, and once for several lengths."""
 
 import pytest
 import torch

@@ -481,7 +481,7 @@ def fused_forward(
     """Mix all heads of a layer in one launch.
 
     `query [B, L, T, D]` of live heads, `key [B, K, T, D]` that they use and `value [B, H_kv, T, D]` have unit stride in
-    D and any others. Returns the output `[B, H, T, D]` in head order, laid out as `[B, T, H, D]`, and the live heads'
+    D and any others. Returns the output `[B, H, T, D]` in head order, stored as `[B, T, H, D]`, and the live heads'
     row log-sum-exps `[B, L, T]`, float32, nats.
     """
     result, lse = _results(value, maps)
@@ -539,7 +539,7 @@ def fused_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, maps: HeadMaps,
     patterns: FusedPatterns, *, scale: float | None = None, config: FusedConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of `fused_forward` to query, key and value, each laid out as `[B, T, heads, D]`.
+    """Return the gradients of `fused_forward` to query, key and value, each stored as `[B, T, heads, D]`.
 
     `grad [B, H, T, D]` is that of the output `out`, `lse` the forward's row log-sum-exps; the rest as in the forward.
     Deterministic.

@@ -93,7 +93,7 @@ def run(case: Case | int, device: str) -> list[str]:
     checks = {
         f"launches of {launches} parts": len(launches) == 1 and (launches[0] == 1) == (case.stretch > LENGTH),
         "not finite": bool(found.isfinite().all()),
-        "not laid out as [B, T, H, D]": found.transpose(1, 2).is_contiguous(),
+        "not stored as [B, T, H, D]": found.transpose(1, 2).is_contiguous(),
     }
     for name, part in {"live": slice(len(case.slots)), "frozen": slice(len(case.slots), None)}.items():
         exact = wanted[:, part] * mask

@@ -7,7 +7,7 @@ import torch
 
 from saf.ops.linear.tables import exact_tables, linear_tables
 from tests.ops.exponential_patterns import exponential_patterns
-from tests.ops.surrounded import surrounded, wrong_product
+from tests.ops.nan_memory import inside_nan, wrong_product
 
 TOLERANCE = {"float32": 1e-6, "float16": 6e-4, "bfloat16": 4.5e-3}
 
@@ -70,7 +70,7 @@ def run(case: Case, device: str) -> list[str] | None:
     before, after = (scale.clone() for scale in (reversed(scales) if case.transpose else scales))
     before[:, case.length :], after[:, case.length :] = float("nan"), float("nan")
     heads = tuple(range(slots)) if case.transpose else case.heads
-    x, _ = surrounded(case.batch, max(heads) + 1, case.length, case.dim, dtype, device)
+    x, _ = inside_nan(case.batch, max(heads) + 1, case.length, case.dim, dtype, device)
     x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(0)))
     mapped = heads != tuple(range(x.shape[1]))
     sources = torch.tensor(heads, dtype=torch.int32, device=device) if mapped else None

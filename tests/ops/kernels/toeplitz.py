@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests.ops.surrounded import surrounded, wrong_product
+from tests.ops.nan_memory import inside_nan, wrong_product
 
 SMALL = {"block_m": 64, "block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}
 DESCRIPTOR = {**SMALL, "descriptors": True}
@@ -66,7 +66,7 @@ def run(case: Case, device: str) -> list[str] | None:
     scales = torch.rand(2, case.heads, case.length + case.extra, generator=generator) + 0.5
     scales[..., case.length :] = float("nan")
     before, after = scales.to(device)
-    x, _ = surrounded(case.batch, case.heads, case.length, case.dim, dtype, device)
+    x, _ = inside_nan(case.batch, case.heads, case.length, case.dim, dtype, device)
     x.copy_(torch.randn(x.shape, generator=generator))
     config, tiles = Config(**case.config) if case.config else None, make_tiles(g).to(device)
     lag = torch.arange(case.length)[:, None] - torch.arange(case.length)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def surrounded(
+def inside_nan(
     batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Callable[[], Tensor]]:
     """Return a `[B, heads, T, D]` view inside NaN-filled memory, and a function that returns the memory around it."""
@@ -22,7 +22,7 @@ def wrong_product(product: Callable[..., Tensor], x: Tensor, want: Tensor, limit
     They are its error against `want`, memory around the output, causality, order and repetition. It overwrites x.
     """
     length = x.shape[2]
-    out, around = surrounded(*want.shape, x.dtype, str(x.device))
+    out, around = inside_nan(*want.shape, x.dtype, str(x.device))
     first = product()
     # On a device, later calls of the same layout take another way to the same kernel.
     repeated = product() if x.is_cuda else first
@@ -39,6 +39,6 @@ def wrong_product(product: Callable[..., Tensor], x: Tensor, want: Tensor, limit
         "a repetition differs": torch.equal(repeated, first),
         "not causal": torch.equal(out[:, :, same], first[:, :, same]),
         "inputs do not matter": length == 1 or not torch.equal(out, first),
-        "not laid out as [B, T, F, D]": first.transpose(1, 2).is_contiguous(),
+        "not stored as [B, T, F, D]": first.transpose(1, 2).is_contiguous(),
     }
     return [name for name, holds in checks.items() if not holds]
