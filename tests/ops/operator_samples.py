@@ -113,7 +113,7 @@ def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
     rest = (tables["table"], tables["key_scale"], tables["row_scale"])
     inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
     inputs = [x.requires_grad_() for x in inputs]
-    return [(x, *rest, transpose) for x in inputs for transpose in (False, True)]
+    return [(x, *rest, transpose) for x, transpose in zip(inputs, (False, True, False), strict=True)]
 
 
 def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
@@ -121,13 +121,10 @@ def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
     made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
     tables, *scalings = list(made[0]), made[1], made[2]
     samples, left_pad = [], torch.tensor([0, 4], device=device)
-    for heads, count in (([0, 1], 2), ([1, 1], 2)):
+    for heads, pad, transpose in (([0, 1], None, False), ([1, 1], left_pad, False), ([1, 1], left_pad, True)):
         sources = torch.tensor(heads, dtype=torch.int32, device=device)
-        for transpose in (False, True):
-            given = 2 if transpose else count
-            x = draw(2, 40, given, 16).transpose(1, 2) if transpose else draw(2, given, 40, 16)
-            pad = left_pad if count == 2 and heads[0] else None
-            samples.append((x.requires_grad_(), heads, sources, tables, *scalings, pad, count, transpose))
+        x = draw(2, 40, 2, 16).transpose(1, 2) if transpose else draw(2, 2, 40, 16)
+        samples.append((x.requires_grad_(), heads, sources, tables, *scalings, pad, 2, transpose))
     return samples
 
 

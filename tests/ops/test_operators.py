@@ -36,8 +36,7 @@ def test_a_layer_compiles_whole_with_its_gradients(backend, generator):
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("backend", ["toeplitz", "reference"])
-@pytest.mark.parametrize("stored", [0, 1, 2])
+@pytest.mark.parametrize(("backend", "stored"), [("toeplitz", 0), ("toeplitz", 1), ("reference", 2)])
 def test_one_graph_serves_several_lengths(backend, stored, generator):
     compact = patterns("cpu")
     weights = compact.dense()

@@ -130,7 +130,10 @@ def _keep_tables(ctx, inputs, output) -> None:
 
 
 def _value_gradient(ctx, gradient: Tensor):
-    """Return dV = P^T dO (section 3.3 of the paper): time reversed, the scalings exchanged, as in (S.15)."""
+    """Return dV = P^T dO (section 3.3 of the paper).
+
+    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): time reversed, the scalings exchanged (S.15).
+    """
     sources, before, after, left_pad, *tables = ctx.saved_tensors
     rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
     return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None

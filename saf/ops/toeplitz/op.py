@@ -153,7 +153,10 @@ def _keep_tables(ctx, inputs, output) -> None:
 
 
 def _value_gradient(ctx, gradient: Tensor):
-    """Return dV = P^T dO (section 3.3 of the paper): G transposed, the scalings exchanged (S.15)."""
+    """Return dV = P^T dO (section 3.3 of the paper).
+
+    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): G transposed, the scalings exchanged (S.15).
+    """
     table, before, after = ctx.saved_tensors
     return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
 
