@@ -206,8 +206,7 @@ class CompactPattern(_FixedPattern):
         return CompactPattern.from_parameters(alpha, rho)
 
     def prefix(self, length: int) -> "CompactPattern":
-        """Return the pattern of the first `length` positions; normalisers of rows stay."""
-        self._check_prefix(length)
+        self._check_prefix(length)  # normalisers of the first rows stay as they are
         return self._map(lambda _, tensor: tensor[..., :length])
 
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -310,7 +309,6 @@ class DensePattern(_FixedPattern):
         return DensePattern(self.weights.to(device=device, dtype=dtype))
 
     def prefix(self, length: int) -> "DensePattern":
-        """Return the pattern of the first `length` positions."""
         self._check_prefix(length)
         return DensePattern(self.weights[..., :length, :length])
 
@@ -398,7 +396,6 @@ class ExponentialPattern(_FixedPattern):
         return self._map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
 
     def prefix(self, length: int) -> "ExponentialPattern":
-        """Return the pattern of the first `length` positions."""
         self._check_prefix(length)
         return replace(self, length=length, alpha=self.alpha[..., :length], band=self.band[..., :length])
 

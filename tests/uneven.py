@@ -11,12 +11,12 @@ LENGTH = 24
 @pytest.fixture
 def model() -> GPT:
     """Three layers of four heads, float64, with queries large enough for uneven attention."""
-    made = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)).double()
-    made.reset_parameters(torch.Generator().manual_seed(0))
-    for block in made.blocks:
+    network = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)).double()
+    network.reset_parameters(torch.Generator().manual_seed(0))
+    for block in network.blocks:
         block.attention.q_proj.weight.data *= 40
         block.attention.o_proj.weight.data *= 10
-    return made
+    return network
 
 
 @pytest.fixture

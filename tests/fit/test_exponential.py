@@ -20,8 +20,8 @@ def test_heads_of_a_real_model_lose_little(real_heads):
     for head, fit in enumerate(fits):
         assert fit.poles == 16
         assert fit.cancellation <= 4
-        given = fit.pattern.compact(), eta_abs[head], eta_rel[head], entropy[head]
-        extra = fit_kl(*given) - fit_kl(compact[head], *given[1:])
+        goal = fit.pattern.compact(), eta_abs[head], eta_rel[head], entropy[head]
+        extra = fit_kl(*goal) - fit_kl(compact[head], *goal[1:])
         # What is reported is what the pattern costs as it is executed.
         assert fit.extra_kl == pytest.approx(extra.item(), abs=1e-9)
         assert -1e-6 <= fit.extra_kl <= 0.0079 + (0.005 if fit.free_keys == 16 else 0)
