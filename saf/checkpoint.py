@@ -77,8 +77,8 @@ def save_checkpoint(
     def write(folder: Path, shards: list[str]) -> str:
         if missing := sorted({*shards} - {file.name for file in folder.iterdir()}):
             raise CheckpointError(f"{path} must be on a disk that all ranks share; rank 0 does not find {missing[0]}")
-        for name, held in {} if sharded else tensors.items():
-            save_file(_on_cpu(held), folder / f"{name}.safetensors")
+        for name, values in {} if sharded else tensors.items():
+            save_file(_on_cpu(values), folder / f"{name}.safetensors")
         heads, patterns = state_of(model)
         save_file(_on_cpu(patterns), folder / "saf.safetensors")
         # Not by write_json: a schedule's state may hold infinities and NaN, which come back only as Python writes them.

@@ -45,9 +45,9 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
         raise UnsupportedError(f"{kind} has one state for all weights together, which cannot be carried by heads")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
-        if parameter.requires_grad and id(parameter) not in held:
+        if parameter.requires_grad and id(parameter) not in members:
             raise InputError(
                 "this optimizer does not hold the model's attention weights; pass the one that trains them"
             )
@@ -253,12 +253,12 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
 
 def drop_logits_(optimizer: Optimizer, logits: Iterable[nn.Parameter]) -> None:
     """Take logits and their moments out of the optimiser, and a group left empty unless a scheduler has it."""
-    if not (gone := {id(parameter) for parameter in logits}):
+    if not (leaving := {id(parameter) for parameter in logits}):
         return
     for group in list(optimizer.param_groups):
-        staying = [parameter for parameter in group["params"] if id(parameter) not in gone]
+        staying = [parameter for parameter in group["params"] if id(parameter) not in leaving]
         for parameter in group["params"]:
-            if id(parameter) in gone:
+            if id(parameter) in leaving:
                 optimizer.state.pop(parameter, None)
         emptied = bool(group["params"]) and not staying
         group["params"] = staying

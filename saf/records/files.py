@@ -291,10 +291,10 @@ def remove_folder_(path: Path) -> None:
 
 
 def _set_aside_(path: Path) -> Path:
-    doomed = path.with_name(f"{_DELETED}{path.name}")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    return path.rename(doomed)
+    aside = path.with_name(f"{_DELETED}{path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    return path.rename(aside)
 
 
 def remove_leftovers_(folder: Path) -> None:

@@ -63,9 +63,8 @@ def read_result(
 ) -> dict[str, Any]:
     """Read a result; raise InputError, ending with `advice`, for a file that is missing or is none."""
     record = read_json(path, advice=advice)
-    if record.get("schema") != SCHEMA:
-        found = record.get("schema")
-        raise InputError(f"{path} is not a result: its schema is {found!r}, expected {SCHEMA!r}; {advice}")
+    if (schema := record.get("schema")) != SCHEMA:
+        raise InputError(f"{path} is not a result: its schema is {schema!r}, expected {SCHEMA!r}; {advice}")
     return record
 
 

@@ -117,13 +117,13 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
     *others, last = [_WORDS[kind] for kind in kinds]
     expected = f"{', '.join(others)} or {last}" if others else last
     if kind is not None:
-        found = "is a .json file" if kind is Kind.RESULT else f"is {_WORDS[kind]}"
+        actual = "is a .json file" if kind is Kind.RESULT else f"is {_WORDS[kind]}"
     elif Path(path).exists():
-        found = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
+        actual = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
     else:
         steps = sorted((step.name for step in Path(path).parent.glob("step-*")), key=natural_order)
-        found = f"does not exist (there are {', '.join(steps)})" if steps else "does not exist"
-    raise error(f"{path} {found}; expected {expected}")
+        actual = f"does not exist (there are {', '.join(steps)})" if steps else "does not exist"
+    raise error(f"{path} {actual}; expected {expected}")
 
 
 # --- the folder of a run

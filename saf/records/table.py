@@ -175,9 +175,9 @@ class Table:
 
     def without(self, columns: Sequence[str]) -> "Table":
         """Return the table without these columns, as far as it has them."""
-        kept = [number for number, name in enumerate(self.columns) if name not in columns]
-        rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
-        return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
+        numbers = [number for number, name in enumerate(self.columns) if name not in columns]
+        rows = tuple(tuple(row[number] for number in numbers) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[number] for number in numbers), rows=rows)
 
     def is_numeric(self, number: int) -> bool:
         """Return whether a column holds numbers, which align to the right."""

@@ -165,7 +165,7 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     assert config.finetuning is not None, "the task was opened"
     folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
     development = replace(config.finetuning, judge="development")
-    alike = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
+    common = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
     on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # by which choosing can go on
 
     def say(words: str) -> None:
@@ -174,7 +174,7 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
 
     for epoch, updates in enumerate(counts, 1):
         out = folder / f"epoch-{epoch}"
-        one = replace(alike, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
+        one = replace(common, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
         if resume and (out / "result.json").is_file():
             check_same_run(one, read_run_config(out)["settings"])
             result = read_json(out / "result.json")
@@ -186,7 +186,7 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
         share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
         say(f"after epoch {epoch} of {MOST_EPOCHS}: {share}")
         if epoch > 1:
-            on_rank0(lambda doomed=parent: _remove(doomed))
+            on_rank0(lambda old=parent: _remove(old))
         parent = Path(result["checkpoint"])
     best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
     say(f"epochs chosen: {best['epochs']}; training begins anew, for as many")

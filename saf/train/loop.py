@@ -425,9 +425,9 @@ def _origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, 
 
 
 def _check_model(checkpoint: Checkpoint, shape: GPTConfig) -> None:
-    held, expected = checkpoint.state["model"], shape.to_dict()
-    if differing := [name for name in expected if held.get(name) != expected[name]]:
-        words = ", ".join(f"{name} {held.get(name)} (the settings have {expected[name]})" for name in differing)
+    saved, expected = checkpoint.state["model"], shape.to_dict()
+    if differing := [name for name in expected if saved.get(name) != expected[name]]:
+        words = ", ".join(f"{name} {saved.get(name)} (the settings have {expected[name]})" for name in differing)
         advice = ". Give the data that it was trained on" if "vocab_size" in differing else ""
         raise CheckpointError(f"{checkpoint.path} holds a model with {words}{advice}")
 

@@ -213,8 +213,8 @@ class Shards(_Group):
         """Let the original's query and key weights have their gradients, on every rank."""
         shards = dict(self._pairs())
         sites = adapter_for(self._model).sites()
-        held = [rows_of(site, role).parameter for site in sites for role in ("query", "key")]
-        read = list({id(parameter): parameter for parameter in held}.values())
+        weights = [rows_of(site, role).parameter for site in sites for role in ("query", "key")]
+        read = list({id(parameter): parameter for parameter in weights}.values())
         for parameter in read:
             gradient = shards[cast(nn.Parameter, parameter)].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else _full(gradient)

@@ -1,8 +1,6 @@
 """What a run of one or several events trains, records and refuses, whether or not it is a run of its own."""
 
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
-from saf.train import continue_from, latest, load_model, open_checkpoint, pretrain
+from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.train.helpers import brisk, events_of, killed_and_resumed
 
@@ -345,23 +343,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
         pretrain(config)
     assert before
     assert [line["update"] for line in metrics(config.out)] == list(range(1, 8))
-
-
-def test_a_full_disk_for_logs_or_result_keeps_the_checkpoints(settings, monkeypatch):
-    def full(target, record, **_):
-        if target.name == "result.json" or (target.name == "metrics.jsonl" and record["update"] == 8):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saf.train.run, "append_line", full)
-        with pytest.raises(OSError, match="No space left"):
-            pretrain(settings("logs"))
-    assert latest(f"{settings('logs').out}/checkpoints").name == "step-6"
-    with monkeypatch.context() as patch:
-        patch.setattr(saf.train.run, "write_json", full)
-        with pytest.raises(OSError, match="No space left"):
-            pretrain(settings("result"))
-    assert pretrain(settings("result"), resume=True)["updates"] == 12
 
 
 @pytest.mark.parametrize(
