@@ -333,14 +333,14 @@ def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the token ids of each text, in order; a batch is tokenised on all cores while the next one is read."""
     batch, size = list[str](), 0
     with ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(tokenizer.encode_batch, batch)
+        pending = pool.submit(tokenizer.encode_batch, batch)
         for text in texts:
             batch.append(text)
             size += len(text)
             if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_TEXTS:
-                yield from ahead.result()
-                ahead, batch, size = pool.submit(tokenizer.encode_batch, batch), [], 0
-        yield from ahead.result()
+                yield from pending.result()
+                pending, batch, size = pool.submit(tokenizer.encode_batch, batch), [], 0
+        yield from pending.result()
         yield from tokenizer.encode_batch(batch)
 
 

@@ -73,8 +73,8 @@ def evaluate_perplexity(
         return language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
 
     sizes = [len(batch) for batch in batches]
-    found = run_batches(model, log_probs_of, batches, precision=precision, sizes=sizes, progress=progress)
-    log_probs = torch.cat(found)
+    parts = run_batches(model, log_probs_of, batches, precision=precision, sizes=sizes, progress=progress)
+    log_probs = torch.cat(parts)
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")

@@ -66,7 +66,7 @@ class Task(ABC):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches after `update` updates on a device: number `first`, from 0, and then each `every`.
 
-        So several processes share them out, and see together what one would see. One is fetched ahead.
+        So several processes see together what one would see. The next one is fetched before this one is used.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
@@ -75,10 +75,10 @@ class Task(ABC):
             batch = self.batch(position, size)
             return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
 
-        ahead = fetch(position)
+        pending = fetch(position)
         while True:
             position += every * size
-            (inputs, targets), ahead = ahead, fetch(position)
+            (inputs, targets), pending = pending, fetch(position)
             yield inputs, targets
 
     @abstractmethod

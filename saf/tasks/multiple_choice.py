@@ -235,20 +235,16 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     >>> len(chosen), sum(place < 20 for place in chosen)
     (3, 2)
     """
-    members: dict[Any, list[int]] = {}
-    for place, label in enumerate(labels):
-        members.setdefault(label, []).append(place)
-    names = sorted(members, key=str)
+    names = sorted(set(labels), key=str)
+    members = {name: [place for place, label in enumerate(labels) if label == name] for name in names}
     exact = {name: len(members[name]) * share for name in names}
     take = {name: int(exact[name]) for name in names}
     missing = round(len(labels) * share) - sum(take.values())
     for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
         take[name] += 1
     draw = generator(0, seed, 0x5A17)
-    places: list[int] = []
-    for name in names:
-        places += [members[name][int(place)] for place in draw.permutation(len(members[name]))[: take[name]]]
-    return sorted(places)
+    drawn = {name: draw.permutation(len(members[name]))[: take[name]] for name in names}
+    return sorted(members[name][place] for name in names for place in drawn[name])
 
 
 def pad(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Tensor, Tensor]:
@@ -435,20 +431,19 @@ class FinetuneTask(Task):
         reach = max(range(count), key=lambda place: len(sequences[place]))
         further = (token for place in order[::-1] for token in examples[place].sequence)
         sequences[reach] = (*sequences[reach], *further)[: self.length + 1]
-        if len(sequences[reach]) - 1 < self.length:
-            raise DataError(
-                f"patterns must reach {self.length:,} tokens, the longest example, got {len(sequences[reach]) - 1:,} "
-                "in all training examples; give more of them"
-            )
-        rows = list(zip(chosen, sequences, strict=True))
-        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
+        if (reached := len(sequences[reach]) - 1) < self.length:
+            reason = f"the longest example, got {reached:,} in all training examples"
+            raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; give more of them")
+        parts = (slice(first, first + size) for first in range(0, count, size))
+        return [self._calibration_batch(chosen[part], sequences[part]) for part in parts]
 
-    def _calibration_batch(self, rows: Sequence[tuple[Encoded, Sequence[int]]]) -> dict[str, Tensor]:
+    def _calibration_batch(self, chosen: Sequence[Encoded], sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """A batch of examples whose tokens may go on behind the answer, where nothing is a target."""
-        inputs, targets = pad([(tokens, len(each.prompt)) for each, tokens in rows], padding=self.tokenizer.eot_id)
+        rows = [(tokens, len(each.prompt)) for each, tokens in zip(chosen, sequences, strict=True)]
+        inputs, targets = pad(rows, padding=self.tokenizer.eot_id)
         places = torch.arange(inputs.shape[1])
-        answered = torch.tensor([len(each.sequence) - 1 for each, _ in rows])[:, None]
-        real = torch.tensor([len(tokens) - 1 for _, tokens in rows])[:, None]
+        answered = torch.tensor([len(each.sequence) - 1 for each in chosen])[:, None]
+        real = torch.tensor([len(tokens) - 1 for tokens in sequences])[:, None]
         targets = targets.masked_fill(places >= answered, NO_TARGET)
         return {"input_ids": inputs, "attention_mask": (places < real).long(), "targets": targets}
 
@@ -471,13 +466,13 @@ class FinetuneTask(Task):
         return answer_questions(model, examples, batch_size=size, precision=execution.precision)
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss of development answers, nats per token: of the first `eval_windows` examples, or of some batches."""
+        """Loss of the answers to the first development examples, nats per token."""
         return answer_loss(self._answer(model, execution, self.development[: self.controller_count(batches)]))
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and accuracy on every example that is not left out, and write answers.jsonl, a line each."""
+        """Return loss and accuracy on every example that is not left out, and write answers.jsonl."""
         records = self._answer(model, execution, self.test if self.own.judge == "test" else self.development)
         return {
             "report_loss": answer_loss(records),

@@ -78,8 +78,8 @@ def split_context(context: str) -> tuple[str, str]:
     """
     if re.search(r"""[.!?]["')]*$""", context):
         return context, ""
-    found = re.fullmatch(r"""(.*[.!?]["')]*) (.+)""", context, flags=re.DOTALL)
-    return (found[1], found[2]) if found else ("", context)
+    match = re.fullmatch(r"""(.*[.!?]["')]*) (.+)""", context, flags=re.DOTALL)
+    return (match[1], match[2]) if match else ("", context)
 
 
 def _read_piqa(path: Path, records: Records) -> Iterator[Question]:
