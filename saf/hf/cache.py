@@ -151,24 +151,20 @@ class StateLayer:
 
     def state(self) -> RecurrentState:
         """Return the state and the new values, once a pass."""
-        assert self.ring is not None
-        assert self.sums is not None
-        assert self.value is not None
-        value, self.value = self.value, None
-        return RecurrentState(self.ring, self.sums, value)
+        ring, sums, value = self.ring, self.sums, self.value
+        assert ring is not None and sums is not None and value is not None  # noqa: PT018
+        self.value = None
+        return RecurrentState(ring, sums, value)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace the state by that of other sequences."""
         if self.ring is not None and self.sums is not None:
             self.ring, self.sums = function(self.ring), function(self.sums)
 
-    def check_crop(self, left: int, longest: int) -> None:
-        """Raise UnsupportedError where a state that has seen `longest` tokens cannot go back to `left`."""
-        chunk = 0 if self.sizes is None else self.sizes[2]
-        if 0 < left < longest - chunk:
-            raise UnsupportedError(
-                f"beside a recurrent state at most {chunk} tokens can be cropped, got {longest - left}; use a new cache"
-            )
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Follow the beams."""
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
 
 @cache
@@ -181,6 +177,7 @@ def _growing_class() -> type[Any]:
         def __init__(self, layout: HeadLayout, frozen: FrozenHeads, patterns: Tensor | None):
             super().__init__()
             self.describe(layout, frozen, patterns)
+            self.chunk = frozen.state_sizes()[2]
             self.length = self.longest = 0
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -195,7 +192,11 @@ def _growing_class() -> type[Any]:
             # A positive number is the length that stays: transformers 5.17 takes it, later ones refuse it.
             stays = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
             left = max(0, min(self.length, stays))
-            self.check_crop(left, self.longest)
+            if 0 < left < self.longest - self.chunk:
+                raise UnsupportedError(
+                    f"beside a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - left}: "
+                    "propose fewer, or use a new cache"
+                )
             super().crop(tokens_to_remove)
             self.length, self.longest = left, self.longest if left else 0
             if not left:
@@ -205,10 +206,6 @@ def _growing_class() -> type[Any]:
             super().reset()
             self.length = self.longest = 0
             self.ring = self.sums = None  # the next sequences may be more or fewer
-
-        def reorder_cache(self, beam_idx: Any) -> None:
-            super().reorder_cache(beam_idx)
-            self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
         def batch_repeat_interleave(self, repeats: int) -> None:
             super().batch_repeat_interleave(repeats)
@@ -228,9 +225,7 @@ def _fixed_class() -> type[Any]:
     class FixedLayer(StateLayer, StaticLayer):
         """A layer of a cache of fixed size with different numbers of key and value heads."""
 
-        def __init__(
-            self, size: int, layout: HeadLayout, frozen: FrozenHeads | None = None, patterns: Tensor | None = None
-        ):
+        def __init__(self, size: int, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None):
             super().__init__(max_cache_len=size)  # pyright: ignore[reportCallIssue]
             self.describe(layout, frozen, patterns)
 
@@ -239,10 +234,9 @@ def _fixed_class() -> type[Any]:
             assert self.values is not None
             batch, heads, _, dim = value_states.shape  # the stock values have as many heads as there are keys
             self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
-            if not torch.compiler.is_compiling():
-                for tensor in (self.values, self.ring, self.sums):
-                    if tensor is not None:
-                        torch._dynamo.mark_static_address(tensor)
+            for tensor in () if torch.compiler.is_compiling() else (self.values, self.ring, self.sums):
+                if tensor is not None:
+                    torch._dynamo.mark_static_address(tensor)
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
             return super().update(key_states, self.take(value_states), *args, **options)
@@ -250,9 +244,5 @@ def _fixed_class() -> type[Any]:
         def reset(self) -> None:
             super().reset()
             self.map_rows(Tensor.zero_)
-
-        def reorder_cache(self, beam_idx: Any) -> None:
-            super().reorder_cache(beam_idx)
-            self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     return FixedLayer
