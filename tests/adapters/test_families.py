@@ -71,7 +71,7 @@ def test_a_soft_cap_that_the_attention_function_drops_is_refused():
     """As transformers up to some 5.1x lets Gemma 2 attend by SDPA."""
     model = make("gemma2")
     model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(UnsupportedError, match="one of eager, flex_attention"):
+    with pytest.raises(UnsupportedError, match="soft caps"):
         saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3))
 
 
