@@ -29,7 +29,7 @@ from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
-from saf.machine import visible_devices
+from saf.machine import pick_device, visible_devices
 from saf.models import GPTConfig, preset
 from saf.models.adapter import adapter_for, find_rows
 from saf.records.events import heads_in_force, read_events
@@ -344,7 +344,7 @@ def check_heads(recorded: RecordedRun) -> dict[str, Any]:
     executes its frozen heads; and `query_key_rows`, those of replaced heads: without rows they have no gradients.
     """
     checkpoint = latest(recorded.folder / "checkpoints")
-    adapter = adapter_for(load_model(checkpoint or recorded.folder, backend="auto"))
+    adapter = adapter_for(load_model(checkpoint or recorded.folder, pick_device("auto")))
     sites = adapter.sites()
     own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
     places = [(site, find_rows(site, role)) for site in sites for role in ("query", "key")]

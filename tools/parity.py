@@ -9,6 +9,7 @@ left out by SDPA's `math` kernel.
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import runpy
@@ -133,43 +134,42 @@ def pattern(heads: int, seed: int) -> "saf.CompactPattern":
 
 
 def operators(device: str) -> Iterator[tuple[str, str]]:
-    """Hash outputs and gradients of mixed and frozen attention, by backend, dtype and grouping."""
+    """Hash outputs and gradients of mixed and frozen attention, by backend, dtype, grouping and length."""
     dtypes = [torch.float32, torch.bfloat16] + [torch.float64] * (device == "cpu")
     backends = ["reference", "toeplitz"] + ["fused"] * (device == "cuda")
-    for backend in backends:
-        for dtype in dtypes:
-            for grouped in (False, True):
-                name = f"{backend} {str(dtype).removeprefix('torch.')}{' grouped' if grouped else ''}"
-                yield from operator_cases(name, backend, dtype, grouped, device)
+    for backend, dtype, grouped in itertools.product(backends, dtypes, (False, True)):
+        name = f"{backend} {str(dtype).removeprefix('torch.')}{' grouped' if grouped else ''}"
+        kv_head = (0, 0, 1, 1) if grouped else (0, 1, 2, 3)
+        prepared = {"backend": backend, "dtype": dtype, "device": device, "kv_head": kv_head}
+        frozen = saf.FrozenHeads.from_patterns(pattern(2, 3), **prepared)
+        for length in (129, 64, 1):
+            shapes = [(2, count, length, 16) for count in (2, len(set(kv_head)) // 2, len(set(kv_head)))]
+            heads = [drawn(shape, seed, device, dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+            for case, value in operator_cases(heads, frozen, backend, device):
+                if not (grouped and case == "frozen"):
+                    yield f"{case} {name} T={length}", value
 
 
 def operator_cases(
-    name: str, backend: str, dtype: torch.dtype, grouped: bool, device: str
+    heads: list[Tensor], frozen: "saf.FrozenHeads", backend: str, device: str
 ) -> Iterator[tuple[str, str]]:
-    """Hash one backend and dtype: with gradients, without, projected by a decoder's caller, padded, for few rows."""
-    kv_head = (0, 0, 1, 1) if grouped else (0, 1, 2, 3)
-    heads, kernel = len(set(kv_head)), "auto" if backend == "fused" else "math"
-    frozen = saf.FrozenHeads.from_patterns(pattern(2, 3), backend=backend, dtype=dtype, device=device, kv_head=kv_head)
-    for length in (129, 64, 1):
-        query, key, value = (
-            drawn((2, count, length, 16), seed, device, dtype).requires_grad_()
-            for seed, count in enumerate((2, heads // 2, heads))
-        )
-        output = saf.mixed_attention(query, key, value, frozen, kernel=kernel)
-        results = [output]
-        if backend != "fused":
-            output.backward(drawn(tuple(output.shape), 9, device, dtype))
-            results += [tensor.grad for tensor in (query, key, value)]
-        yield f"mixed {name} T={length}", digest(*results)
-        with torch.no_grad():
-            yield f"inference {name} T={length}", digest(saf.mixed_attention(query, key, value, frozen))
-        if not grouped:
-            yield f"frozen {name} T={length}", digest(saf.frozen_attention(value.detach(), frozen))
-        if backend != "fused" and length > 1:
-            start = torch.tensor([0, 5], device=device)
-            padded = saf.mixed_attention(query, key, value, frozen, left_pad=start, kernel=kernel)
-            few = saf.mixed_attention(query[:, :, -3:], key, value, frozen, kernel=kernel)
-            yield f"padded and few {name} T={length}", digest(padded, few)
+    """Hash one backend with gradients, without, for frozen heads alone, padded, and for few rows."""
+    query, key, value = heads
+    kernel = "auto" if backend == "fused" else "math"
+    output = saf.mixed_attention(query, key, value, frozen, kernel=kernel)
+    results: list[Tensor | None] = [output]
+    if backend != "fused":
+        output.backward(drawn(tuple(output.shape), 9, device, output.dtype))
+        results += [tensor.grad for tensor in heads]
+    yield "mixed", digest(*results)
+    with torch.no_grad():
+        yield "inference", digest(saf.mixed_attention(query, key, value, frozen))
+    yield "frozen", digest(saf.frozen_attention(value.detach(), frozen))
+    if backend != "fused" and query.shape[2] > 1:
+        start = torch.tensor([0, 5], device=device)
+        padded = saf.mixed_attention(query, key, value, frozen, left_pad=start, kernel=kernel)
+        few = saf.mixed_attention(query[:, :, -3:], key, value, frozen, kernel=kernel)
+        yield "padded and few", digest(padded, few)
 
 
 def models(device: str) -> Iterator[tuple[str, str]]:
