@@ -34,8 +34,8 @@ def make_logits(count: int = 6, length: int = 20, *, spread: float = 1.5, seed: 
     """Logits `[3, N, T, T]` that share a part over sequences, -inf above the diagonal."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.randn(len(HEADS), 1, length, length, generator=generator, dtype=torch.float64)
-    own = torch.randn(len(HEADS), count, length, length, generator=generator, dtype=torch.float64)
-    return (shared + spread * own).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    each = torch.randn(len(HEADS), count, length, length, generator=generator, dtype=torch.float64)
+    return (shared + spread * each).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
 
 
 def make_statistics(logits: torch.Tensor) -> AttentionStatistics:

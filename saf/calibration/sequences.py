@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,63 +21,66 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences in batches, longest first. Iterating yields the batches again, so that several readers share them."""
+    """Sequences on the CPU, longest first, read once, so that several readers share them."""
 
-    ids: list[Tensor]
-    """LongTensors `[B, T]`; zeros follow shorter sequences and never enter a result."""
-    lengths: tuple[int, ...]
-    """Tokens of each sequence."""
+    tokens: list[Tensor]
+    """Token ids of each sequence, LongTensor `[T]`."""
+    sizes: list[int]
+    """How many of them share a batch, batch after batch."""
     targets: list[Tensor] | None = None
     """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
+
+    @cached_property
+    def ids(self) -> list[Tensor]:
+        """Batches `[B, T]`; zeros follow shorter sequences and never enter a result."""
+        rows = iter(self.tokens)
+        return [pad_sequence([next(rows) for _ in range(size)], batch_first=True) for size in self.sizes]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(map(len, self.tokens))
 
     @property
     def length(self) -> int:
         """Tokens of the longest sequence."""
-        return self.lengths[0]
+        return len(self.tokens[0])
 
     @property
     def unequal(self) -> tuple[int, ...]:
         """Lengths where they differ; empty where all are the same."""
-        return self.lengths if self.lengths[-1] < self.lengths[0] else ()
+        return self.lengths if len(self.tokens[-1]) < self.length else ()
 
     @property
     def num_different(self) -> int:
         """Number of sequences that neither equal a longer one nor are its beginning, which has the same attention."""
         different: list[Tensor] = []
-        for row, _ in self.rows():
+        for row in self.tokens:
             different += [] if any(torch.equal(row, longer[: len(row)]) for longer in different) else [row]
         return len(different)
 
     @property
     def hash(self) -> str:
         """SHA-256 of the tokens, and of the lengths where they differ."""
-        parts = [torch.tensor(self.lengths)] if self.unequal else []
-        tokens = torch.cat([*parts, *(row for row, _ in self.rows())])
-        return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
+        lengths = [torch.tensor(self.lengths)] if self.unequal else []
+        return hashlib.sha256(torch.cat([*lengths, *self.tokens]).contiguous().numpy().tobytes()).hexdigest()
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the tokens of each sequence, without padding, and its targets."""
-        rows = (row for batch in self.ids for row in batch)
-        targets = (row for batch in self.targets or [] for row in batch)
-        for end, row in zip(self.lengths, rows, strict=True):
-            yield row[:end], None if self.targets is None else next(targets)[:end]
+        """Yield the tokens of each sequence, and its targets."""
+        return zip(self.tokens, self.targets or [None] * len(self.tokens), strict=True)
 
     def without_padding(self) -> list[Tensor]:
         """Return batches of tokens alone: those of one length as they are, otherwise each sequence by itself."""
-        return [row[None] for row, _ in self.rows()] if self.unequal else self.ids
+        return [row[None] for row in self.tokens] if self.unequal else self.ids
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches as mappings."""
-        start = 0
-        for at, ids in enumerate(self.ids):
-            ends = torch.tensor(self.lengths[start : start + len(ids)])
-            start += len(ids)
-            batch = {"input_ids": ids, "attention_mask": torch.arange(ids.shape[1]) < ends[:, None]}
-            yield batch if self.targets is None else batch | {"targets": self.targets[at]}
+        """Yield each sequence as a batch of its own."""
+        for row, targets in self.rows():
+            yield {"input_ids": row[None]} | ({} if targets is None else {"targets": targets[None]})
 
 
 def read_sequences(batches: Iterable[Batch]) -> Sequences:
-    """Read batches to their end; sequences of one length stay in their batches.
+    """Read batches to their end; sequences of one length stay in order, others are sorted over batches of those sizes.
 
     Raises InputError for no sequences, ids that are no integer `[B, T]`, a mask with a gap or of another shape, a
     sequence without a token or of several documents, targets of another shape or in only some batches.
@@ -85,13 +89,15 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
         return batches
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
-    ids, lengths, targets = [], [], []
+    rows: list[Tensor] = []
+    targets: list[Tensor] = []
+    sizes: list[int] = []
     item: Any
     for item in batches:
         # The loader of a TensorDataset yields lists of one tensor.
         batch = item[0] if isinstance(item, list | tuple) and len(item) == 1 else item
         fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        tokens = fields.get("input_ids")
+        tokens, goals = fields.get("input_ids"), fields.get("targets")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
             raise InputError(
                 f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
@@ -99,24 +105,20 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
             )
         ends = _ends(fields.get("attention_mask"), tokens)
         _check_one_document(fields, ends)
-        ids.append(tokens.long().cpu())
-        lengths += ends
-        if (goal := fields.get("targets")) is not None:
-            targets.append(_checked_targets(goal, tokens))
-    if not lengths:
+        rows += [row[:end] for row, end in zip(tokens.long().cpu(), ends, strict=True)]
+        sizes += [len(ends)] if ends else []
+        if goals is not None:
+            if not isinstance(goals, Tensor) or goals.shape != tokens.shape or goals.dtype not in _INTEGERS:
+                raise InputError(f"targets must be integers like input_ids, {shown(tokens)}; got {shown(goals)}")
+            targets += [row[:end] for row, end in zip(goals.long().cpu(), ends, strict=True)]
+    if not rows:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
-    if 0 in lengths:
+    if not all(map(len, rows)):
         raise InputError("calibration sequences need at least one token; got none")
-    if targets and len(targets) < len(ids):
+    if targets and len(targets) < len(rows):
         raise InputError("targets must be in every batch or in none")
-    if len({*lengths, *(batch.shape[1] for batch in ids)}) == 1:
-        return Sequences(ids, tuple(lengths), targets or None)
-    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    return Sequences(
-        _repack(ids, lengths, order, padding=0),
-        tuple(lengths[at] for at in order),
-        _repack(targets, lengths, order, padding=IGNORED) if targets else None,
-    )
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # stable: equal lengths stay in order
+    return Sequences([rows[at] for at in order], sizes, [targets[at] for at in order] if targets else None)
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
@@ -125,14 +127,6 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     if sequences.unequal:
         raise InputError(f"sequences must have one length here; got {sequences.lengths[-1]} to {sequences.length}")
     return sequences.ids
-
-
-def _repack(batches: list[Tensor], lengths: list[int], order: list[int], *, padding: int) -> list[Tensor]:
-    """Return batches of the same sizes with their rows in another order, each cut to its length, padding behind."""
-    rows = [row for batch in batches for row in batch]
-    rows = iter([rows[number][: lengths[number]] for number in order])
-    sizes = filter(None, map(len, batches))
-    return [pad_sequence([next(rows) for _ in range(n)], batch_first=True, padding_value=padding) for n in sizes]
 
 
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
@@ -146,12 +140,6 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
     if not torch.equal(mask, torch.arange(mask.shape[1]) < ends[:, None]):
         raise InputError("padding of calibration sequences must stand behind their tokens; pad on the right")
     return ends.tolist()
-
-
-def _checked_targets(targets: Any, tokens: Tensor) -> Tensor:
-    if not isinstance(targets, Tensor) or targets.shape != tokens.shape or targets.dtype not in _INTEGERS:
-        raise InputError(f"targets must be integers of the shape of input_ids, {shown(tokens)}; got {shown(targets)}")
-    return targets.long().cpu()
 
 
 def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
