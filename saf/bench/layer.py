@@ -7,7 +7,8 @@ includes the output product, is timed by prefill.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,8 +18,8 @@ from saf.bench.models import (
     FlexAttention,
     attention_flops,
     causal_blocks,
+    exponential_patterns,
     is_folder,
-    read_folder,
     shape_of,
     synthetic_patterns,
 )
@@ -31,7 +32,6 @@ from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_parts, frozen_attention, live_attention
 from saf.patterns import Pattern, pattern_for_each_head
 
-Patterns = Sequence[Pattern]
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 """Largest relative L2 error of frozen heads and of their values' gradients, inputs being in the dtype already."""
 SAMPLES = 64
@@ -53,8 +53,6 @@ class Op(Speed):
     kind: ClassVar[str] = "op"
 
     points: tuple[str, ...] = ("4096x8", "16384x2")
-    layer: int | None = None
-    """Layer of a folder to time; by default the one with most frozen heads."""
     num_heads: int | None = None
     """Query heads, instead of the model's."""
     num_kv_heads: int | None = None
@@ -75,41 +73,21 @@ class Op(Speed):
 
     def check(self) -> None:
         super().check()
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
-        if is_folder(self.model):
-            require(not any(sizes), "sizes of a layer must be left out of a folder, which has its own")
-            self.folder_layer()
-        else:
-            require(self.layer is None, "layer has no effect on a preset; leave it out")
-            shape_of(self.model, 1)
+        require(not is_folder(self.model), "op times layers of a preset; time a folder's model by prefill or update")
+        shape_of(self.model, 1)
         ways_of(self.graphs, self.execution.device)
-
-    def folder_layer(self) -> tuple[HeadLayout, Patterns, str]:
-        """Return the layout of a folder's layer, the patterns of its frozen heads, and the backend of them."""
-        folder = read_folder(self.model, self.execution.device)
-        counts = [sum(at == layer for at, _ in folder.frozen) for layer in range(folder.shape.num_layers)]
-        layer = counts.index(max(counts)) if self.layer is None else self.layer
-        if not 0 <= layer < len(counts) or not counts[layer] or folder.pruned.in_layer(layer):
-            raise InputError(f"layer must be one with frozen heads and none pruned; got {layer} of {counts}")
-        heads = tuple(head for at, head in sorted(folder.frozen) if at == layer)
-        layout = HeadLayout(folder.shape.num_heads, folder.shape.num_kv_heads, heads)
-        return layout, [folder.frozen[layer, head] for head in heads], str(folder.backend)
 
     def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
         rates = list(dict.fromkeys(self.rates or (0.25, 0.5)))
-        if is_folder(self.model):
-            layout, _, _ = self.folder_layer()
-            rates = [layout.num_frozen / layout.num_heads]
-        for point in self.parsed_points():
-            for part in self.parts:
-                for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
-                    name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
-                    layer = OpLayer(self, point, part, some[0])
-                    if layer.unsupported_reason:
-                        session.leave_out(name, layer.unsupported_reason)
-                    else:
-                        yield name, partial(self._measure, session, name, layer, some)
+        for point, part in product(self.parsed_points(), self.parts):
+            for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
+                name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
+                layer = OpLayer(self, point, part, some[0])
+                if layer.unsupported_reason:
+                    session.leave_out(name, layer.unsupported_reason)
+                else:
+                    yield name, partial(self._measure, session, name, layer, some)
 
     def _measure(self, session: Session, name: str, layer: "OpLayer", rates: list[float]) -> None:
         with clean_process():
@@ -131,25 +109,18 @@ class OpLayer:
         """The device that is measured."""
         return self.settings.execution.device
 
-    @cached_property
-    def own(self) -> tuple[HeadLayout, Patterns, str] | None:
-        """A folder's layout, patterns and backend; None for a preset."""
-        return self.settings.folder_layer() if is_folder(self.settings.model) else None
-
-    @cached_property
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads and channels."""
-        own = self.settings
-        usual = read_folder(own.model, self.device).shape if self.own else shape_of(own.model, self.point.length)
+        own, usual = self.settings, shape_of(self.settings.model, self.point.length)
         kv_heads = own.num_kv_heads or own.num_heads or usual.num_kv_heads
         return own.num_heads or usual.num_heads, kv_heads, own.head_dim or usual.head_dim
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the operands."""
-        return DTYPES[
-            ("bf16" if self.settings.cuda else "fp32") if self.settings.dtype == "auto" else self.settings.dtype
-        ]
+        usual = "bf16" if self.settings.cuda else "fp32"
+        return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
 
     @property
     def unsupported_reason(self) -> str | None:
@@ -163,8 +134,6 @@ class OpLayer:
 
     def layout(self, rate: float) -> HeadLayout:
         """Return the layer's heads, the frozen ones drawn from the seed."""
-        if self.own:
-            return self.own[0]
         heads, kv_heads, _ = self.shape
         size = heads // kv_heads if self.settings.whole_groups else 1
         count = round(rate * heads / size)
@@ -202,7 +171,7 @@ class OpLayer:
             length=self.point.length,
             dim=self.shape[2],
             live=self.operands(arm)[0],
-            frozen=self.layout(arm.rate).num_frozen if arm.backend not in (None, FREE) else 0,
+            frozen=0 if arm.backend in (None, FREE, "linear") else self.layout(arm.rate).num_frozen,
             backward=variant.startswith("both"),
         )
 
@@ -210,11 +179,12 @@ class OpLayer:
         """Return everything that is compared; frozen heads alone have no free bound, and other kernels once."""
         heads, kv_heads, dim = self.shape
         alone, settings, pool = self.part == "frozen", self.settings, GraphPool()
-        comparisons = settings.comparisons(rates, own=self.own and self.own[2])
+        comparisons = settings.comparisons(rates)
         if alone:
             skipped = ("free", "kernel") if "layer" in settings.parts else ("free",)
             comparisons = [each for each in comparisons if each.role not in skipped]
         ways = [*reversed(ways_of(settings.graphs, self.device))]
+        variants = [f"{direction} {way}" for direction in settings.directions for way in ways]
         return Case(
             name=name,
             fields={
@@ -225,10 +195,8 @@ class OpLayer:
                 "dtype": str(self.dtype).removeprefix("torch."),
             },
             comparisons=comparisons,
-            build=lambda arm: OpSubject(
-                self, arm, pool, [f"{each} {way}" for each in settings.directions for way in ways]
-            ),
-            variants=[f"{direction} {way}" for direction in settings.directions for way in ways],
+            build=lambda arm: OpSubject(self, arm, pool, variants),
+            variants=variants,
             describe=lambda arm, variant: {
                 "heads": self.layout(arm.rate).num_frozen if arm.backend else 0,
                 "ran": "compiled" if self.compiled(arm, variant) else "eager",
@@ -244,9 +212,9 @@ class OpLayer:
         if arm.kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
         layout, generator = self.layout(arm.rate), torch.Generator().manual_seed(self.settings.seed)
-        pattern = (
-            self.own[1]
-            if self.own
+        pattern: Any = (
+            exponential_patterns(layout.num_frozen, self.point.length, generator)
+            if arm.backend == "linear"
             else synthetic_patterns(layout.num_frozen, self.point.length, generator, self.device)
         )
         kv_head = layout.kv_head if self.part == "layer" else None

@@ -8,7 +8,7 @@ heads live again.
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,7 @@ Placement = Literal["early", "even", "groups"]
 # --- shapes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder."""
 
@@ -52,37 +52,23 @@ class ModelShape:
     vocab_size: int
 
 
-def _sizes(layers: int, heads: int, kv_heads: int, dim: int, hidden: int, vocabulary: int, mlp: int) -> dict[str, int]:
-    return {
-        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
-        **{"head_dim": dim, "hidden_size": hidden, "vocab_size": vocabulary, "intermediate_size": mlp},
-    }
-
-
 # llama-124m has the layers, heads and channels of GPT-2's small model, its gated MLP as many weights as that model's;
 # llama-7b is the second Llama's smallest.
-TRANSFORMERS: dict[str, tuple[str, dict[str, int]]] = {
-    "llama-124m": ("Llama", _sizes(12, 12, 12, 64, 768, 50_304, 2_048)),
-    "llama-7b": ("Llama", _sizes(32, 32, 32, 128, 4_096, 32_000, 11_008)),
-    "qwen3-4b": ("Qwen3", _sizes(36, 32, 8, 128, 2_560, 151_936, 9_728)),
+TRANSFORMERS: dict[str, tuple[str, ModelShape, int, int]] = {
+    "llama-124m": ("Llama", ModelShape(12, 12, 12, 64, 50_304), 768, 2_048),
+    "llama-7b": ("Llama", ModelShape(32, 32, 32, 128, 32_000), 4_096, 11_008),
+    "qwen3-4b": ("Qwen3", ModelShape(36, 32, 8, 128, 151_936), 2_560, 9_728),
 }
-"""Family and configuration of each preset of transformers."""
+"""Family, sizes, and channels of a layer and of its MLP of each preset of transformers."""
 
 
 def shape_of(name: str, length: int, num_layers: int | None = None) -> ModelShape:
     """Return the shape of a preset at a context; raise InputError for an unknown name."""
     if name in TRANSFORMERS:
-        sizes = TRANSFORMERS[name][1]
-        return ModelShape(
-            num_layers=num_layers or sizes["num_hidden_layers"],
-            num_heads=sizes["num_attention_heads"],
-            num_kv_heads=sizes["num_key_value_heads"],
-            head_dim=sizes["head_dim"],
-            vocab_size=sizes["vocab_size"],
-        )
+        shape = TRANSFORMERS[name][1]
+        return replace(shape, num_layers=num_layers or shape.num_layers)
     config = _config(name, length, num_layers)
-    sizes = {key: getattr(config, key) for key in ("num_layers", "num_heads", "head_dim", "vocab_size")}
-    return ModelShape(num_kv_heads=config.num_heads, **sizes)
+    return ModelShape(config.num_layers, config.num_heads, config.num_heads, config.head_dim, config.vocab_size)
 
 
 def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
@@ -114,23 +100,22 @@ def is_folder(model: str) -> bool:
     return model not in PRESETS and model not in TRANSFORMERS and (Path(model).exists() or means_transformers(model))
 
 
-def _open(folder: str, device: torch.device) -> nn.Module:
-    return find_source(folder).model(device)
-
-
 @lru_cache(maxsize=1)
 def read_folder(folder: str, device: torch.device) -> FolderModel:
     """Read the shape and the edited heads of a folder's model; raise InputError where no head is edited."""
-    model = _open(folder, device)
+    model = find_source(folder).model(device)
     adapter = adapter_for(model)
-    sites = adapter.sites()
+    sites, vocabulary = adapter.sites(), adapter.vocab_size
     if not len(adapter.heads(*EDITED)):
         raise InputError(f"{folder} has no frozen or pruned heads; freeze some by `saf freeze`, or name a preset")
     frozen = {(layer, head): each for layer, site in enumerate(sites) for head, each in patterns_of(site).items()}
     if any(pattern.trainable for pattern in frozen.values()):
         raise UnsupportedError(f"{folder} has trainable patterns; fix them by pattern.compact() first")
+    layers = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
+    if len(layers) > 1 or vocabulary is None:
+        raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
     result = FolderModel(
-        shape=_shape_of_folder(model, folder),
+        shape=ModelShape(len(sites), *layers.pop(), vocabulary),
         frozen=frozen,
         pruned=adapter.heads("pruned"),
         backend=next((site.frozen.backend for site in sites if site.frozen is not None), None),
@@ -142,21 +127,9 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
     return result
 
 
-def _shape_of_folder(model: nn.Module, folder: str) -> ModelShape:
-    adapter = adapter_for(model)
-    sites, vocabulary = adapter.sites(), adapter.vocab_size
-    layouts = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
-    if len(layouts) > 1 or vocabulary is None:
-        raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
-    ((heads, kv_heads, dim),) = layouts
-    return ModelShape(
-        num_layers=len(sites), num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, vocab_size=vocabulary
-    )
-
-
 def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
     """Return a folder's model with all heads live again; its weights drawn anew where removed rows were not kept."""
-    model = _open(folder, device)
+    model = find_source(folder).model(device)
     try:
         uninstall_(model)
     except InputError:
@@ -292,11 +265,12 @@ class ModelPlan:
             return model.to(dtype)
         from saf.hf.random_model import random_model
 
-        family, sizes = TRANSFORMERS[self.model]
-        sizes = sizes | {"num_hidden_layers": self.shape.num_layers}
-        return random_model(
-            family, max_length=self.length, device=self.device, dtype=dtype, generator=generator, **sizes
-        )
+        family, _, hidden, mlp = TRANSFORMERS[self.model]
+        shape, place = self.shape, {"max_length": self.length, "device": self.device, "dtype": dtype}
+        sizes = {"num_hidden_layers": shape.num_layers, "hidden_size": hidden, "intermediate_size": mlp}
+        sizes |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
+        sizes |= {"head_dim": shape.head_dim, "vocab_size": shape.vocab_size}
+        return random_model(family, **place, generator=generator, **sizes)
 
     def _patterns(self, heads: HeadSet, backend: str | None) -> Any:
         if self.folder:

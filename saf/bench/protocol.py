@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -127,41 +128,23 @@ def plan(
     """
     kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
     rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
-    roles: list[tuple[str, Role]] = [(backend, "frozen") for backend in backends]
-    if free:
-        roles.append((FREE, "free"))
-    if pruned:
-        roles.append((PRUNED, "pruned"))
-    return [
-        *(Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels),
-        *(Comparison(first, Arm(kernel), "kernel") for kernel in rest),
-        *(
-            Comparison(Arm(kernel), Arm(kernel, backend, rate), role)
-            for kernel in kernels
-            for rate in rates
-            for backend, role in roles
-        ),
-    ]
+    roles: dict[str, Role] = dict.fromkeys(backends, "frozen")
+    roles |= {FREE: "free"} if free else {}
+    roles |= {PRUNED: "pruned"} if pruned else {}
+    comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
+    comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
+    for kernel, rate in product(kernels, rates):
+        comparisons += [Comparison(Arm(kernel), Arm(kernel, name, rate), role) for name, role in roles.items()]
+    return comparisons
 
 
 class Subject(Protocol):
-    """One arm that is ready to be timed."""
+    """One arm that is ready to be timed: `timed_block` returns the milliseconds of a call, `flops` its operations."""
 
-    def warm_up(self) -> None:
-        """Compile, capture graphs and run untimed."""
-        ...
-
-    def timed_block(self, variant: str) -> float:
-        """Return the milliseconds of one call, from one timed block."""
-        ...
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the kernels of one pass."""
-        ...
-
-    def flops(self, variant: str) -> float:
-        """Count the floating-point operations of one call."""
-        ...
+    def warm_up(self) -> None: ...
+    def timed_block(self, variant: str) -> float: ...
+    def kernels(self) -> list[dict[str, Any]]: ...
+    def flops(self, variant: str) -> float: ...
 
 
 # --- pairs
@@ -412,13 +395,14 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
         session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
     ready, longest = {}, 0.0
     for arm, subject in built.items():
+        what = f"{case.name}: {arm.name}"
         if not session.fits(longest):
-            session.leave_out(f"{case.name}: {arm.name}", OUT_OF_TIME)
+            session.leave_out(what, OUT_OF_TIME)
             continue
-        began = time.perf_counter()
-        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
+        began = session.spent
+        if session.attempt(what, subject.warm_up):
             ready[arm] = subject
-        took = time.perf_counter() - began
+        took = session.spent - began
         longest = max(longest, took)
         session.say(f"{case.name} warmed up: {arm.name}, {took:.1f} s")
     return ready
@@ -435,20 +419,13 @@ def _rows(
     rows = []
     for ((baseline, arm, role), variant), numbers in sums.items():
         control = controls.get((baseline, variant))
+        names = {"variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name, **asdict(arm)}
+        verdict = {"control_ratio": control, "refused": refused(control, tolerance)}
         rates = {
             f"{side}_tflops": subjects[which].flops(variant) / numbers[f"{side}_ms"] / 1e9
             for side, which in (("baseline", baseline), ("arm", arm))
         }
-        rows.append(
-            {
-                **case.fields,
-                **{"variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name, **asdict(arm)},
-                **numbers,
-                **{"control_ratio": control, "refused": refused(control, tolerance)},
-                **rates,
-                **case.describe(arm, variant),
-            }
-        )
+        rows.append({**case.fields, **names, **numbers, **verdict, **rates, **case.describe(arm, variant)})
     return rows
 
 
