@@ -153,20 +153,12 @@ def _write_metrics(folder: Path, shape: Shape, *, cost: float, speedup: float) -
         loss += gap * (after > 0)
         seconds = 0.5 * (1 + 0.01 * random.standard_normal()) / (speedup if after > 0 else 1.0)
         seconds += 4.0 * (cost > 0 and after == 1)
-        tokens = update * 8 * shape.length
-        line = {
-            "update": update,
-            "tokens": tokens,
-            "loss": loss,
-            "lr": 6e-4,
-            "grad_norm": 0.5,
-            "update_seconds": seconds,
-        }
-        lines.append(json.dumps(line))
+        line = {"update": update, "tokens": update * 8 * shape.length, "loss": loss, "lr": 6e-4, "grad_norm": 0.5}
+        lines.append(line | {"update_seconds": seconds})
         if update % max(1, shape.updates // 10) == 0:
             probes.append({"update": update, "partition": "controller", "loss": loss + 0.02, "when": "periodic"})
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(probe) + "\n" for probe in probes))
+    write_lines(folder / "metrics.jsonl", lines)
+    write_lines(folder / "evaluations.jsonl", probes)
 
 
 def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]:
@@ -209,20 +201,11 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     loss = float(-log_probs.mean())
     sum_of_file = write_losses(folder, torch.tensor(log_probs))
     record = {
-        "schema": SCHEMA,
-        "kind": "evaluation",
-        "settings": {},
+        **{"schema": SCHEMA, "kind": "evaluation", "settings": {}, "partition": "report", "precision": "fp32"},
         "provenance": {"checkpoints": {}, "data": {"report": "d" * 64}},
-        "partition": "report",
-        "windows": shape.windows,
-        "length": shape.length,
-        "tokens": shape.windows * shape.length,
-        "loss": loss,
-        "perplexity": float(np.exp(loss)),
-        "precision": "fp32",
-        "data_fingerprint": "d" * 64,
-        "windows_hash": WINDOWS_HASH,
-        "log_probs_sha256": sum_of_file,
+        **{"windows": shape.windows, "length": shape.length, "tokens": shape.windows * shape.length},
+        **{"loss": loss, "perplexity": float(np.exp(loss))},
+        **{"data_fingerprint": "d" * 64, "windows_hash": WINDOWS_HASH, "log_probs_sha256": sum_of_file},
     }
     write(folder / "evaluation.json", record)
     return loss
