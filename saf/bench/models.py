@@ -266,7 +266,8 @@ class ModelPlan:
         from saf.hf.random_model import random_model
 
         family, _, hidden, mlp = TRANSFORMERS[self.model]
-        shape, place = self.shape, {"max_length": self.length, "device": self.device, "dtype": dtype}
+        shape = self.shape
+        place: dict[str, Any] = {"max_length": self.length, "device": self.device, "dtype": dtype}
         sizes = {"num_hidden_layers": shape.num_layers, "hidden_size": hidden, "intermediate_size": mlp}
         sizes |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
         sizes |= {"head_dim": shape.head_dim, "vocab_size": shape.vocab_size}

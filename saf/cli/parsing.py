@@ -45,7 +45,7 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
     if not {"-h", "--help", "--help-all"} & set(words):
         return tyro.cli(command, args=list(map(_without_percent, words)), **options)
     shown = {} if "--help-all" in words or first is None else first
-    if is_dataclass(command):
+    if isinstance(command, type):
         text = cleandoc(command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
         width = get_terminal_size().columns
         print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
@@ -67,9 +67,9 @@ def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str
 
 def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | None:
     """Show the chosen fields of a dataclass, their texts unbroken: tyro breaks them where a docstring's line ends."""
-    kind: Any = info.type
-    if not is_dataclass(kind) or kind.__module__.startswith("tyro."):
+    if not is_dataclass(info.type) or info.type.__module__.startswith("tyro."):
         return None
+    kind: Any = info.type
     docs = {
         doc.arg_name: " ".join((doc.description or "").split())
         for base in reversed(kind.__mro__[:-1])
@@ -77,7 +77,8 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
     }
     hints, members = get_type_hints(kind, include_extras=True), []
     for each in fields(kind):
-        hint, default = hints[each.name], each.default
+        hint: Any = hints[each.name]
+        default = each.default
         if isinstance(info.default, kind):
             default = getattr(info.default, each.name)
         elif default is MISSING:

@@ -353,7 +353,7 @@ def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
     config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
     origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
     heads = {"heads": inspected["frozen"], "pruned": inspected["pruned"]}
-    result = {"arm": "frozen" if inspected["frozen"] else "pruned"}
+    result: dict[str, Any] = {"arm": "frozen" if inspected["frozen"] else "pruned"}
     result["provenance"] = {**origin, "model": inspected["hash"], **heads}
     run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
     if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):

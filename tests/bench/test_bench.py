@@ -124,8 +124,9 @@ def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch, wron
 
 
 def test_decode():
-    record = bench.decode("llama-124m", num_layers=1, points=("16x2",), rates=(0.5,), compile="off", **TOY)
-    assert roles(record) == [("control", 0), ("frozen", 6), ("free", 6)]
+    one = {"num_layers": 1, "points": ("16x2",), "rates": (0.5,), "compile": "off", "free": False}
+    record = bench.decode("llama-124m", **one, **TOY)
+    assert roles(record) == [("control", 0), ("frozen", 6)]
     ordinary, frozen = (row["cache_bytes"] for row in record["rows"][:2])
     assert ordinary == 2 * 16 * 2 * 768 * 4  # keys and values, 16 positions of 2 sequences, 768 channels in fp32
     assert frozen == ordinary - 6 * 16 * 2 * 64 * 4, "frozen heads keep no keys"

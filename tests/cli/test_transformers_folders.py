@@ -63,6 +63,7 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     assert (code, "saf.safetensors is missing" in message) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_new_process_opens_a_frozen_folder(base, frozen, tmp_path):
     words = ["evaluate", frozen, "--data", base / "data", "--length", 16, "--limit", 1, "--device", "cpu"]
     subprocess.run([sys.executable, "-m", "saf", *map(str, words), "--out", tmp_path / "out"], check=True, timeout=240)
