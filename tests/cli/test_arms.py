@@ -13,7 +13,6 @@ from saf.data import TokenData, check_separate, prepare
 from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model
-from saf.records.events import read_events
 from saf.records.files import read_json, write_json
 
 
@@ -35,13 +34,6 @@ def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp
         assert (code, word in err) == (2, True)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert saf("evaluate", arms[0], "--out", tmp_path / "own", "--limit", 1, "--device", "cpu")[0] == 0
-
-
-def test_evaluate_refuses_text_of_another_tokenizer(saf, arms, text_data, tmp_path):
-    prepare([str(text_data.parent / "text")], tmp_path / "other", vocab_size=280, heldout_fraction=0.3, progress=False)
-    code, _, err = saf("evaluate", arms[0], "--data", tmp_path / "other")
-    assert code == 2
-    assert "must have the tokenizer" in err
 
 
 def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, text_data, tmp_path):
@@ -145,13 +137,6 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
     assert sum(layer["kinds"]["compact"] for layer in printed["patterns"]) == 2
     assert {layer["length"] for layer in printed["patterns"]} == {32}
     assert printed["patterns"] == saf_json("inspect", arms[1] / "checkpoints" / "step-24")["patterns"]
-    weights = tmp_path / "saved" / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    code, _, err = saf("inspect", tmp_path / "saved")
-    assert code == 2
-    assert f"{weights} is damaged" in err
-    weights.write_bytes(content)
     tensors = load_file(tmp_path / "saved" / "saf.safetensors")
     tensors.pop(next(name for name in tensors if name.endswith(".rho")))
     save_file(tensors, tmp_path / "saved" / "saf.safetensors")
@@ -163,31 +148,18 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
     assert "is missing or damaged" in err
 
 
-def test_freeze_writes_a_checkpoint_that_evaluates_and_continues(saf, saf_json, arms, tmp_path):
-    parent = arms[0] / "checkpoints" / "step-12"
-    printed = saf_json(
-        "freeze", parent, "--rate", 0.5, "--out", tmp_path / "frozen", "--sequences", 4, "--device", "cpu"
-    )
-    assert len(printed["heads"]) == 4
+def test_a_frozen_checkpoint_evaluates_continues_and_compares(saf, saf_json, arms, tmp_path):
+    options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
+    printed = saf_json("freeze", arms[0] / "checkpoints" / "step-12", "--out", tmp_path / "frozen", *options)
     seen = saf_json("inspect", tmp_path / "frozen")
     assert (seen["hash"], seen["parent"], seen["frozen"]) == (printed["hash"], printed["parent"], printed["heads"])
-    assert read_events(tmp_path / "frozen")[0].update == 12
     assert saf_json("evaluate", tmp_path / "frozen", "--limit", 2)["loss"] > 0
-    code, _, err = saf("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
-    assert code == 0, err
-    assert saf_json("inspect", tmp_path / "run")["frozen"] == printed["heads"]
-
-
-def test_a_run_from_a_frozen_checkpoint_compares_with_the_ordinary_one(saf_json, arms, tmp_path):
-    options = ("--rate", 0.25, "--sequences", 4, "--batch-size", 4, "--device", "cpu")
-    saf_json("freeze", arms[0] / "checkpoints" / "step-12", "--out", tmp_path / "frozen", *options)
     result = saf_json("pretrain", "--parent", tmp_path / "frozen", "--out", tmp_path / "run", "--quiet")
     assert (result["arm"], result["intervention"]["update"], len(result["intervention"]["heads"])) == ("frozen", 12, 2)
     assert result["provenance"]["patterns_hash"] == read_json(arms[1] / "result.json")["provenance"]["patterns_hash"]
-    printed = saf_json("compare", arms[0], tmp_path / "run")
-    assert (printed["differences"], printed["heads"], printed["timed_updates"]) == ([], 2, [16, 24])
     ordinary = shutil.copytree(arms[0], tmp_path / "thinned", ignore=shutil.ignore_patterns("checkpoints"))
-    assert saf_json("compare", ordinary, tmp_path / "run")["differences"] == []
+    record = saf_json("compare", ordinary, tmp_path / "run")
+    assert (record["differences"], record["heads"], record["timed_updates"]) == ([], 2, [16, 24])
 
 
 def test_freeze_refuses_calibration_text_that_the_run_is_reported_on(saf, arms, text_data, tmp_path):

@@ -16,42 +16,17 @@ OPTIONS = "--updates 4 --eval-every 2 --eval-windows 2 --save-every 1 --calibrat
 SMALL = f"{SHAPE} {OPTIONS} --no-tensorboard --quiet".split()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    from saf.data import prepare
-
-    folder = tmp_path_factory.mktemp("cli-data")
-    (folder / "text").mkdir()
-    for number in range(30):
-        (folder / "text" / f"{number}.txt").write_text(f"line {number} of the text " * 100)
-    prepare([str(folder / "text")], folder / "data", vocab_size=290, heldout_fraction=0.3, progress=False)
-    return folder / "data"
-
-
 def parse(*words):
     return parse_words([str(word) for word in words])
 
 
 def test_options_arrive_in_the_settings(tmp_path):
-    config = parse(
-        *f"--data d --out {tmp_path} --updates 50 --peak-lr 1e-3 --warmup 5 --betas 0.8 0.9 --sampler random".split(),
-        *["--model", "124m", "--model-overrides", "num_layers", "2", "position", "learned", "--no-tensorboard"],
-        *["--freeze.rate", "0.5", "--freeze.max-fit-kl", "0.3", "--freeze.strict", "--schedule.at", "0.25"],
-    ).config
-    assert config == TrainConfig(
-        data="d",
-        out=str(tmp_path),
-        updates=50,
-        peak_lr=1e-3,
-        warmup=5,
-        betas=(0.8, 0.9),
-        sampler="random",
-        model="124m",
-        model_overrides={"num_layers": 2, "position": "learned"},
-        tensorboard=False,
-        freeze=FreezeConfig(rate=0.5, max_fit_kl=0.3, strict=True),
-        schedule=OneTime(at=0.25),
-    )
+    words = f"--data d --out {tmp_path} --betas 0.8 0.9 --warmup 5 --model 124m --no-tensorboard --schedule.at 0.25"
+    shape = "--model-overrides num_layers 2 position learned --freeze.rate 0.5"
+    config = parse(*words.split(), *shape.split()).config
+    own = {"betas": (0.8, 0.9), "warmup": 5, "model": "124m", "tensorboard": False, "schedule": OneTime(at=0.25)}
+    overrides, freeze = {"num_layers": 2, "position": "learned"}, FreezeConfig(rate=0.5)
+    assert config == TrainConfig(data="d", out=str(tmp_path), model_overrides=overrides, freeze=freeze, **own)
     assert isinstance(config.warmup, int)
 
 
@@ -68,9 +43,9 @@ def test_every_schedule_has_flags_made_of_its_fields(words, schedule, tmp_path):
     assert config.schedule == schedule
 
 
-def test_a_run_that_goes_on_keeps_its_schedule(data, tmp_path):
+def test_a_run_that_goes_on_keeps_its_schedule(text_data, tmp_path):
     first, frozen = tmp_path / "first", ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
-    parse("--data", data, "--out", first, *SMALL, *frozen, "schedule:gradual", "--schedule.groups", 2).run()
+    parse("--data", text_data, "--out", first, *SMALL, *frozen, "schedule:gradual", "--schedule.groups", 2).run()
     assert parse("--out", first, "--resume").config.schedule == Gradual(groups=2)
     parent = ("--parent", first / "checkpoints" / "step-3", "--out", tmp_path / "second")
     assert parse(*parent).config.schedule == Gradual(groups=2)
@@ -98,9 +73,9 @@ def test_resuming_where_no_run_is_says_so(tmp_path):
         parse("--out", tmp_path / "nowhere", "--resume")
 
 
-def test_two_arms(data, tmp_path, capsys):
+def test_two_arms(text_data, tmp_path, capsys):
     ordinary, frozen = tmp_path / "ordinary", tmp_path / "frozen"
-    parse("--data", data, "--out", ordinary, *SMALL, "--json").run()
+    parse("--data", text_data, "--out", ordinary, *SMALL, "--json").run()
     printed = json.loads(capsys.readouterr().out)
     assert printed == read_json(ordinary / "result.json")
     parent = ordinary / "checkpoints" / "step-2"
@@ -118,9 +93,9 @@ def test_two_arms(data, tmp_path, capsys):
     assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
 
 
-def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_resumed(data, tmp_path):
+def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_resumed(text_data, tmp_path):
     run, on = tmp_path / "run", tmp_path / "on"
-    parse("--data", data, "--out", run, *SMALL).run()
+    parse("--data", text_data, "--out", run, *SMALL).run()
     result = parse("--parent", run, "--out", on, "--updates", 5, "--quiet").run()
     assert result["provenance"]["checkpoints"]["parent"] == read_json(run / "checkpoints/step-4/manifest.json")["hash"]
     again = parse("--parent", run, "--out", on, "--resume")
@@ -130,10 +105,10 @@ def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_
         parse("--parent", on, "--out", on, "--resume").run()
 
 
-def test_resume_takes_the_runs_settings_and_refuses_others(data, tmp_path):
+def test_resume_takes_the_runs_settings_and_refuses_others(text_data, tmp_path):
     freeze = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10)
     first, second = tmp_path / "first", tmp_path / "second"
-    result = parse("--data", data, "--out", first, *SMALL, *freeze).run()
+    result = parse("--data", text_data, "--out", first, *SMALL, *freeze).run()
     for again in ((), ("--freeze.max-fit-kl", 10, "--schedule.at", 0.5)):
         assert parse("--out", first, "--resume", *again).run()["report_loss"] == result["report_loss"]
     parent = ("--parent", first / "checkpoints" / "step-2")
@@ -148,9 +123,9 @@ def test_resume_takes_the_runs_settings_and_refuses_others(data, tmp_path):
             parse(*words, "--resume").run()
 
 
-def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monkeypatch):
+def test_help_shows_the_settings_that_words_change(text_data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    parse("--data", data, "--out", tmp_path / "run", *SMALL, "--peak-lr", 0.03125).run()
+    parse("--data", text_data, "--out", tmp_path / "run", *SMALL, "--peak-lr", 0.03125).run()
     for words in (("--out", tmp_path / "run", "--resume"), ("--parent", tmp_path / "run/checkpoints/step-2")):
         with pytest.raises(SystemExit) as stop:
             parse(*words, "--out", tmp_path / "run", "--help-all")
@@ -161,10 +136,10 @@ def test_help_shows_the_settings_that_words_change(data, tmp_path, capsys, monke
         assert "(required)" not in printed
 
 
-def test_a_model_that_memory_cannot_hold_is_refused_with_the_numbers(data, tmp_path):
+def test_a_model_that_memory_cannot_hold_is_refused_with_the_numbers(text_data, tmp_path):
     shape = ("--model-overrides", "num_layers", 1, "num_heads", 2, "hidden_size", 16, "mlp_ratio", 10**9)
     with pytest.raises(InputError, match=r"training needs about [\d.,]+ GiB of memory .*, got [\d.,]+ GiB free"):
-        parse("--data", data, "--out", tmp_path / "run", *SMALL, *shape).run()
+        parse("--data", text_data, "--out", tmp_path / "run", *SMALL, *shape).run()
     assert not (tmp_path / "run").exists()
 
 
