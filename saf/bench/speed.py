@@ -279,11 +279,11 @@ class FreshSubject:
         self._blocks: dict[str, float] = {}
 
     def warm_up(self) -> None:
-        self._first = self._run(profile=self._settings.profile)  # later processes load the compiled code
+        self._first = self.run(profile=self._settings.profile)  # later processes load the compiled code
 
     def timed_block(self, variant: str) -> float:
         if variant not in self._blocks:
-            self._blocks = self._run()["block_ms"]
+            self._blocks = self.run()["block_ms"]
         return self._blocks.pop(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
@@ -292,53 +292,48 @@ class FreshSubject:
     def flops(self, variant: str) -> float:
         return self._first["flops"][variant]
 
-    def _run(self, *, profile: bool = False) -> dict[str, Any]:
-        return _run_arm(self._session, self._settings, self._point, self._arm, profile=profile)
+    def run(self, *, profile: bool = False) -> dict[str, Any]:
+        """Measure the arm in a process of its own; raise UnsupportedError where it fails.
+
+        Each arm has a compiler cache of its own, so that it takes no program compiled for another kernel.
+        """
+        receiver, sender = SPAWN.Pipe(duplex=False)
+        cache, left = f"{self._session.folder}/{self._arm.name.replace(' ', '-')}", self._session.left
+        arguments = (sender, self._settings, self._point, self._arm, profile, cache)
+        process = SPAWN.Process(target=_arm_process, args=arguments)
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(None if left is None else max(0.0, left)):
+                raise UnsupportedError(OUT_OF_TIME)
+            reply = receiver.recv()
+        except EOFError:
+            process.join()
+            raise UnsupportedError(f"its process ended with code {process.exitcode}") from None
+        finally:
+            process.kill()
+            process.join()
+        if "error" in reply:
+            raise UnsupportedError(reply["error"])
+        return reply
 
 
 def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: Sequence[Arm]) -> None:
-    kind = "allocated" if settings.cuda else "resident"
     ordinary = None
     for arm in arms:
         try:
-            peak = _run_arm(session, settings, point, arm)["bytes"]
+            peak = FreshSubject(session, settings, point, arm).run()["bytes"]
         except UnsupportedError as error:
             session.leave_out(f"{point.name}: peak memory of {arm.name}", str(error))
             continue
         ordinary = peak if arm == arms[0] else ordinary
         change = None if ordinary is None else 100 * (peak / ordinary - 1)
-        entry = {"arm": arm.name, "backend": arm.backend, "rate": arm.rate, "kind": kind}
-        session.lists["memory"].append({"point": point.to_dict(), **entry, "bytes": peak, "change_percent": change})
+        entry = {"point": point.to_dict(), "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
+        entry |= {"kind": "allocated" if settings.cuda else "resident", "bytes": peak, "change_percent": change}
+        session.lists["memory"].append(entry)
         session.save()
         compared = "" if change is None else f", {signed(change)} against ordinary"
         session.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
-
-
-def _run_arm(
-    session: Session, settings: ModelSpeed, point: Point, arm: Arm, *, profile: bool = False
-) -> dict[str, Any]:
-    """Measure one arm in a process of its own; raise UnsupportedError where it fails.
-
-    Each arm has a compiler cache of its own, so that it takes no program compiled for another kernel.
-    """
-    receiver, sender = SPAWN.Pipe(duplex=False)
-    cache = f"{session.folder}/{arm.name.replace(' ', '-')}"
-    process = SPAWN.Process(target=_arm_process, args=(sender, settings, point, arm, profile, cache))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(None if session.left is None else max(0.0, session.left)):
-            raise UnsupportedError(OUT_OF_TIME)
-        reply = receiver.recv()
-    except EOFError:
-        process.join()
-        raise UnsupportedError(f"its process ended with code {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-    if "error" in reply:
-        raise UnsupportedError(reply["error"])
-    return reply
 
 
 def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> None:

@@ -368,9 +368,9 @@ class Decode(PassSpeed):
         return channels * (rows * point.length * element + frozen * (4 * CHUNK * element + 2 * 2 * 16 * 4))
 
     def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
-        sizes = {"cache_bytes": self.cache_bytes(point, arm)}
-        sizes["baseline_cache_bytes"] = self.cache_bytes(point, Arm("auto"))
-        return {**super().describe(point, arm), **sizes}
+        sizes = {"cache_bytes": arm, "baseline_cache_bytes": Arm("auto")}
+        own = {name: self.cache_bytes(point, each) for name, each in sizes.items()}
+        return {**super().describe(point, arm), **own}
 
 
 class Step(nn.Module):
