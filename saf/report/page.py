@@ -333,7 +333,6 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         if record["provenance"]["checkpoints"]["frozen"] != inspected["hash"]:
             raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
     run, comparisons = _as_run(folder, inspected), []
-    tables = [_fits(inspected, (read_json(folder / "config.json").get("saf") or {}).get("events", []))]
     notes: list[str] = []
     facts = {"change": "not known: `saf evaluate` the model before and after with --out, then name both folders"}
     if change:
@@ -344,8 +343,8 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         notes = model_notes(change)
         timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
         comparisons.append(ArmComparison(folder.name, run, run, {**timeless, **change}))
-    tables.append(Table.facts("Held-out text", facts, notes))
-    return [run], comparisons, [*tables, *(pair_tables(answered) if answered else [])]
+    held_out = Table.facts("Held-out text", facts, notes)
+    return [run], comparisons, [held_out, *(pair_tables(answered) if answered else [])]
 
 
 def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
@@ -359,16 +358,3 @@ def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
     if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
         return replace(run, events=[])  # of other heads: the model was edited again elsewhere
     return run
-
-
-def _fits(inspected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Table:
-    kls = {(layer, head): kl for event in events for layer, head, kl in event["fit_kl"]}
-    rows = []
-    for layer, patterns in zip(sorted({layer for layer, _ in inspected["frozen"]}), inspected["patterns"], strict=True):
-        heads = [head for at, head in inspected["frozen"] if at == layer]
-        known = [kls[layer, head] for head in heads if (layer, head) in kls]
-        kinds = ", ".join(f"{count} {kind}" for kind, count in patterns["kinds"].items())
-        fits = [number(median(known), 3), number(max(known), 3)] if known else [None, None]
-        rows.append([str(layer), " ".join(map(str, heads)), kinds, patterns["length"], *fits])
-    columns = ("layer", "heads frozen", "patterns", "positions", "KL of the fits, nats, median", "largest")
-    return Table.of("Fits", columns, rows).used()
