@@ -174,8 +174,7 @@ def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf
     assert f"differ in bos: {bos} in" in told
 
 
-@pytest.mark.parametrize("command", ["freeze", "evaluate"])
-def test_a_folder_that_cannot_be_used_is_refused_by_what_it_lacks(command, base, frozen, saf, tmp_path):
+def test_a_folder_that_cannot_be_used_is_refused_by_what_it_lacks(base, frozen, saf, tmp_path):
     def copy(name: str, *lost: str):
         folder = shutil.copytree(base / "model", tmp_path / name)
         for file in lost:
@@ -187,14 +186,14 @@ def test_a_folder_that_cannot_be_used_is_refused_by_what_it_lacks(command, base,
     LlamaForSequenceClassification(make("llama-grouped").config).save_pretrained(tmp_path / "classes")
     cut = copy("cut") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:1000])
-    for folder, data, words in (
-        (copy("none", "config.json"), "text.txt", "expected a checkpoint (step-N), a run, a folder"),
-        (copy("weightless", "model.safetensors"), "text.txt", "no weights, model.safetensors"),
-        (cut.parent, "text.txt", "transformers cannot open"),
-        (tmp_path / "over", "text.txt", "move saf.json and saf.safetensors out"),
-        (tmp_path / "classes", "text.txt", "must hold a causal language model"),
-        (tmp_path / "foreign", "data", "must be of the tokenizer"),
-        (copy("wordless", "tokenizer.json"), "data", "no tokenizer"),
+    for command, folder, data, words in (
+        ("freeze", copy("none", "config.json"), "text.txt", "expected a checkpoint (step-N), a run, a folder"),
+        ("evaluate", copy("weightless", "model.safetensors"), "text.txt", "no weights, model.safetensors"),
+        ("freeze", cut.parent, "text.txt", "transformers cannot open"),
+        ("evaluate", tmp_path / "over", "text.txt", "move saf.json and saf.safetensors out"),
+        ("freeze", tmp_path / "classes", "text.txt", "must hold a causal language model"),
+        ("evaluate", tmp_path / "foreign", "data", "must be of the tokenizer"),
+        ("freeze", copy("wordless", "tokenizer.json"), "data", "no tokenizer"),
     ):
         code, _, message = saf(command, folder, "--data", base / data, "--out", tmp_path / "out")
         assert (code, words in " ".join(message.split())) == (2, True), message
