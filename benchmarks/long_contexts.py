@@ -3,13 +3,12 @@
     python -m benchmarks.long_contexts --out results/long-contexts [--only update-32k decode] [--tiny]
 
 Each group is one record of `saf bench`, written under its name while it is measured: a run that is cut loses nothing,
-and a group that is there already is passed over. `draw` makes the figure of all of them.
+and a group that is there already is passed over.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from json import loads
 from pathlib import Path
 from typing import Any
 
@@ -104,47 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
             continue
         benchmark = tiny(GROUPS[name]) if settings.tiny else GROUPS[name]
         measure(replace(benchmark, seconds=settings.seconds), out=path, say=lambda line: print(line, flush=True))
-    draw(settings.out)
     return 0
-
-
-KINDS = {"ordinary": "black", "toeplitz": "tab:blue", "linear": "tab:orange", "pruned": "tab:green", "free": "tab:gray"}
-"""Arms of a figure and their colours."""
-
-
-PANELS = {
-    "update": ("update", "ms"), "prefill": ("prefill-long", "ms"), "decode": ("decode-2-layers", "ms"),
-    "cache": ("decode-2-layers", "bytes"),
-}  # fmt: skip
-"""Panels of the figure: the groups of each, by the start of their names, and the unit."""
-
-
-def draw(folder: Path) -> Path:
-    """Draw time and cache against positions on logarithmic axes, half of the heads frozen, from a folder's records."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4 * len(PANELS), 4), layout="constrained")
-    for axis, (title, (group, unit)) in zip(axes, PANELS.items(), strict=True):
-        rows = [row for path in sorted(folder.glob(f"{group}*.json")) for row in loads(path.read_text())["rows"]]
-        for kind, colour in KINDS.items():
-            values = sorted(series(rows, kind, "cache_bytes" if unit == "bytes" else "ms").items())
-            axis.plot([at for at, _ in values], [value for _, value in values], "o-", color=colour, label=kind)
-        axis.set(xlabel="positions", ylabel=unit, title=title)
-        if rows:  # an empty axis has no logarithms
-            axis.set(xscale="log", yscale="log")
-            axis.legend()
-    path = folder / "long-contexts.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
-
-
-def series(rows: Sequence[dict[str, Any]], kind: str, field: str) -> dict[int, float]:
-    """Return "ms" or "cache_bytes" by length, of an arm at 50% or of the ordinary model beside the control."""
-    side, role = ("baseline", "control") if kind == "ordinary" else ("arm", None)
-    name = f"{side}_ms" if field == "ms" else "baseline_cache_bytes" if role else field
-    own = [row for row in rows if (row["role"] == role if role else (row["backend"], row["rate"]) == (kind, 0.5))]
-    return {row["point"]["length"]: row[name] for row in own if name in row}
 
 
 if __name__ == "__main__":

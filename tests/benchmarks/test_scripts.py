@@ -177,18 +177,9 @@ def test_heads_in_linear_time_are_checked_against_float64(tmp_path):
     assert len(read_json(tmp_path / "linear.json")["errors"]) == 2
 
 
-def test_long_contexts_are_drawn_from_the_groups_that_are_there(tmp_path):
+def test_a_group_of_long_contexts_is_one_record(tmp_path):
     with pytest.raises(SystemExit, match="decode-2-layers"):
         long_contexts.main(["--out", str(tmp_path), "--only", "nothing"])
-    row = {"point": {"length": 4096, "batch_size": 1}, "baseline_ms": 2.0, "arm_ms": 1.5, "backend": None, "rate": 0.0}
-    row |= {"cache_bytes": 80, "baseline_cache_bytes": 100}
-    rows = [row | {"role": "control"}, *(row | {"role": "frozen", "backend": "linear", "rate": r} for r in (0.25, 0.5))]
-    rows[2] |= {"arm_ms": 1.0, "cache_bytes": 70}
-    found = [
-        long_contexts.series(rows, kind, name)[4096]
-        for kind in ("ordinary", "linear")
-        for name in ("ms", "cache_bytes")
-    ]
-    assert found == [2.0, 100, 1.0, 70]
-    (tmp_path / "decode-2-layers.json").write_text(json.dumps({"rows": rows}))
-    assert long_contexts.draw(tmp_path).stat().st_size
+    assert long_contexts.main(["--out", str(tmp_path), "--only", "update-32k", "--tiny"]) == 0
+    record = read_json(tmp_path / "update-32k.json")
+    assert {row["role"] for row in record["rows"]} >= {"control", "frozen", "free", "pruned"}
