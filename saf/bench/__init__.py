@@ -3,10 +3,11 @@
     >>> record = saf.bench.prefill("path/to/folder", points=("4096x8",))  # doctest: +SKIP
     >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
-`op`, `update`, `prefill` and `decode` take a model, a preset or a folder with its own frozen heads, and the fields of
-`Op`, `Update`, `Prefill` and `Decode`; they return the record that `saf.bench.protocol` describes.
+`update`, `prefill` and `decode` take a preset or a folder with its own frozen heads, `op` a preset, and the fields of
+`Update`, `Prefill`, `Decode` and `Op`; they return the record that `saf.bench.protocol` describes.
 """
 
+from pathlib import Path
 from typing import Any
 
 from saf.bench.layer import Op
@@ -18,21 +19,21 @@ __all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "decode", "mea
 KINDS: dict[str, type[Speed]] = {kind.kind: kind for kind in (Update, Prefill, Decode, Op)}
 
 
-def op(model: str = Op.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+def op(model: str = Op.model, *, out: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Time one layer's attention; see `Op` for the settings and `measure` for errors."""
     return measure(Op(model=model, **settings), out=out)
 
 
-def update(model: str = Update.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+def update(model: str = Update.model, *, out: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Time whole optimiser updates; see `Update` for the settings and `measure` for errors."""
     return measure(Update(model=model, **settings), out=out)
 
 
-def prefill(model: str = Prefill.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+def prefill(model: str = Prefill.model, *, out: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Time whole prompts; see `Prefill` for the settings and `measure` for errors."""
     return measure(Prefill(model=model, **settings), out=out)
 
 
-def decode(model: str = Decode.model, *, out: Any = None, **settings: Any) -> dict[str, Any]:
+def decode(model: str = Decode.model, *, out: Path | None = None, **settings: Any) -> dict[str, Any]:
     """Time one more token after a filled cache; see `Decode` for the settings and `measure` for errors."""
     return measure(Decode(model=model, **settings), out=out)

@@ -83,15 +83,15 @@ class Op(Speed):
         for point, part in product(self.parsed_points(), self.parts):
             for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
                 name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
-                layer = OpLayer(self, point, part, some[0])
-                if layer.unsupported_reason:
-                    session.leave_out(name, layer.unsupported_reason)
-                else:
-                    yield name, partial(self._measure, session, name, layer, some)
+                yield name, partial(self._measure, session, name, OpLayer(self, point, part, some[0]), some)
 
     def _measure(self, session: Session, name: str, layer: "OpLayer", rates: list[float]) -> None:
-        with clean_process():
+        try:
             case = layer.case(name, rates)
+        except InputError as error:
+            session.leave_out(name, str(error))
+            return
+        with clean_process():
             compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
 
 
@@ -122,19 +122,11 @@ class OpLayer:
         usual = "bf16" if self.settings.cuda else "fp32"
         return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
 
-    @property
-    def unsupported_reason(self) -> str | None:
-        """Why this cannot be measured; None where it can."""
+    def layout(self, rate: float) -> HeadLayout:
+        """Return the layer's heads, the frozen ones drawn from the seed; InputError where this cannot be measured."""
         heads, kv_heads, _ = self.shape
         if self.part == "frozen" and heads != kv_heads:
-            return "with grouped queries frozen heads share values; only the whole layer is compared"
-        if self.part == "frozen" and round(self.rate * heads) == 0:
-            return f"a rate of {self.rate:g} freezes none of {heads} heads"
-        return None
-
-    def layout(self, rate: float) -> HeadLayout:
-        """Return the layer's heads, the frozen ones drawn from the seed."""
-        heads, kv_heads, _ = self.shape
+            raise InputError("with grouped queries frozen heads share values; only the whole layer is compared")
         size = heads // kv_heads if self.settings.whole_groups else 1
         count = round(rate * heads / size)
         if count == 0:
