@@ -265,29 +265,21 @@ class Layer:
             role: (torch.tensor(own, device=device)[:, None] * self.head_dim + channel).flatten()
             for role, own in zip(ROLES, (live, live, kept, kept), strict=True)
         }
-        leaves = {
-            role: (weight[:, rows[role]] if role == "output" else weight[rows[role]]).clone().requires_grad_()
-            for role, weight in self.weights.items()
-        }
+        leaves = {role: weight.clone().requires_grad_() for role, weight in self.weights.items()}
+        own = {role: leaf[:, rows[role]] if role == "output" else leaf[rows[role]] for role, leaf in leaves.items()}
         x = self.x.clone().requires_grad_()
         rotation = Rotary(self.head_dim, x.shape[1]).to(device)(torch.arange(x.shape[1], device=device)[None])
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            parts = [F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)) for role in ROLES[:3]]
+            parts = [F.linear(x, own[role]).unflatten(-1, (-1, self.head_dim)) for role in ROLES[:3]]
             query, key = (rotate(part, rotation).transpose(1, 2) for part in parts[:2])
             value = parts[2].transpose(1, 2)
             value.retain_grad()
-            output = F.linear(flat_heads(mixed_attention(query, key, value, frozen, kernel=kernel)), leaves["output"])
+            output = F.linear(flat_heads(mixed_attention(query, key, value, frozen, kernel=kernel)), own["output"])
         output.backward(self.upstream.to(output.dtype))
-        gradients = {role: torch.zeros_like(weight) for role, weight in self.weights.items()}
-        for role, leaf in leaves.items():
-            if role == "output":
-                gradients[role][:, rows[role]] = leaf.grad
-            else:
-                gradients[role][rows[role]] = leaf.grad
         assert value.grad is not None
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
         ordered[:, list(kept)] = value.grad
-        return named(output, x, ordered, gradients)
+        return named(output, x, ordered, {role: leaf.grad for role, leaf in leaves.items()})
 
 
 def named(output: Tensor, x: Tensor, value: Tensor | None, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
