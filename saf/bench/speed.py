@@ -60,33 +60,33 @@ class Speed:
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz", "fused")
 
     model: str = "124m"
-    """Preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or the output of saf.save
-    or save_pretrained."""
+    """Time this preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or the output of
+    saf.save or save_pretrained."""
     points: tuple[str, ...] = ("4096x8",)
-    """Shapes, as context x sequences (x micro-batches of an update): 4096x8 or 4096x8x15."""
+    """Time these shapes, as context x sequences (x micro-batches of an update): 4096x8 or 4096x8x15."""
     rates: tuple[float, ...] = ()
-    """Shares of heads to freeze: 0.25 and 0.5 by default. A folder has its own heads."""
+    """Freeze these shares of heads: 0.25 and 0.5 by default. A folder has its own heads."""
     backends: tuple[str, ...] = ()
-    """Backends of frozen heads: by default toeplitz and, on CUDA, fused, the paper's execution; a folder's own."""
+    """Execute frozen heads by these backends: by default toeplitz and, on CUDA, fused, the paper's execution; a folder's own."""
     kernels: tuple[str, ...] = ()
-    """Attention kernels of live heads, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
+    """Run live heads by these attention kernels, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
     others: tuple[str, ...] | None = None
-    """More kernels of ordinary attention to compare with the first: auto, cudnn, flash, efficient, math, flex. By
+    """Compare these kernels of ordinary attention with the first, too: auto, cudnn, flash, efficient, math, flex. By
     default auto, flash and flex on CUDA, none on a CPU; --others alone is none."""
     free: bool = True
     """Measure the free bound too: frozen heads whose mixing costs nothing."""
     pairs: int = 8
-    """Alternating pairs of each arm with its baseline; 0 with --memory times nothing."""
+    """Take so many alternating pairs of each arm with its baseline; 0 with --memory times nothing."""
     repeats: int = 1
-    """Timed calls in a timed block; the block's time is their median."""
+    """Time so many calls in a block; the block's time is their median."""
     warmup: int = 3
-    """Untimed calls of each arm."""
+    """Call each arm so often untimed."""
     tolerance: float = 0.01
-    """How far from 1 the ratio of two ordinary models may be before a comparison is refused."""
+    """Refuse comparisons where the ratio of two ordinary models is further than this from 1."""
     seed: int = 0
-    """Random seed for weights, inputs, patterns and the choice of heads."""
+    """Draw weights, inputs, patterns and the choice of heads by this random seed."""
     device: Device = "auto"
-    """Device to measure on; auto is CUDA if there is one."""
+    """Measure on this device; auto is CUDA if there is one."""
     compile: Compile = "auto"
     """Compile with torch.compile: on for CUDA, off for a CPU. "layers" compiles decoder layers by themselves, for
     updates."""
@@ -183,9 +183,9 @@ class ModelSpeed(Speed):
     """Settings of benchmarks of whole models."""
 
     num_layers: int | None = None
-    """Layers, instead of the preset's: compiling all of a large model takes minutes."""
+    """Build so many layers, not the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
-    """Layers that have frozen heads: mostly early ones, as measured on trained models; even takes as many in each;
+    """Freeze heads in these layers: mostly early ones, as measured on trained models; even takes as many in each;
     groups takes whole groups of heads that share keys, in early layers."""
     pruned: bool = False
     """Measure each rate with the same heads pruned too: their values and output columns are gone."""

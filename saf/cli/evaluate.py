@@ -57,7 +57,7 @@ class Command:
     length: int | None = None
     """Use this many tokens of context in a window, and at most in a question; by default the model's longest."""
     batch_size: int = 8
-    """Number of windows in a forward pass, or of sequences of one length."""
+    """Run this number of windows in a forward pass, or of sequences of one length."""
     limit: int | None = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
