@@ -85,7 +85,7 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
             default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
         if each.name not in first.get(kind, [each.name]):
             hint = Annotated[hint, tyro.conf.Suppress]
-        elif default is None:
+        elif default is None or default in ((), {}):
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(optional)")]
         members.append(StructFieldSpec(each.name, hint, default, docs.get(each.name)))
     return StructConstructorSpec(kind, tuple(members))
