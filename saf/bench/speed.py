@@ -60,15 +60,15 @@ class Speed:
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz", "fused")
 
     model: str = "124m"
-    """Time this preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or what saf.save
-    or save_pretrained wrote."""
+    """Time this preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or what
+    saf.save or save_pretrained wrote."""
     points: tuple[str, ...] = ("4096x8",)
     """Time these shapes, as context x sequences (x micro-batches of an update): 4096x8 or 4096x8x15."""
     rates: tuple[float, ...] = ()
     """Freeze these shares of heads: 0.25 and 0.5 by default. A folder has its own heads."""
     backends: tuple[str, ...] = ()
-    """Execute frozen heads by these backends: by default toeplitz and, on CUDA, fused, the paper's execution; those of a
-    folder by its own."""
+    """Execute frozen heads by these backends: by default toeplitz and, on CUDA, fused, the paper's execution; those of
+    a folder by its own."""
     kernels: tuple[str, ...] = ()
     """Run live heads by these attention kernels, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
     others: tuple[str, ...] | None = None
