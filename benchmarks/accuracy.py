@@ -124,7 +124,7 @@ def usable_backends(session: Session, settings: Accuracy, precision: str) -> Ite
 def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precision: str) -> Iterator[Row]:
     """Yield a row for each tensor of a whole layer; without a backend the layer is pruned."""
     autocast = torch.bfloat16 if precision == "bf16" else None
-    edit = {"frozen": backend is not None, "pruned": backend is None}
+    edit: Any = {"frozen": backend is not None, "pruned": backend is None}
     exact, eager = layer.eager(dtype=torch.float64, **edit), layer.eager(autocast=autocast, **edit)
     result = layer.model(backend=backend, pruned=backend is None, kernel=settings.kernel, autocast=autocast)
     unfrozen = layer.model(backend=None, kernel=settings.kernel, autocast=autocast)
@@ -323,7 +323,7 @@ def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[t
     """
     generator = torch.Generator().manual_seed(settings.seed)
     width = settings.num_heads * settings.head_dim
-    sizes = {"num_heads": settings.num_heads, "hidden_size": width, "max_length": settings.stored}
+    sizes: Any = {"num_heads": settings.num_heads, "hidden_size": width, "max_length": settings.stored}
     config = GPTConfig(vocab_size=VOCABULARY, num_layers=LAYERS, **sizes)
     model = GPT(config).eval()
     model.reset_parameters(generator)

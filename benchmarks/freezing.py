@@ -87,7 +87,7 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
     model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
     header: Any = {"checkpoints": {"model": model}, "seconds": settings.seconds}
     with Session("calibration", asdict(settings), execution, out=out, **header) as session:
-        for point in [Point(*map(int, text.split("x"))) for text in texts]:
+        for point in [Point(int(length), int(size)) for length, size in (text.split("x") for text in texts)]:
             with clean_process():
                 measure_point(session, settings, point)
     return session.record

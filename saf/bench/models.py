@@ -268,7 +268,7 @@ class ModelPlan:
         family, _, hidden, mlp = TRANSFORMERS[self.model]
         shape = self.shape
         place: dict[str, Any] = {"max_length": self.length, "device": self.device, "dtype": dtype}
-        sizes = {"num_hidden_layers": shape.num_layers, "hidden_size": hidden, "intermediate_size": mlp}
+        sizes: dict[str, Any] = {"num_hidden_layers": shape.num_layers, "hidden_size": hidden, "intermediate_size": mlp}
         sizes |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
         sizes |= {"head_dim": shape.head_dim, "vocab_size": shape.vocab_size}
         return random_model(family, **place, generator=generator, **sizes)
