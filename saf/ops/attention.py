@@ -217,7 +217,7 @@ def _compute(call: Call) -> tuple[Tensor, ...]:
     # afterwards, and of padded rows it would have to move their values first.
     few = not call.whole and (call.left_pad is not None or count * WHOLE_SHARE <= length)
     if call.cache_position is not None or (few and not BACKENDS[frozen.backend].mixes_live and not frozen.trainable):
-        return (*live, merge_slots((part.slots, _rows(part, call, value, slots)) for part in fixed))
+        return (*live, merge_slots([(part.slots, _rows(part, call, value, slots)) for part in fixed]))
     mixed = _mix(value, slots, frozen, fixed, call.left_pad)
     return (*live, mixed if call.whole else mixed[:, :, length - count :])
 
@@ -256,7 +256,7 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     if call.query.shape[-2] * group > MOST_ROWS >= group:  # not few
         return None
     # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-    tables = next((part.tables for part in fixed if "row_heads" in part.tables), {})
+    tables = ([part.tables for part in fixed if "row_heads" in part.tables] or [{}])[0]
     if call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)):
         tables = {}
     args = call.query, call.key, call.value, call.live_slots, call.frozen_slots, tables
@@ -316,9 +316,9 @@ def _mix(
 ) -> Tensor:
     """Return frozen heads, `[B, F, T, D]`, each of its head of `value [B, H, T, D]`, fixed and trainable ones apart."""
     parts = []
-    for slots, backend, tables in ((part.slots, part.backend, part.tables) for part in fixed):
-        mixed = backend.forward(value, tuple(heads[slot] for slot in slots), tables, left_pad)
-        parts.append((slots, mixed))
+    for part in fixed:
+        read = tuple(heads[slot] for slot in part.slots)
+        parts.append((part.slots, part.backend.forward(value, read, part.tables, left_pad)))
     if frozen.trainable:
         backend, own = BACKENDS[frozen.backend], take_heads(value, tuple(heads[slot] for slot in frozen.trainable))
         mixed = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), own, left_pad)
