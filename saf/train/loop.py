@@ -25,7 +25,6 @@ from saf.distributed import (
     is_rank0,
     on_rank0,
     process_group,
-    rank_and_size,
 )
 from saf.errors import CheckpointError, DivergenceError, InputError, UnsupportedError
 from saf.freeze_config import check_heads
@@ -36,7 +35,7 @@ from saf.ops.live import pinned
 from saf.records.events import inherit_events, keep_events_, read_events
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
 from saf.records.table import byte_size
-from saf.schedules import Event, Outcome, setting_of_moment
+from saf.schedules import Event, Outcome, Proposer, setting_of_moment
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
@@ -248,9 +247,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         DataError: The data cannot be used, or are too few.
         UnsupportedError: The backend or kernel of the settings cannot run here.
     """
-    elapsed, folder, processes = Elapsed(), Path(config.out), rank_and_size()[1]
+    elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():  # all have looked before the first one writes
-        accumulation = micro_batches_of_one(config.accumulation, processes, batch_size=config.batch_size)
         _check_folder(folder, config, resume=resume)
         if resume and is_rank0():
             _lock(folder, locks)
@@ -271,14 +269,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         _check_early(config, execution, task, parallel)
         _check_memory(config, execution, shape, parallel, resume=resume)
         origin = _origin(config, folder, shape, task, resume=resume)
-        model, optimizer = _build(config, shape, execution, origin, sharded=parallel.kind == Shards.kind)
-        layouts = [site.layout for site in adapter_for(model).sites()]
-        own_schedule = origin.state.get("schedule") if origin.resumed else None
-        proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
-        if config.freeze and proposer and not origin.resumed:
-            check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
-        gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
-        graphed = _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length)
+        parts, proposer = _restore(config, execution, task, shape, parallel, origin)
     with all_ranks_or_raise():
         if is_rank0():
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -286,7 +277,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
                 _lock(folder, locks)
                 _check_folder(folder, config, resume=False, now="by now, which another process began")
             shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
-            _write_start_(folder, config, run_config(config, **shared, processes=processes), origin)
+            _write_start_(folder, config, run_config(config, **shared, processes=parallel.processes), origin)
     if origin.state:
         elapsed.go_on_(origin.state["elapsed"], branch=not origin.resumed)
     run = Run(
@@ -294,35 +285,50 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         folder=folder,
         execution=execution,
         task=task,
-        model=model,
-        updater=Updater(
-            model=model,
-            optimizer=optimizer,
-            batches=task.training(origin.update, execution.device, first=parallel.rank, every=processes),
-            execution=execution,
-            accumulation=accumulation,
-            parallel=parallel,
-            clip=math.inf if config.clip is None else config.clip,
-            graphed=graphed,
-            gradient=gradient,
-            done=origin.update,
-        ),
+        model=parts["model"],
+        updater=Updater(**parts),  # ranks that train together meet in it
         proposer=proposer,
         elapsed=elapsed,
         start=origin.parent["update"] if origin.parent else 0,
         parent_hash=origin.parent["hash"] if origin.parent else None,
-        heads_changed=on_rank0(lambda: _last_own_event(folder)),
         # A parent's, too: the best guess of the first update's seconds.
         recent=deque(origin.state.get("recent", ()), maxlen=8),
     )
-    if is_rank0():
-        run.log = _open_log(run)
     if origin.checkpoint and parallel.kind == Shards.kind:
         engine = run.updater.engine
         origin.checkpoint.fill_(engine.module, engine.optimizer if origin.state else None)
+    own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
+    run.heads_changed = max(own, default=None)
+    if is_rank0():
+        run.log = _open_log(run)
     for line in _choices(run, reason):
         run.say(line)
     return run
+
+
+def _restore(
+    config: TrainConfig, execution: Execution, task: Task, shape: GPTConfig, parallel: Parallel, origin: Origin
+) -> tuple[dict[str, Any], Proposer | None]:
+    """Return the fields of the updater at the run's origin, and the schedule's state machine."""
+    accumulation = micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size)
+    model, optimizer = _build(config, shape, execution, origin, sharded=parallel.kind == Shards.kind)
+    layouts = [site.layout for site in adapter_for(model).sites()]
+    own_schedule = origin.state.get("schedule") if origin.resumed else None
+    proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
+    if config.freeze and proposer and not origin.resumed:
+        check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "batches": task.training(origin.update, execution.device, first=parallel.rank, every=parallel.processes),
+        "execution": execution,
+        "accumulation": accumulation,
+        "parallel": parallel,
+        "clip": math.inf if config.clip is None else config.clip,
+        "graphed": _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length),
+        "gradient": start_gradient(model, config, proposer, state=origin.state, update=origin.update),
+        "done": origin.update,
+    }, proposer
 
 
 def _lock(folder: Path, locks: ExitStack) -> None:
@@ -493,11 +499,6 @@ def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], ori
     (folder / "result.json").unlink(missing_ok=True)
     if not origin.resumed and config.freeze is None and origin.parent and "frozen_from" in origin.parent:
         inherit_events(Path(origin.parent["path"]), folder)
-
-
-def _last_own_event(folder: Path) -> int | None:
-    own = [event.update or 0 for event in read_events(folder) if "inherited" not in event.values]
-    return max(own, default=None)
 
 
 def _open_log(run: Run) -> RunLog:
