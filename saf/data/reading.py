@@ -14,9 +14,8 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -216,12 +215,12 @@ class Source:
         if name == "python":
             self._read = _python_documents
         elif name and _is_saved_dataset(path):
-            self._read = partial(self._dataset_documents, _load_saved)
+            self._read = self._dataset_documents
         elif name and (path.exists() or path.is_symlink()):
             self._read = self._files_documents
             self._files = [path] if path.is_file() else list(self._walk(path)) if path.is_dir() else []
         elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
-            self._read = partial(self._dataset_documents, _load_from_hub)
+            self._read = self._dataset_documents
         else:
             raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, OWNER/NAME")
 
@@ -272,9 +271,10 @@ class Source:
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
 
-    def _dataset_documents(self, load: Callable[[Any, str], Any]) -> Iterator[str]:
-        """Yield the text of each row of a dataset, downloaded as it is read."""
+    def _dataset_documents(self) -> Iterator[str]:
+        """Yield the text of each row of a dataset, saved or downloaded as it is read."""
         package, row = _package("datasets", self.name), 0
+        load = _load_saved if Path(self.name).exists() else _load_from_hub
         try:
             for row, record in enumerate(load(package, self.name), 1):
                 yield _text_of(dict(record), f"{self.name}, row {row}", self.text_field)

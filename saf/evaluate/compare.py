@@ -74,21 +74,15 @@ def compare_runs(
     of_text = measure == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    lines = differences(one, other) if of_text else list(_setting_differences(one, other))
-    _check_alike(lines, allow_differences=allow_differences)
-    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
-    kind = "comparison" if of_text else f"{measure}_comparison"
-    finals = [result["provenance"]["checkpoints"].get("final") for result in results]
-    record = {
-        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, finals, strict=True))),
-        "ordinary": str(one.folder),
-        "frozen": str(other.folder),
-        "heads": len(other.edited_heads),
-        "num_heads": other.num_heads,
-        "heads_by_kind": [run.head_counts for run in (one, other)],
-        "update_seconds": [(result["update_seconds"] or {}).get("median") for result in results],
-        "differences": lines,
-    }
+    record = _header(
+        "comparison" if of_text else f"{measure}_comparison",
+        {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
+        (one.folder, other.folder),
+        hashes=[result["provenance"]["checkpoints"].get("final") for result in results],
+        heads=[run.head_counts for run in (one, other)],
+        lines=differences(one, other) if of_text else list(_setting_differences(one, other)),
+    )
+    record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
         record |= _compare_perplexity(one, other, resamples=resamples, seed=seed)
         record["update_time_caveat"] = speed_caveat(record)
@@ -97,6 +91,31 @@ def compare_runs(
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
+
+
+def _header(
+    kind: str,
+    settings: Record,
+    folders: Sequence[Path | str],
+    *,
+    hashes: Sequence[str | None],
+    heads: Sequence[Mapping[str, int]],
+    lines: Sequence[str],
+    data: Mapping[str, str] | None = None,
+) -> Record:
+    """The entries of every comparison; raise CompareError for differences (`lines`) that are not allowed.
+
+    `heads_by_kind` counts frozen and pruned heads, where the attention of a model is known.
+    """
+    if lines and not settings["allow_differences"]:
+        listed = "\n  ".join(lines)
+        raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
+    return {
+        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, hashes, strict=True)), data=data),
+        **dict(zip(_PAIR, map(str, folders), strict=True)),
+        "heads_by_kind": list(heads),
+        "differences": list(lines),
+    }
 
 
 def measure_of(run: RecordedRun) -> str:
@@ -165,12 +184,6 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
 
 
 # --- differences of runs
-
-
-def _check_alike(lines: Sequence[str], *, allow_differences: bool) -> None:
-    if lines and not allow_differences:
-        listed = "\n  ".join(lines)
-        raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
@@ -379,12 +392,9 @@ def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | s
 
 
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
-    """The entries about the two models of evaluations.
+    """The entries about the two models of evaluations, whose shape and origin may differ in the freezing alone.
 
-    `differences` has a line for each that is not the freezing, an unrelated origin among them where files name one;
-    `heads_by_kind` counts frozen and pruned heads.
-
-    Raises CompareError for differences that are not allowed, and for a second model without frozen or pruned heads.
+    Raises CompareError for other differences that are not allowed, and for a second model without edited heads.
     """
     ordinary, frozen = (record.get("of") or {} for record in records)
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
@@ -402,13 +412,6 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
     )
     if own and PARENT in other and not {*own.values()} & {value for role, value in other.items() if role != "model"}:
         lines.append(f"parent: the frozen model was made from {other[PARENT][:12]}, which is not the ordinary model")
-    _check_alike(lines, allow_differences=settings["allow_differences"])
-    models = (record["provenance"]["checkpoints"].get("model") for record in records)
+    models = [record["provenance"]["checkpoints"].get("model") for record in records]
     data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
-    return {
-        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, models, strict=True)), data=data),
-        "ordinary": str(folders[0]),
-        "frozen": str(folders[1]),
-        "differences": lines,
-        "heads_by_kind": counts,
-    }
+    return _header(kind, settings, folders, hashes=models, heads=counts, lines=lines, data=data)
