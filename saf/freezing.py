@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -236,7 +235,7 @@ def _own_text(adapter: Adapter, sequences: Sequences) -> list[Tensor] | None:
         adapter.check_next_token()
     except UnsupportedError:
         return None
-    return [row[None] for row, _ in islice(sequences.rows(), GUARD_SEQUENCES) if len(row) > 1] or None
+    return [row[None] for row in sequences.tokens[:GUARD_SEQUENCES] if len(row) > 1] or None
 
 
 # --- lines 5 and 6: scores, and the order in which heads are tried
@@ -264,7 +263,7 @@ def _scores(
                 source = gate_gradients(adapter.model, sequences)
             elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
                 texts = read_sequences(source)
-                together = [*sequences.without_padding(), *texts.without_padding()]
+                together = [row[None] for row in [*sequences.tokens, *texts.tokens]]
                 if name in _REPLACING and read_sequences(together).num_different < 2:
                     raise InputError(f"score {name!r} compares sequences: two must differ, got copies of one")
                 source = head_outputs(adapter.model, texts, statistics)

@@ -68,7 +68,7 @@ def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterat
 
 def _rows(batches: Iterable[Batch]) -> list[Tensor]:
     """Return the sequences with a next token, `[1, T]` each."""
-    return [ids[None] for batch in read_sequences(batches).without_padding() for ids in batch if len(ids) > 1]
+    return [row[None] for row in read_sequences(batches).tokens if len(row) > 1]
 
 
 def perplexity_rise(before: float | None, after: float | None) -> float:
@@ -129,7 +129,7 @@ class JointCost:
 
 def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the first and the second half of the sequences, `[1, T]` each: to choose heads by, and to report on."""
-    sequences = [ids[None] for batch in read_sequences(text).without_padding() for ids in batch]
+    sequences = [row[None] for row in read_sequences(text).tokens]
     if len(sequences) < 2:
         raise InputError("heldout must have 2 sequences to choose heads on one half and report on the other, got 1")
     half = len(sequences) // 2

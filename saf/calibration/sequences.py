@@ -69,10 +69,6 @@ class Sequences:
         """Yield the tokens of each sequence, and its targets."""
         return zip(self.tokens, self.targets or [None] * len(self.tokens), strict=True)
 
-    def without_padding(self) -> list[Tensor]:
-        """Return batches of tokens alone: those of one length as they are, otherwise each sequence by itself."""
-        return [row[None] for row in self.tokens] if self.unequal else self.ids
-
     def __iter__(self) -> Iterator[Batch]:
         """Yield each sequence as a batch of its own."""
         for row, targets in self.rows():
