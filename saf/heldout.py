@@ -89,13 +89,13 @@ def worst_layer(
     model: nn.Module, heads: HeadSet, batches: Iterable[Batch], edit_: Edit, undo_: Edit
 ) -> tuple[int, float]:
     """Return the layer whose heads, edited alone, cost most, and the rise of perplexity; NaN costs more than any."""
-    few, losses = _rows(batches)[:_BLAME_SEQUENCES], dict[int, float]()
-    before = heldout_loss(model, few)
+    few, losses, lower = _rows(batches)[:_BLAME_SEQUENCES], dict[int, float](), LowerLayers(model)
+    before = lower.loss(few, edited=len(lower.layers))
     for layer in sorted({layer for layer, _ in heads}):
         own = HeadSet((layer, head) for head in heads.in_layer(layer))
         edit_(own)
         try:
-            losses[layer] = heldout_loss(model, few)
+            losses[layer] = lower.loss(few, edited=layer)
         finally:
             undo_(own)
     layer, loss = max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))
@@ -210,7 +210,7 @@ class LowerLayers:
         self._outputs: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by batch and layer
         self._batch = 0
 
-    def loss(self, text: list[Batch], *, edited: int) -> float:
+    def loss(self, text: Sequence[Batch], *, edited: int) -> float:
         """Return the held-out loss of a model in which no layer below `edited` has changed since `forget`."""
         own, self._batch = [vars(layer).get("forward") for layer in self.layers], -1
         for number, layer in enumerate(self.layers):
