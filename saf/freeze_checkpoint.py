@@ -61,9 +61,8 @@ class CheckpointFreezing:
     sequences: int = 32
     """Calibrate on this number of sequences."""
     length: int | None = None
-    """Calibrate on sequences of this many tokens; by default of the run's length, or all that the model takes."""
-    allow_shorter: bool = False
-    """Accept a shorter length than the model takes; the frozen model then refuses longer inputs."""
+    """Calibrate on sequences of this many tokens; by default of the run's length, or all that the model takes. The
+    frozen model refuses longer inputs."""
     batch_size: int = 8
     """Run this number of sequences in a forward pass."""
     heldout_sequences: int | None = None
@@ -92,6 +91,13 @@ class CheckpointFreezing:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
 
+    def calibration_length(self, longest: int, *, most: int) -> int:
+        """Return the length of calibration sequences, `longest` by default; raise InputError for more than `most`."""
+        length = longest if self.length is None else self.length
+        if length > most:
+            raise InputError(f"length must be at most the {most} tokens that the model takes, got {length}")
+        return length
+
     def heldout_count(self, available: int, length: int) -> int:
         """Return how many held-out sequences of `length` tokens to read, of so many available: one at least."""
         if self.heldout_sequences is not None or "outputs" in self.config.needs:
@@ -106,22 +112,6 @@ def check_new(settings: CheckpointFreezing) -> None:
     """Raise CheckpointError where something is at the place of what is to be written."""
     if settings.out.exists():
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
-
-
-def check_length(settings: CheckpointFreezing, longest: int, whose: str, *, most: int) -> int:
-    """Return the length of calibration sequences.
-
-    Raises InputError for one that is not all of `longest`, unmeant, and for more than the model takes, `most`.
-    """
-    length = longest if settings.length is None else settings.length
-    if length > most:
-        raise InputError(f"calibration sequences of {length} tokens are longer than the model's maximum of {most}")
-    if length < longest and not settings.allow_shorter:
-        raise InputError(
-            f"patterns of {length} tokens do not cover the {longest} tokens {whose}; leave length out, or set "
-            "allow_shorter to have a model that takes no longer input"
-        )
-    return length
 
 
 def freeze_checkpoint(
@@ -211,7 +201,7 @@ def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Te
     Raises DataError where the event would read text on which the run is reported.
     """
     data, most = source.data(settings.data), source.state["model"]["max_length"]
-    length = check_length(settings, source.settings.get("length") or most, "that the model was trained on", most=most)
+    length = settings.calibration_length(source.settings.get("length") or most, most=most)
     trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is not None:
         check_separate(data, data.calibration_source, trained)

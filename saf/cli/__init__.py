@@ -32,7 +32,7 @@ what works on this machine:
   $ saf doctor
 a Hugging Face model, a head of some layers frozen on a file of text:
   $ saf freeze MODEL --data text.txt --rate 0.02 --max-per-layer 1 \\
-        --length 1024 --allow-shorter --out frozen
+        --length 1024 --out frozen
 a model of your own, a quarter of its heads frozen midway:
   $ saf data prepare my_texts --out data
   $ saf pretrain --data data --out runs/ordinary --updates 1000

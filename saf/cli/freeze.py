@@ -78,7 +78,7 @@ def cost(report: FreezeReport) -> str:
 
 FIRST = {
     Command: (
-        *("checkpoint", "out", "data", "sequences", "length", "allow_shorter", "accept_loss", "heal", "device", "json"),
+        *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json"),
         "config",
     ),
     FreezeConfig: ("rate", "budget", "max_per_layer", "score", "storage"),

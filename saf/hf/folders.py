@@ -25,7 +25,7 @@ from saf.data import (
 )
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.passes import PARENT, precision_in_use
-from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_length, check_new, freeze_opened, no_countdown
+from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_new, freeze_opened, no_countdown
 from saf.freeze_report import FreezeReport
 from saf.heal import heal_beside_twin
 from saf.heldout import MAX_RISE, halves
@@ -221,7 +221,7 @@ def _batches(
     """Return calibration sequences and held-out ones, in batches `[B, length]`; of plain text disjoint windows."""
     if (longest := longest_input(model)) is None:
         raise InputError(f"the configuration of {type(model).__name__} must have max_position_embeddings")
-    length = check_length(settings, longest, "that the model takes", most=longest)
+    length = settings.calibration_length(longest, most=longest)
     size, count, plain = settings.batch_size, settings.sequences, isinstance(data, TextData)
     held_out = data.num_tokens("controller")
     asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length, length)

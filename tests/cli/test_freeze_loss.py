@@ -14,7 +14,7 @@ from saf.data.tokenizer import train_bpe
 from tests.transformers_models import make
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
-WORDS = ("--sequences", 4, "--batch-size", 2, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, "--device", "cpu")
+WORDS = ("--sequences", 4, "--batch-size", 2, "--length", 16, "--max-fit-kl", 100, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
 
 
 def test_no_head_frozen_is_an_error(base, arms, saf, tmp_path):
-    folder = (base / "model", "--data", base / "text.txt", "--length", 16, "--allow-shorter")
+    folder = (base / "model", "--data", base / "text.txt", "--length", 16)
     for where, given in ((folder, ("--rate", 0)), ((arms[0],), ("--count", 0)), (folder, ("--max-fit-kl", 1e-12))):
         code, out, told = saf("freeze", *where, *given, "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
         assert (code, out, "must " in told, (tmp_path / "out").exists()) == (2, "", True, False)

@@ -132,7 +132,7 @@ def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, s
 
 def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_path):
     words = ("freeze", base / "model", "--data", base / "text.txt", "--max-fit-kl", 100, *FLAGS)
-    short = ("--length", 16, "--allow-shorter", "--out", tmp_path / "out")
+    short = ("--length", 16, "--out", tmp_path / "out")
     assert saf_json(*words, *short)["length"] == 16
     evaluated = saf_json("evaluate", tmp_path / "out", "--data", base / "text.txt")
     assert evaluated["length"] == 16, "what the patterns cover"
@@ -140,7 +140,7 @@ def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_p
     assert evaluated["windows"] == len(tokenizer.encode(TEXT)) // 16
     code, _, told = saf(*words, "--length", LENGTH + 1, "--out", tmp_path / "long")
     assert code == 2
-    assert f"of {LENGTH + 1} tokens are longer than the model's maximum of {LENGTH}" in told
+    assert f"at most the {LENGTH} tokens that the model takes, got {LENGTH + 1}" in told
     code, _, told = saf(*words, "--sequences", 100_000, "--out", tmp_path / "many")
     assert code == 2
     assert "ask for fewer or shorter ones" in " ".join(told.split())
@@ -154,7 +154,7 @@ def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf
     assert "must have a beginning-of-text token, got none" in told
     assert "drop --bos" in told
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"bos_token": "Q"}')
-    frozen = (*words, "--length", 16, "--allow-shorter", "--max-fit-kl", 100, *FLAGS, "--out")
+    frozen = (*words, "--length", 16, "--max-fit-kl", 100, *FLAGS, "--out")
     begun = saf_json("freeze", tmp_path / "model", *frozen, tmp_path / "begun")
     text = Tokenizer.load(base / "model")
     (bos,), ids = text.encode("Q"), text.encode(TEXT)
