@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from saf.freeze_config import unfitted_reason
 from saf.models import GPT, GPTConfig
@@ -27,3 +28,33 @@ def tokens(count: int = 6) -> torch.Tensor:
 def accepting(pattern: str = "mean", storage: Storage = "compact") -> dict[str, Any]:
     """Settings of FreezeConfig that accept any fit, where patterns are fitted."""
     return {} if unfitted_reason(storage, pattern) else {"max_fit_kl": 100}
+
+
+def fluent():
+    """A model whose predictions are sharp and hang on its attention."""
+    model = make()
+    for block in model.blocks:
+        block.attention.k_proj.weight.data *= 5
+        block.attention.o_proj.weight.data *= 30
+    model.norm.weight.data *= 20
+    return model
+
+
+def loss(model, text):
+    with torch.no_grad():
+        logits = model(text)[:, :-1].double()
+    return float(cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
+
+
+def snapshot(model, optimizer=None) -> dict[str, torch.Tensor]:
+    """Copies of all that an event may change."""
+    taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state = {} if optimizer is None else optimizer.state[parameter]
+        taken |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
+    return taken
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -15,15 +15,7 @@ from saf.errors import InputError, SafWarning, SelectionError, UnsupportedError
 from saf.records.events import read_events
 from saf.scores import SCORES
 from saf.targets import TARGETS, dense_pattern
-from tests.freezing.small_model import LENGTH, accepting, make, tokens
-
-
-def copy_of(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_unchanged(model, before):
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+from tests.freezing.small_model import LENGTH, accepting, assert_equal, make, snapshot, tokens
 
 
 def gradients(model, ids) -> dict:
@@ -173,11 +165,11 @@ def test_a_head_that_cannot_be_fitted_is_skipped_or_refused():
     model.blocks[0].attention.live.register_forward_pre_hook(
         lambda module, inputs: (*planted(inputs, 2), *inputs[2:]), prepend=True
     )
-    before = copy_of(model)
+    before = snapshot(model)
     for settings in ({"rate": 0.25, "strict": True}, {"heads": ((0, 2), (1, 1))}):
         with pytest.raises(SelectionError, match=r"must fit within 0.2 nats, 1 do not \(\(0, 2\)"):
             saf.freeze_(model, [ids], saf.FreezeConfig(**settings))
-    assert_unchanged(model, before)
+    assert_equal(snapshot(model), before)
     report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25))
     assert list(report.rejected) == [(0, 2)]
     assert report.rejected[0, 2] > 0.2
@@ -191,7 +183,7 @@ def test_a_head_that_cannot_be_fitted_is_skipped_or_refused():
 @pytest.mark.parametrize("operation", ["freeze", "prune"])
 def test_nothing_frozen_is_an_error_unless_allowed(operation):
     model, ids, kind = make(), tokens(), {"freeze": "frozen", "prune": "pruned"}[operation]
-    before = copy_of(model)
+    before = snapshot(model)
     lowest = float(saf.score(saf.calibrate(model, [ids])).min())
     cases = [
         (saf.FreezeConfig(rate=0.0, operation=operation), InputError, "at least 1 of 12 heads, got rate 0"),
@@ -208,7 +200,7 @@ def test_nothing_frozen_is_an_error_unless_allowed(operation):
             warnings.simplefilter("ignore", SafWarning)
             nothing = saf.freeze_(model, [ids], config, allow_empty=True)
         assert (len(nothing.heads), nothing.patterns) == (0, None)
-    assert_unchanged(model, before)
+    assert_equal(snapshot(model), before)
 
 
 def test_with_all_heads_frozen_queries_and_keys_are_gone():
@@ -239,11 +231,11 @@ def test_lengths_that_differ_from_the_models_warn_at_the_caller():
 @pytest.mark.parametrize("score", ["variance", "forward_kl", "gradient_veto", "residual_cosine"])
 def test_copies_of_one_sequence_choose_no_heads(score):
     model, one = make(), tokens(1)
-    inputs, before = gradients(model, tokens()), copy_of(model)
+    inputs, before = gradients(model, tokens()), snapshot(model)
     copies = list(one.repeat(7, 1).split(3))  # in batches of unequal sizes, whose products may be rounded differently
     with pytest.raises(InputError, match=f"{score!r} compares sequences"):
         saf.freeze_(model, copies, saf.FreezeConfig(score=score), score_inputs=inputs, heldout=[one])
-    assert_unchanged(model, before)
+    assert_equal(snapshot(model), before)
     assert len(saf.freeze_(model, copies, saf.FreezeConfig(heads=[(0, 1)], max_fit_kl=5)).heads) == 1
 
 

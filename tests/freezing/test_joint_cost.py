@@ -9,8 +9,8 @@ import torch
 import saf
 from saf.errors import InputError, SelectionError
 from saf.heldout import accept_jointly
-from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
-from tests.freezing.test_loss_guard import assert_same, everything, fluent, loss, loss_with, text  # noqa: F401
+from tests.freezing.small_model import LENGTH, SHAPE, assert_equal, fluent, loss, make, snapshot, tokens
+from tests.freezing.test_loss_guard import loss_with
 
 TOTAL = SHAPE.num_layers * SHAPE.num_heads
 
@@ -20,7 +20,7 @@ def config(budget, **settings):
 
 
 @pytest.mark.parametrize("budget", [0.02, 0.5])
-def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):  # noqa: F811
+def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):
     model, choosing, reporting, steps, runs = fluent(), text[:2], text[2:], [], []
     hooks = [model.blocks[0].attention.register_forward_pre_hook(lambda *_: runs.append("lowest layer"))]
     hooks.append(model.norm.register_forward_pre_hook(lambda *_: runs.append("whole model")))
@@ -46,7 +46,7 @@ def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget
     assert joint.rises[len(first) - 1] == pytest.approx(loss_with(list(first), choosing) - before, abs=1e-4)
 
 
-def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken(text):  # noqa: F811
+def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken(text):
     pair, choosing = [(0, 0), (0, 1)], text[:2]
     before = loss(fluent(), choosing)
     alone = [loss_with([head], choosing) - before for head in pair]
@@ -59,7 +59,7 @@ def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken
     assert report.joint_cost.refused == (pair[alone.index(max(alone))],)
 
 
-def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):  # noqa: F811
+def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):
     model = fluent()
     edit_, undo_ = (lambda _, factor=factor: model.norm.weight.data.mul_(factor) for factor in (0.25, 4.0))
     search = partial(accept_jointly, model, [(0, 0)], [text], 1, edit_=edit_, undo_=undo_)
@@ -69,18 +69,18 @@ def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):  # noqa: F811
     assert not search(budget=0.99 * math.expm1(rise)).accepted
 
 
-def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):  # noqa: F811
+def test_a_budget_that_no_head_meets_leaves_the_model_alone(text):
     model = fluent()
-    before = everything(model)
+    before = snapshot(model)
     with pytest.raises(SelectionError, match="raise budget"):
         saf.freeze_(model, [tokens()], config(1e-9), heldout=[text])
-    assert_same(everything(model), before)
+    assert_equal(snapshot(model), before)
 
 
 @pytest.mark.parametrize("call", [40])
-def test_a_loss_that_fails_leaves_the_model_alone(text, call):  # noqa: F811
+def test_a_loss_that_fails_leaves_the_model_alone(text, call):
     model, calls = fluent(), []
-    before = everything(model)
+    before = snapshot(model)
 
     def fail(module, inputs):
         calls.append(module)
@@ -91,7 +91,7 @@ def test_a_loss_that_fails_leaves_the_model_alone(text, call):  # noqa: F811
     with pytest.raises(RuntimeError, match="interrupted"):
         saf.freeze_(model, [tokens()], config(0.5), heldout=[text])
     hook.remove()
-    assert_same(everything(model), before)
+    assert_equal(snapshot(model), before)
 
 
 @pytest.mark.parametrize(

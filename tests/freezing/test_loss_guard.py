@@ -5,43 +5,15 @@ import re
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 import saf
 from saf.errors import InputError, LossError, SafWarning
 from saf.heldout import heldout_loss
 from tests import transformers_models
-from tests.freezing.small_model import LENGTH, SHAPE, make, tokens
+from tests.freezing.small_model import assert_equal, fluent, loss, snapshot, tokens
 
 QUARTER = saf.FreezeConfig(rate=0.25, max_fit_kl=9)
 HARMLESS = saf.FreezeConfig(heads=((2, 0), (2, 1)), max_fit_kl=9)
-
-
-def fluent():
-    """A model whose predictions are sharp and hang on its attention."""
-    model = make()
-    for block in model.blocks:
-        block.attention.k_proj.weight.data *= 5
-        block.attention.o_proj.weight.data *= 30
-    model.norm.weight.data *= 20
-    return model
-
-
-@pytest.fixture(scope="module")
-def text():
-    """Sequences that the model itself says, so that any other model predicts them worse."""
-    model, generator = fluent(), torch.Generator().manual_seed(3)
-    ids = torch.randint(0, SHAPE.vocab_size, (4, 1), generator=generator)
-    while ids.shape[1] < LENGTH:
-        with torch.no_grad():
-            ids = torch.cat([ids, torch.multinomial(model(ids)[:, -1].softmax(-1), 1, generator=generator)], 1)
-    return ids
-
-
-def loss(model, text):
-    with torch.no_grad():
-        logits = model(text)[:, :-1].double()
-    return float(cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
 
 
 def loss_with(heads, text, **settings):
@@ -49,20 +21,6 @@ def loss_with(heads, text, **settings):
     model = fluent()
     saf.freeze_(model, [tokens()], saf.FreezeConfig(heads=heads, **(settings or {"max_fit_kl": 9})))
     return loss(model, text)
-
-
-def everything(model, optimizer=None):
-    """All that an edit may change, as it is now."""
-    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        kept = {} if optimizer is None else optimizer.state[parameter]
-        found |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in kept.items()}
-    return found
-
-
-def assert_same(found, before):
-    assert found.keys() == before.keys()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in found.items())
 
 
 def trained(text):
@@ -88,7 +46,7 @@ def test_a_rise_without_training_is_refused_undone_and_blamed_on_the_worst_layer
     chosen = saf.freeze_(fluent(), [tokens()], config).heads
     alone = {layer: loss_with([h for h in chosen if h[0] == layer], text, **settings) for layer, _ in chosen}
     rise = math.expm1(loss_with(list(chosen), text, **settings) - loss(model, text))
-    before = everything(model)
+    before = snapshot(model)
     with pytest.raises(LossError) as refused:
         saf.freeze_(model, [tokens()], config, heldout=[text[:3], text[3:]])
     told = str(refused.value)
@@ -97,7 +55,7 @@ def test_a_rise_without_training_is_refused_undone_and_blamed_on_the_worst_layer
     percents = [float(word) / 100 for word in re.findall(r"([\d.]+)%", told)]
     assert f"layer {worst} " in told
     assert percents == pytest.approx([0.05, rise, math.expm1(alone[worst] - loss(model, text))], abs=6e-4)
-    assert_same(everything(model), before)
+    assert_equal(snapshot(model), before)
     assert torch.equal(model(text), fluent()(text))
     assert saf.freeze_(model, [tokens()], config).heads == chosen, "nothing is left of the refused event"
 
@@ -115,10 +73,10 @@ def test_an_accepted_rise_and_a_harmless_event_are_reported_with_their_losses(te
 
 def test_with_an_optimizer_a_rise_is_recorded_unless_it_is_not_accepted(text):
     model, optimizer = trained(text)
-    before = everything(model, optimizer)
+    before = snapshot(model, optimizer)
     with pytest.raises(LossError):
         saf.freeze_(model, [tokens()], QUARTER, optimizer=optimizer, heldout=[text], accept_loss=False)
-    assert_same(everything(model, optimizer), before)
+    assert_equal(snapshot(model, optimizer), before)
     report = saf.freeze_(model, [tokens()], QUARTER, optimizer=optimizer, heldout=[text])
     assert report.loss_after > report.loss_before + 0.05
     model(text[:, :-1], text[:, 1:]).backward()
@@ -147,18 +105,18 @@ def test_a_model_of_transformers_is_measured_on_its_calibration_text():
 )
 def test_heldout_text_that_cannot_be_measured_is_refused_before_the_model_changes(given, words):
     model = fluent()
-    before = everything(model)
+    before = snapshot(model)
     with pytest.raises(InputError, match=words):
         saf.freeze_(model, [tokens()], QUARTER, heldout=[given])
-    assert_same(everything(model), before)
+    assert_equal(snapshot(model), before)
 
 
 @pytest.mark.parametrize("options", [{"trainable": True}, {"storage": "dense", "max_fit_kl": 0.2}], ids=str)
 def test_trainable_and_dense_patterns_leave_nothing_behind_either(text, options):
     model, optimizer = trained(text)
-    before, groups = everything(model, optimizer), [len(group["params"]) for group in optimizer.param_groups]
+    before, groups = snapshot(model, optimizer), [len(group["params"]) for group in optimizer.param_groups]
     config = saf.FreezeConfig(**{"rate": 0.5, "max_fit_kl": 9, "seed": 1, "score": "random"} | options)
     with pytest.raises(LossError):
         saf.freeze_(model, [tokens()], config, optimizer=optimizer, heldout=[text], accept_loss=False)
-    assert_same(everything(model, optimizer), before)
+    assert_equal(snapshot(model, optimizer), before)
     assert [len(group["params"]) for group in optimizer.param_groups] == groups
