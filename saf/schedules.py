@@ -199,7 +199,7 @@ class Gradual:
 
     def __post_init__(self):
         _check_moments(self, "begin", "end")
-        _check(self, lambda value: isinstance(value, Integral) and value >= 1, "a whole number from 1", "groups")
+        _check(self, lambda value: isinstance(value, int) and value >= 1, "a whole number from 1", "groups")
         if type(self.begin) is type(self.end) and self.begin > self.end:
             raise InputError(f"schedule.end must be at least begin, got {self}")
 
