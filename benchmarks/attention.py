@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import run
-from saf.bench.models import matrix_entries, mixing_flops, random_tokens
+from saf.bench.models import matrix_entries, mixing_flops
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
@@ -41,8 +41,7 @@ class Attention(PassSpeed):
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         models, execution = self.plan(point), replace(self.execution, precision="fp32")
         model = models.build(arm, self.weights(self.dtype)).eval()
-        generator, vocabulary = torch.Generator().manual_seed(self.seed), models.shape.vocab_size
-        ((tokens, _),) = random_tokens(1, point.batch_size, point.length, vocabulary, generator, execution.device)
+        ((tokens, _),) = models.tokens(1, point.batch_size)
         layers = AttentionLayers(model, tokens.contiguous())
         del model
         gc.collect()  # edited models are in cycles, whose other weights would stay

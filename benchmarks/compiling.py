@@ -25,7 +25,7 @@ import torch
 import saf
 from benchmarks import run
 from saf.bench import Update
-from saf.bench.models import ModelPlan, heads_per_layer, random_tokens, synthetic_patterns
+from saf.bench.models import ModelPlan, heads_per_layer, synthetic_patterns
 from saf.bench.protocol import Arm, Point, Session
 from saf.bench.speed import SPAWN
 from saf.bench.whole import CLIP, PRELOADED, updates_in_a_row
@@ -85,10 +85,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
     plan = ModelPlan(model=settings.model, length=point.length, device=execution.device)
     model: Any = plan.build(Arm(kernel)).train()
     accumulation = point.accumulation or 1
-    tokens = random_tokens(
-        min(PRELOADED, accumulation), point.batch_size, point.length, plan.shape.vocab_size,
-        torch.Generator().manual_seed(0), execution.device,
-    )  # fmt: skip
+    tokens = plan.tokens(min(PRELOADED, accumulation), point.batch_size)
     updater = Updater(
         model=model, optimizer=build_optimizer(model), batches=cycle(tokens), execution=execution,
         accumulation=accumulation, clip=CLIP,

@@ -19,7 +19,6 @@ import torch
 
 from benchmarks import run
 from saf.bench import Update
-from saf.bench.models import random_tokens
 from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, summary
 from saf.bench.timing import row_block
 from saf.bench.whole import PRELOADED
@@ -57,10 +56,7 @@ class NanoGPT:
         self.parameters = list(model.parameters())
         self.model = torch.compile(model) if execution.compile else model
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-        tokens = random_tokens(
-            min(PRELOADED, self.accumulation), point.batch_size, point.length, config.vocab_size,
-            torch.Generator().manual_seed(settings.seed), self.device,
-        )  # fmt: skip
+        tokens = settings.plan(point).tokens(min(PRELOADED, self.accumulation), point.batch_size)
         self.batches = [(inputs.contiguous(), targets.contiguous()) for inputs, targets in tokens]
 
     def update(self) -> None:

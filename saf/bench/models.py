@@ -231,6 +231,13 @@ class ModelPlan:
         counts = [layout.num_heads - layout.num_live for layout in self.layouts(arm)]
         return {"heads": sum(counts), "per_layer": counts}
 
+    def tokens(self, count: int, batch_size: int, *, seed: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Draw `count` micro-batches of inputs and targets, each `[batch_size, length]`, on the device."""
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        size = (count, batch_size, self.length + 1)
+        windows = torch.randint(self.shape.vocab_size, size, generator=generator).to(self.device)
+        return [(window[:, :-1], window[:, 1:]) for window in windows]
+
     def build(self, arm: Arm, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Build an arm's model; all arms have the same weights.
 
@@ -343,14 +350,6 @@ def exponential_patterns(
     alpha[:, 0] += 3.0
     trend, rate = alpha.new_zeros(count, 1), alpha.new_ones(count, 1)
     return ExponentialPattern(alpha, near.repeat(count, 1), damping, frequency, cosine, sine, length, trend, rate)
-
-
-def random_tokens(
-    count: int, batch_size: int, length: int, vocab_size: int, generator: torch.Generator, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """Draw `count` micro-batches of inputs and targets, each `[batch_size, length]`, on the device."""
-    windows = torch.randint(vocab_size, (count, batch_size, length + 1), generator=generator).to(device)
-    return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
 # --- flex attention as a baseline, and the free bound

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.bench.models import ModelPlan, matrix_entries, mixing_flops, random_tokens
+from saf.bench.models import ModelPlan, matrix_entries, mixing_flops
 from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject
 from saf.bench.speed import DTYPES, ModelSpeed, require
 from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
@@ -92,14 +92,7 @@ class Update(ModelSpeed):
             execution = replace(execution, activation_checkpointing=False)
         accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
         models = self.plan(point)
-        batches = random_tokens(
-            min(PRELOADED, accumulation),
-            point.batch_size,
-            point.length,
-            models.shape.vocab_size,
-            torch.Generator().manual_seed(self.seed + rank),
-            execution.device,
-        )
+        batches = models.tokens(min(PRELOADED, accumulation), point.batch_size, seed=self.seed + rank)
         model = models.build(arm)
         model = model if models.own_decoder else NextTokenLoss(model)
         flops = accumulation * micro_batch_flops(models, arm, model, batch=point.batch_size, length=point.length)
@@ -306,9 +299,8 @@ class Prefill(PassSpeed):
         precision, dtype = PRECISIONS[str(point.precision)]
         execution, models = replace(self.execution, precision=precision), self.plan(point)
         model = models.build(arm, dtype).eval()
-        generator, vocabulary = torch.Generator().manual_seed(self.seed), models.shape.vocab_size
-        ((tokens, _),) = random_tokens(1, point.batch_size, point.length, vocabulary, generator, execution.device)
-        layers, output = matrix_entries(model, vocabulary)  # the output layer is on the last token alone
+        ((tokens, _),) = models.tokens(1, point.batch_size)
+        layers, output = matrix_entries(model, models.shape.vocab_size)  # the output layer is on the last token alone
         flops = 2.0 * point.batch_size * (layers * point.length + output)
         flops += mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
         return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool, flops=flops)
