@@ -177,16 +177,10 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
     record = {
-        "update": shape.freeze_update,
-        "config": config(shape, frozen=True)["freeze"],
-        "heads": [list(head) for head in chosen],
-        "scores": variance.tolist(),
-        "score_name": "variance",
+        **{"update": shape.freeze_update, "config": config(shape, frozen=True)["freeze"]},
+        **{"heads": [list(head) for head in chosen], "scores": variance.tolist(), "score_name": "variance"},
         "fit_kl": [[*head, 0.01 + 0.004 * i] for i, head in enumerate(chosen)],
-        "rejected": [[*rejected, 0.31]],
-        "seconds": seconds,
-        "num_sequences": 32,
-        "length": shape.length,
+        **{"rejected": [[*rejected, 0.31]], "seconds": seconds, "num_sequences": 32, "length": shape.length},
     }
     probe = {"loss_before": 3.31, "loss_after": 3.38}
     append_event(folder, "freeze", record | probe, tensors)
@@ -215,17 +209,10 @@ def _provenance(folder: Path, heads: list[list[int]]) -> dict[str, Any]:
     names = ("source", "config", "parent", "final")
     hashes = {name: hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
     return {
-        "source_hash": hashes["source"],
-        "config_hash": hashes["config"],
-        "checkpoints": {name: hashes[name] for name in ("parent", "final")},
-        "data": {"report": "d" * 64},
-        "heads": heads,
-        "seed": 1337,
-        "versions": {"torch": "2.13.0", "saf": "0.1.0"},
-        "device": "cpu",
-        "commit": "0123abc",
-        "command": "saf pretrain --preset tiny",
-        "date": "2026-01-01T00:00:00+00:00",
+        **{"source_hash": hashes["source"], "config_hash": hashes["config"], "data": {"report": "d" * 64}},
+        **{"checkpoints": {name: hashes[name] for name in ("parent", "final")}, "heads": heads, "seed": 1337},
+        **{"versions": {"torch": "2.13.0", "saf": "0.1.0"}, "device": "cpu", "commit": "0123abc"},
+        **{"command": "saf pretrain --preset tiny", "date": "2026-01-01T00:00:00+00:00"},
     }
 
 
