@@ -1,6 +1,5 @@
 """Tables of evaluations and comparisons: one model's answers, a pair with its verdict, all arms beside each other."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
 from saf.records.events import heads_in_words
-from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 
@@ -215,21 +213,9 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmCo
         try:
             record = compare_runs(ordinary, run, allow_differences=True)
         except SafError as error:
-            record = _stored(ordinary, run)
-            reason = str(error) if record is None else None
+            reason = str(error)
         comparisons.append(ArmComparison(name, ordinary, run, record, reason))
     return comparisons
-
-
-def _stored(ordinary: RecordedRun, frozen: RecordedRun) -> dict[str, Any] | None:
-    """Read the frozen run's compare.json if it is about these two results: archived runs may hold no losses."""
-    path = frozen.folder / "compare.json"
-    record = read_result(path) if path.is_file() else {}
-    for arm, run in (("ordinary", ordinary), ("frozen", frozen)):
-        perplexity = (run.result or {}).get("report_perplexity", math.nan)
-        if not math.isclose(record.get(f"ppl_{arm}", math.inf), perplexity, rel_tol=1e-9):
-            return None
-    return record
 
 
 def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
