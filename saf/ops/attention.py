@@ -148,7 +148,7 @@ def attention_products(
         parts, widths = [_joined(parts)], [sum(widths)]
     # Cast once: autocast would cast the columns of either part by themselves.
     columns = projection.to(value.dtype).split(widths, dim=1)
-    return tuple(F.linear(flat_heads(part), own) for part, own in zip(parts, columns, strict=True))
+    return tuple(F.linear(flat_heads(part), weight) for part, weight in zip(parts, columns, strict=True))
 
 
 def summed(products: Sequence[Tensor]) -> Tensor:

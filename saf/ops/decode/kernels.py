@@ -250,7 +250,7 @@ def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, An
 
 
 def sum_parts(
-    query: Tensor, key: Tensor, value: Tensor, own: Tensor | None, live_readers: Tensor | None, group: int,
+    query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     read: Tensor | None, readers: Tensor | None, lowest: int,
     tables: tuple[Tensor | None, Tensor | None, Tensor | None], first: Tensor | None, place: int,
     left_pad: Tensor | None, scale: float, sums: Tensor, logs: Tensor, *, precision: str,
@@ -261,12 +261,14 @@ def sum_parts(
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
     constants = decode_constants(
         live, kv, group, heads - live, 0 if readers is None else readers.shape[1], rows, dim, even=live_readers is None,
-        ordered=own is None, moves=first is not None, padded=left_pad is not None, precision=precision, keys=keys,
+        ordered=live_read is None, moves=first is not None, padded=left_pad is not None, precision=precision, keys=keys,
     )  # fmt: skip
     groups = 0 if read is None else read.shape[0] * constants["BLOCKS"]
     stretch = cdiv(cdiv(length, parts), keys) * keys
     # Absent tensors are never read: any other stands in their place.
-    optional = [value if one is None else one for one in (own, live_readers, read, readers, *tables, first, left_pad)]
+    optional = [
+        value if one is None else one for one in (live_read, live_readers, read, readers, *tables, first, left_pad)
+    ]
     launch(
         flash_decode_kernel, (parts, kv + groups, batch),
         query, key, value, *optional, sums, logs, place, length, stretch, lowest, scale * LOG2_E,

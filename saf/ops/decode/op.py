@@ -93,14 +93,14 @@ def flash_decode(
     used, moves = sorted(set(live_slots)), isinstance(rows.first, Tensor)
     even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
     # A cache of fixed size has first what live heads read.
-    own = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
+    live_read = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
     names = ("row_cached_heads" if moves else "row_heads", "row_readers", "distance", "key_scale", "row_scale")
     read, readers, *patterns = (tables[name] if frozen_slots else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
     parts = max(1, min(-(-value.shape[-2] // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
     sums, logs = flash_decode_parts(
         *map(unit_stride, (query, key, value)),
-        own,
+        live_read,
         None if even else tables["row_live_readers"],
         largest_group(live_slots),
         read,
@@ -117,8 +117,8 @@ def flash_decode(
 
 
 def _parts_like(
-    query, key, value, own, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first, place,
-    left_pad, parts, scale,
+    query, key, value, live_read, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first,
+    place, left_pad, parts, scale,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, live, rows, dim = query.shape
     heads = live + (0 if distance is None else distance.shape[0])
@@ -128,14 +128,14 @@ def _parts_like(
 
 @operator("flash_decode", fake=_parts_like)
 def flash_decode_parts(
-    query: Tensor, key: Tensor, value: Tensor, own: Tensor | None, live_readers: Tensor | None, group: int,
+    query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
     row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return every stretch's outputs, `[parts, B, L + F, rows, D]`, and live heads' logarithms `[parts, B, L, rows]`.
 
-    `own [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read each,
-    None for `group` one after another. `read [U]` names the value heads that frozen slots read, counted from `lowest`,
+    `live_read [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read
+    each, None for `group` one after another. `read [U]` names those of frozen slots, counted from `lowest`,
     `readers [U, G]` the slots of each; `distance`, `key_scale`, `row_scale` `[F, >=T]` hold the patterns; all of these
     are None without frozen heads. Queries begin at `first` (`[]`, on the device) or else at `place`.
     """
@@ -143,12 +143,12 @@ def flash_decode_parts(
 
     patterns = distance, key_scale, row_scale
     sums, logs = _parts_like(
-        query, key, value, own, live_readers, group, read, readers, lowest, *patterns, first, place, left_pad, parts,
-        scale,
+        query, key, value, live_read, live_readers, group, read, readers, lowest, *patterns, first, place, left_pad,
+        parts, scale,
     )  # fmt: skip
     if sums.numel():
         sum_parts(
-            query, key, value, own, live_readers, group, read, readers, lowest, patterns, first, place, left_pad,
+            query, key, value, live_read, live_readers, group, read, readers, lowest, patterns, first, place, left_pad,
             scale, sums, logs, precision=product_precision(value.dtype),
         )  # fmt: skip
     return sums, logs

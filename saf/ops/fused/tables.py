@@ -56,14 +56,14 @@ class HeadMaps(NamedTuple):
     ) -> "HeadMaps":  # fmt: skip
         """Return the maps of heads with these states, key slots (of live heads) and value slots."""
         heads = range(len(state))
-        own = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
+        rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
         is_live = [kind == LIVE for kind in state]
         maps = {
             "state": state,
-            "query": [own[head] if is_live[head] else 0 for head in heads],
+            "query": [rank[head] if is_live[head] else 0 for head in heads],
             "key": [key[head] if is_live[head] else 0 for head in heads],
             "value": value,
-            "pattern": own,
+            "pattern": rank,
             "live": [head for head in heads if is_live[head]],
             "group_start": [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)],
             "group_heads": sorted(heads, key=lambda head: value[head]),

@@ -99,16 +99,16 @@ def linear_product(
     `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values stay where they
     are, since g knows distances alone; results before it are zero. Results are stored as `[B, T, ., D]`.
     """
-    own = LinearTables(*tables)
+    chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import linear_matmul
 
         mapped = None if transpose or heads == list(range(x.shape[1])) else sources
         options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
-        result = linear_matmul(unit_stride(x), own, before, after, mapped, transpose=transpose, **options)
+        result = linear_matmul(unit_stride(x), chunked, before, after, mapped, transpose=transpose, **options)
     else:
         x = x if transpose or heads == list(range(x.shape[1])) else x[:, heads]
-        result = chunked_product(x, own, before, after, left_pad, reverse=transpose)
+        result = chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
     return _sum_by_head(result, heads, count) if transpose else result
 
 
@@ -118,7 +118,7 @@ def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
         return x
     total = heads_like(x, count).zero_()
     for head in set(heads):
-        readers = [slot for slot, own in enumerate(heads) if own == head]
+        readers = [slot for slot, each in enumerate(heads) if each == head]
         total[:, head] = torch.stack([x[:, slot] for slot in readers]).sum(0) if len(readers) > 1 else x[:, readers[0]]
     return total
 
@@ -191,14 +191,14 @@ def fill_state(
     ring: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
     """Fill the state after values `x [B, H, T, D]` of whole sequences; arguments are those of `linear_product`."""
-    own = LinearTables(*tables)
+    chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import fill
 
         if ring.numel():
-            fill(unit_stride(x), own, before, sources, left_pad, ring, sums, precision=product_precision(x.dtype))
+            fill(unit_stride(x), chunked, before, sources, left_pad, ring, sums, precision=product_precision(x.dtype))
         return
-    reach, rows = own.near.shape[1], own.near.shape[-1]
+    reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
     ring.zero_()
     sums.zero_()
     scaled, last = scale_rows(x[:, heads], before, 0, left_pad), (x.shape[2] - 1) // rows
@@ -206,7 +206,7 @@ def fill_state(
         chunk = scaled[:, :, (last - back) * rows : (last - back + 1) * rows]
         ring[:, :, (last - back) % (reach + 1), : chunk.shape[2]] = chunk
     if last >= reach:
-        states = chunk_sums(scaled[:, :, : (last - reach + 1) * rows], own)
+        states = chunk_sums(scaled[:, :, : (last - reach + 1) * rows], chunked)
         sums[:, :, last % 2] = states[:, :, -1]
         if last > reach:
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
@@ -226,17 +226,17 @@ def step_state(
     They stand from position `first` (`[]`, on the device) or else `place` on. Other arguments are those of
     `linear_product`. More than `STEP_ROWS` rows wait for the device.
     """
-    own, out = LinearTables(*tables), heads_like(x, len(heads))
+    chunked, out = LinearTables(*tables), heads_like(x, len(heads))
     if uses_triton(x.device, x.dtype) and x.shape[2] <= STEP_ROWS:
         from saf.ops.linear.kernels import step
 
         if out.numel():
             at = place if first is None else first
             exact = product_precision(x.dtype)
-            step(unit_stride(x), own, before, after, sources, left_pad, at, ring, sums, out, precision=exact)
+            step(unit_stride(x), chunked, before, after, sources, left_pad, at, ring, sums, out, precision=exact)
         return out
     at = place if first is None else int(first)
-    reach, rows = own.near.shape[1], own.near.shape[-1]
+    reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
     scaled = scale_rows(x[:, heads], before, at, left_pad)
     row = 0
     while row < x.shape[2]:
@@ -244,12 +244,14 @@ def step_state(
         count = min(rows - begin, x.shape[2] - row)
         within = slice(begin, begin + count)
         if not begin:  # h_c = M h_{c-1} + W u_{c-N}
-            added = own.write.to(sums.dtype) @ ring[:, :, (chunk - reach) % (reach + 1)].to(sums.dtype)
-            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], own.turns[:, 0]) + added
+            added = chunked.write.to(sums.dtype) @ ring[:, :, (chunk - reach) % (reach + 1)].to(sums.dtype)
+            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], chunked.turns[:, 0]) + added
         ring[:, :, chunk % (reach + 1), within] = scaled[:, :, row : row + count]
-        total = own.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
+        total = chunked.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
         for back in range(reach):
-            total += own.near[:, back, within].to(sums.dtype) @ ring[:, :, (chunk - back) % (reach + 1)].to(sums.dtype)
+            total += chunked.near[:, back, within].to(sums.dtype) @ ring[:, :, (chunk - back) % (reach + 1)].to(
+                sums.dtype
+            )
         out[:, :, row : row + count] = scale_rows(total, after, at + row, left_pad)
         row += count
     return out

@@ -138,12 +138,12 @@ def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) ->
     With `left_pad [B]` scalings count from there, and rows before it are zero.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    own = torch.arange(first, first + x.shape[2], device=x.device)
+    position = torch.arange(first, first + x.shape[2], device=x.device)
     if left_pad is None:
-        factor = scale[:, own][None]
+        factor = scale[:, position][None]
     else:
-        own = own - left_pad[:, None]
-        factor = (scale[:, own.clamp(min=0)] * (own >= 0)).transpose(0, 1)
+        position = position - left_pad[:, None]
+        factor = (scale[:, position.clamp(min=0)] * (position >= 0)).transpose(0, 1)
     return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
 
 
