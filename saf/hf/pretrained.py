@@ -148,13 +148,11 @@ def _is_marked(cls: Any, config: Any, options: dict[str, Any]) -> bool:
 def _folder(name: Any, options: dict[str, Any]) -> Path:
     """Return the folder on this machine with both files about the heads of a model; raise where one is missing."""
     places = {each: options[each] for each in _HUB if options.get(each) is not None}
-    files = [
-        cached_file(name, each, _raise_exceptions_for_missing_entries=False, **places) for each in (STATE, TENSORS)
-    ]
+    places |= {"_raise_exceptions_for_missing_entries": False}
+    files = [cached_file(name, each, **places) for each in (STATE, TENSORS)]
     if None in files:
         raise CheckpointError(
-            f"{name}: the configuration has frozen heads, and {STATE} or {TENSORS} is missing; copy them from the "
-            "folder that save_pretrained wrote"
+            f"{name} must hold {STATE} and {TENSORS}, as its configuration has frozen heads: copy them"
         )
     return Path(str(files[0])).parent
 

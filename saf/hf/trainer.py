@@ -268,8 +268,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             )
         if args.fp16 or args.auto_find_batch_size:
             raise UnsupportedError("FreezeCallback takes neither fp16 nor auto_find_batch_size: use bf16, set a size")
-        each = args.logging_steps == 1 and getattr(args.logging_strategy, "value", args.logging_strategy) == "steps"
-        if self.schedule.first_update(updates) is None and not each:
+        if self.schedule.first_update(updates) is None and (args.logging_steps, args.logging_strategy) != (1, "steps"):
             raise InputError(f"a {self.schedule.name} schedule reads every loss from the log: set logging_steps=1")
 
     def _check_model(self, model: nn.Module, optimizer: Any) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saf
-from saf.errors import CheckpointError, UnsupportedError
+from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
 from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
@@ -209,6 +209,10 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     make("llama").save_pretrained(tmp_path / "ordinary")
     with pytest.raises(CheckpointError, match="frozen heads"):
         opened(tmp_path / "ordinary", config=config)
+    with pytest.raises(CheckpointError, match="ordinary must hold frozen heads"):
+        saf.load(make("llama"), tmp_path / "ordinary")
+    with pytest.raises(InputError, match="open the model first"):
+        saf.load(tmp_path / "ordinary", tmp_path / "one")
     with pytest.raises(UnsupportedError, match="quantise"):
         opened(tmp_path / "one", quantization_config={})
     with pytest.raises(CheckpointError, match=r"import saf\.integrations\.transformers"):
