@@ -119,7 +119,7 @@ class MQARSettings:
         given. Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them: distances 1,
         2, ... are drawn without replacement by weights `distance ** (power - 1)`, in the order of the keys.
 
-        >>> inputs, targets = MQARSettings(vocabulary=32_768).examples(Stream.TEST, [0], seed=0, length=16, pairs=2)
+        >>> inputs, targets = MQARSettings().examples(Stream.TEST, [0], seed=0, length=16, pairs=2)
         >>> inputs.shape, int((targets != -100).sum())
         (torch.Size([1, 16]), 2)
         """
