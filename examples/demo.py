@@ -1,5 +1,7 @@
 """The main job on two CPU cores: train a tiny model on this Python's own text, freeze a quarter of its heads, compare.
 
+The frozen heads run in linear time: beyond a band of distances a head is a sum of damped cosines, which has a state.
+
 Each step is a `saf` command, printed before it runs; the folder given as the only argument keeps everything.
 """
 
@@ -34,7 +36,8 @@ def demo(folder: Path) -> None:
     saf("data", "prepare", "python", "--out", data, "--vocab-size", 2048, "--max-bytes", 9_000_000)
     saf("pretrain", "--data", data, "--out", ordinary, *settings)
     midpoint = ordinary / "checkpoints" / f"step-{UPDATES // 2}"
-    saf("pretrain", "--parent", midpoint, "--out", frozen, "--freeze.rate", 0.25)
+    saf("pretrain", "--parent", midpoint, "--out", frozen, "--freeze.rate", 0.25, "--freeze.storage", "exponential")
+    saf("inspect", frozen)
     saf("compare", ordinary, frozen)
     saf("report", ordinary, frozen, "--out", folder)
 
@@ -56,4 +59,8 @@ if __name__ == "__main__":
     demo(target)
     check(target)
     minutes = (time.monotonic() - start) / 60
+    print(
+        "A quarter of the heads froze halfway and now attend by position alone, at the cost in perplexity above.\n"
+        "So small a model gains no time: attention is a small share of its updates. 124M at 64K gains 1.28x on a GPU."
+    )
     print(f"{minutes:.1f} minutes; the report is {(target / 'report.html').resolve()}")

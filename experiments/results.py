@@ -51,7 +51,7 @@ SHOWN = {
     "tasks": {"small-75M-stages": ("stages",)},
 }
 """Recipes by page and by the committed scale that has their runs."""
-SPEED_COLUMNS = ("speedup", "middle half of pairs", "free bound", "share of time", "cache", "paper")
+SPEED_COLUMNS = ("speedup", "free bound", "share of time", "cache", "paper")
 """Columns of benchmarks that pages show; all are in cells.csv."""
 RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median update", "peak memory", "freezing took")
 
