@@ -97,15 +97,15 @@ def process_group(device: str) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def wait_for_rank0_to_print(*, seconds: float = 20.0) -> None:
+def wait_for_rank0_to_print() -> None:
     """Outside of a group, wait for rank 0 to print an error that all ranks raise by themselves, such as a setting.
 
-    `torchrun` ends this rank as soon as rank 0 has ended. If that takes longer, this returns, and this rank prints it.
+    `torchrun` ends this rank as soon as rank 0 has ended. After 20 s this returns, and this rank prints it.
     """
     if in_group() or not all(name in os.environ for name in _TORCHRUN) or os.environ["RANK"] == "0":
         return
     signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    time.sleep(seconds)
+    time.sleep(20)
 
 
 @contextmanager
@@ -170,18 +170,13 @@ def _exchange(error: Exception | None) -> None:
     words = list(torch.zeros(size, longest, dtype=torch.uint8).unbind())
     distributed.all_gather(words, torch.tensor([*own.ljust(longest)], dtype=torch.uint8), group=gloo_group())
     failed = {each: bytes(words[each].tolist()) for each in range(size) if sizes[each]}
+    first = min(failed)
+    shared: Any = error or _same_error(*json.loads(failed[first]), rank=first)
+    shared.shared_by_ranks = True
+    if isinstance(shared, SafError):  # the lowest rank with these words prints them
+        shared.printed_elsewhere = rank > 0 if error is None else failed[rank] in [failed.get(r) for r in range(rank)]
     if error is None:
-        first = min(failed)
-        raise _shared(_same_error(*json.loads(failed[first]), rank=first), printed_elsewhere=rank > 0)
-    _shared(error, printed_elsewhere=any(failed[each] == failed[rank] for each in failed if each < rank))
-
-
-def _shared(error: Exception, *, printed_elsewhere: bool) -> Exception:
-    """Mark an error that every rank raises; `printed_elsewhere` says that another rank prints it."""
-    error.shared_by_ranks = True  # type: ignore[attr-defined]
-    if isinstance(error, SafError):
-        error.printed_elsewhere = printed_elsewhere
-    return error
+        raise shared
 
 
 def _is_shared(error: BaseException | None) -> bool:
