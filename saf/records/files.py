@@ -254,7 +254,11 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # A failed write names no file, and safetensors' errors have their number in the text alone.
-        code = re.search(r"(?:os error |Errno )(\d+)", str(error))
+        code = (
+            re.search(r"(?:os error |Errno )(\d+)", str(error))
+            if isinstance(error, OSError | SafetensorError)
+            else None
+        )
         if code is None or getattr(error, "filename", None):
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from saf.errors import CheckpointError, DataError, InputError
 from saf.records.files import (
@@ -135,7 +136,7 @@ def test_new_files_all_come_or_none(tmp_path, before):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: no space (os error 28)")]
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: no space (os error 28)")]
 )
 def test_a_full_disk_is_named_by_its_folder_whichever_library_met_it(tmp_path, error):
     with pytest.raises(OSError, match="No space left") as caught, new_folder(tmp_path / "new"):
