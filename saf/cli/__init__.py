@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings(name), _missing_extras():
             module = importlib.import_module(f"saf.cli.{name}")
-            command = _parsed(module, rest, name)
+            command = _parsed(module, rest)
             if isinstance(command, int):
                 return command
             command.run()
@@ -117,15 +117,11 @@ def _answer(words: Sequence[str]) -> int | None:
     return None
 
 
-def _parsed(module: Any, words: list[str], name: str) -> Any:
+def _parsed(module: Any, words: list[str]) -> Any:
     """Return the command, or the exit code after its help or words that tyro refused, which rank 0 alone explains."""
-    from saf.cli.parsing import parse
-
     with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
         try:
-            if hasattr(module, "parse_words"):
-                return module.parse_words(words)
-            return parse(module.Command, words, prog=f"saf {name}", first=getattr(module, "FIRST", None))
+            return module.parse_words(words)
         except SystemExit as stop:
             if refused and stop.code:
                 _wait_for_rank0_to_print()

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from saf.cli.output import show
+from saf.cli.parsing import parse
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, compare_runs
 from saf.evaluate.paired import RESAMPLES
@@ -102,3 +104,6 @@ def too_small(run: RecordedRun) -> str | None:
         f"{toy} gains no time: at {run.config['train']['length']:,} tokens mixing positions is "
         f"{100 * shares[0]:.0f}% of an\nupdate's operations, and these heads can save {100 * shares[1]:.1f}% of all."
     )
+
+
+parse_words = partial(parse, Command, prog="saf compare")

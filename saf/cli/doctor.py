@@ -4,11 +4,13 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from saf.cli.output import show
+from saf.cli.parsing import parse
 from saf.hf.families import FAMILIES
 from saf.ops import choose_backend, explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
@@ -151,3 +153,6 @@ def _tables(result: dict[str, Any]) -> list[Part]:
         lines = [line.partition(": ")[::2] for line in entry["lines"]]
         parts.append(Table.facts(f"frozen heads on {entry['device']}, {entry['dtype']}", dict(lines)))
     return parts
+
+
+parse_words = partial(parse, Command, prog="saf doctor")

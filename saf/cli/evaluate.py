@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from saf.cli.output import Countdown, show
+from saf.cli.parsing import parse
 from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
@@ -185,3 +187,5 @@ FIRST = {
     )
 }
 """The settings that `--help` shows."""
+
+parse_words = partial(parse, Command, prog="saf evaluate", first=FIRST)

@@ -3,12 +3,14 @@
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from saf.cli.output import Countdown, show
+from saf.cli.parsing import parse
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport, worst_layer_words
@@ -84,3 +86,5 @@ FIRST = {
     FreezeConfig: ("rate", "budget", "max_per_layer", "score", "storage"),
 }
 """The settings that `--help` shows."""
+
+parse_words = partial(parse, Command, prog="saf freeze", first=FIRST)

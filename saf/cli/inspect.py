@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from saf.cli.output import show
+from saf.cli.parsing import parse
 from saf.errors import CheckpointError
 from saf.freeze_report import exponential_words
 from saf.inspection import inspect
@@ -129,3 +131,5 @@ ROWS: dict[str, Callable[[Contents], Any]] = {
     "sums of files": lambda each: ", ".join(f"{name} {value}" for name, value in each["sha256"].items()),
 }
 """The rows of any folder's table: each is shown where the folder has it."""
+
+parse_words = partial(parse, Command, prog="saf inspect")

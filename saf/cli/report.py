@@ -1,12 +1,14 @@
 """`saf report`: one self-contained page about runs, or about a Hugging Face model with frozen heads."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from saf.cli.output import show
+from saf.cli.parsing import parse
 from saf.errors import InputError
 from saf.records.run import means_transformers
 from saf.report.page import write_report
@@ -34,3 +36,6 @@ class Command:
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         show(result, f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)", as_json=self.json)
         return result
+
+
+parse_words = partial(parse, Command, prog="saf report")
