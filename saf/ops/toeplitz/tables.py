@@ -58,16 +58,17 @@ def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor)
 
 
 def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
-    """Return `sum_{j<=k} left_j right_{k-j}` for every k; inputs `[F, T]` of one dtype, any signs, and result.
+    """Return `sum_{j<=k} left_j right_{k-j}` for every k: `left [F, T]` or `[N, F, T]`, `right [F, T]`, any signs.
 
     On CUDA it is one launch of a Triton kernel: the host takes longer over the products than the device.
     """
     if left.is_cuda and has_triton():
         from saf.ops.toeplitz.kernels import convolve
 
-        return convolve(left, right)
-    one = torch.ones_like(left)
-    return blocked_product(left[None, :, :, None], right, one, one)[0, :, :, 0].contiguous()
+        return convolve(left.flatten(0, -2), right.expand_as(left).flatten(0, -2)).view_as(left)
+    one = torch.ones_like(right)
+    sums = blocked_product(left.reshape(-1, *right.shape, 1), right, one, one)
+    return sums.squeeze(3).contiguous().view_as(left)
 
 
 def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
@@ -163,8 +164,7 @@ def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tens
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
     scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
-    keys = torch.cat([key_scale.double(), *scaled])
-    total, *executed = causal_convolution(keys, distance.double().repeat(3, 1)).chunk(3)
+    total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
     row_scale = (1 / total).to(wide)
     held = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
     for sums in executed:
