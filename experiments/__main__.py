@@ -148,7 +148,12 @@ def _list(runs: dict[Key, Run]) -> None:
     missing = [run for run in runs.values() if run.record() is None]
     print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}")
     for run in missing:
-        print(f"{run.title:52} {run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}")
+        size = (
+            f"{run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}"
+            if run.arm.task is None
+            else run.arm.task
+        )
+        print(f"{run.title:52} {size}")
     print(f"{len(runs)} runs, {len(missing)} of them missing")
 
 

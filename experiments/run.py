@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
-from experiments.inputs import PUBLIC, Inputs
+from experiments.inputs import Inputs
 from experiments.scales import BRANCHES, Scale, scale_named
 from saf.checkpoint import Checkpoint, latest, load_model, step_name
 from saf.errors import InputError, SafError
@@ -30,17 +30,17 @@ from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import pick_device, visible_devices
-from saf.models import GPTConfig, preset
+from saf.models import preset
 from saf.models.adapter import adapter_for, find_rows
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
 from saf.records.table import duration
 from saf.schedules import OneTime, schedule_from_dict
-from saf.tasks import FinetuneSettings, MQARSettings
+from saf.tasks import FinetuneSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.config import continue_from, recorded_config
-from saf.train.finetune import CHOICE, DEFAULTS, MOST_EPOCHS, OF_TASKS, finetune, finetune_defaults, settings_like
+from saf.train.finetune import CHOICE, finetune, finetune_defaults, settings_like
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.step import update_memory
 
@@ -91,25 +91,16 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """All settings that decide its size, its parents' included."""
+        """All settings of a pretraining, its parents' included."""
         if self.arm.parent is None:
             return self.changes
         taken = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
-        if self.arm.task is not None:
-            shape = {name: taken[name] for name in ("model", "model_overrides", "length")}
-            defaults = {**DEFAULTS, **OF_TASKS[self.arm.task]}
-            own = {name: defaults[name] for name in ("batch_size", "accumulation", "updates") if name in defaults}
-            taken = {**(self.needs["like"].settings if "like" in self.needs else own), **shape}
         return merged(taken, self.changes)
 
     @property
     def updates(self) -> int:
-        """Updates of the whole schedule; of finetuning on files, an estimate with as many epochs as can be chosen."""
-        if self.arm.task not in PUBLIC:
-            return int(self.settings["updates"])
-        examples = min(PUBLIC[self.arm.task][2], self.settings.get("most_examples") or PUBLIC[self.arm.task][2])
-        epochs = self.settings.get("epochs") or MOST_EPOCHS * (1 if self.arm.like else 2)
-        return int(-(-examples * 9 // 10 // (self.settings["batch_size"] * self.settings["accumulation"])) * epochs)
+        """Updates of the whole schedule of a pretraining."""
+        return int(self.settings["updates"])
 
     @property
     def step(self) -> int | None:
@@ -132,36 +123,29 @@ class Run:
         return role == "match" and "match_speed" in self.changes
 
     @property
-    def own_updates(self) -> int:
-        """Updates that it does itself."""
+    def own_updates(self) -> int | None:
+        """Updates that it does itself; None of finetuning, whose examples and epochs are not known before it begins."""
+        if self.arm.task is not None:
+            return None
         left = self.updates - (self.step or 0)
         return int(left * (self.changes.get("match_speed") or 1.0)) if self.arm.match else left
 
     @property
-    def shape(self) -> GPTConfig:
-        """The model's shape."""
-        size = {"vocab_size": self.scale.vocabulary, "max_length": self.settings["length"]}
-        return preset(self.settings["model"], **{**size, **self.settings.get("model_overrides", {})})
-
-    @property
     def micro_batch(self) -> int:
-        """Tokens of a micro-batch; to finetune, of mean length."""
-        rows, length = int(self.settings.get("batch_size", TrainConfig.batch_size)), float(self.settings["length"])
-        if self.arm.task in PUBLIC:
-            length = min(length, PUBLIC[self.arm.task][3], float(self.settings.get("max_tokens") or length))
-        elif self.arm.task is not None:
-            length = (self.settings.get("mqar") or {}).get("length", MQARSettings.length) if self.arm.task else length
-        return round(rows * length)
+        """Tokens of a micro-batch of a pretraining."""
+        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * int(self.settings["length"])
 
     @property
     def tokens(self) -> int:
-        """Tokens that it trains on itself."""
-        return self.own_updates * self.micro_batch * int(self.settings.get("accumulation", 1))
+        """Tokens that a pretraining trains on itself."""
+        return (self.own_updates or 0) * self.micro_batch * int(self.settings.get("accumulation", 1))
 
     @property
     def bytes(self) -> float:
-        """Peak memory of an update, as if all heads were live."""
-        return update_memory(self.shape, self.micro_batch).total
+        """Peak memory of an update of a pretraining, as if all heads were live."""
+        size = {"vocab_size": self.scale.vocabulary, "max_length": self.settings["length"]}
+        shape = preset(self.settings["model"], **{**size, **self.settings.get("model_overrides", {})})
+        return update_memory(shape, self.micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
         """Return its result; None before it ended. Raises InputError where its settings are others."""
@@ -408,7 +392,8 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
                 del pending[run.key]
-                say(f"{run.title}: {run.own_updates:,} updates in {run.folder}")
+                size = "" if run.own_updates is None else f" {run.own_updates:,} updates"
+                say(f"{run.title}:{size} in {run.folder}")
                 if jobs == 1:
                     future: Future[str | None] = Future()
                     future.set_result(_make(run, inputs))
