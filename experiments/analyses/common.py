@@ -321,7 +321,7 @@ def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:
-    """Return a table of text without empty columns; None becomes a dash, whole numbers get thousands separators."""
+    """Return a table of text; None becomes a dash, whole numbers get thousands separators."""
     cells = [
         [f"{cell:,}" if isinstance(cell, int) else MISSING if cell is None else str(cell) for cell in row]
         for row in rows
