@@ -42,18 +42,6 @@ def test_training_projects_few_tokens_together_and_many_apart(monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("joined", [0, 1 << 30])
-def test_prefill_projects_apart(joined, monkeypatch):
-    model = frozen_model()
-    monkeypatch.setattr(projected, "JOINED", joined)
-    monkeypatch.setattr(projected, "join_heads", None)
-    tokens = torch.randint(0, 64, (2, LENGTH))
-    with torch.no_grad():
-        found = model(tokens)
-    monkeypatch.undo()
-    torch.testing.assert_close(found, model(tokens).detach(), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_wrapped_projection_is_refused_at_every_size(grad):
     model = frozen_model()
