@@ -23,7 +23,7 @@ SCHEMA = "saf.freezing.recipe/1"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FreezeReport:
-    """Hold the result of `freeze_`; `print(report)` shows a table, `save` writes JSON and safetensors."""
+    """Hold the result of `freeze_`; `print(report)` shows its cost and a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet
     """The heads frozen, or pruned."""
@@ -167,6 +167,21 @@ class FreezeReport:
             raise InputError(f"folder must be an existing folder to record the event in, got {folder}; make it first")
         return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
+    @property
+    def cost(self) -> str:
+        """Say what the event cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
+        rise = "not measured: there is no held-out text"
+        if self.loss_before is not None:
+            losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
+            rise = f"perplexity {signed(100 * self.perplexity_rise)} on held-out text ({losses})"
+        layer = ""
+        if self.worst_layer is not None:
+            layer = f"; {worst_layer_words(self.worst_layer)}"
+        elif self.fit_kl:
+            (worst, _), kl = max(self.fit_kl.items(), key=lambda each: each[1])
+            layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats)"
+        return f"Cost: {rise}{layer}."
+
     def table(self) -> Table:
         """Return one row a layer that lost heads: these, their score range and worst fit; totals in the note."""
         kind, fits, rows = self.kind, "fit KL, nats (worst)", []
@@ -187,11 +202,6 @@ class FreezeReport:
             counts = f"{len(self.joint_cost.accepted)} accepted together, {len(self.joint_cost.refused)} refused"
             rise = signed(100 * perplexity_rise(0.0, self.joint_cost.rise), 2)
             notes.append(f"{counts} of {len(self.joint_cost.alone)} tried (perplexity {rise} where they were chosen)")
-        if self.loss_before is not None:
-            losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
-            notes.append(f"held-out loss {losses} (perplexity {signed(100 * self.perplexity_rise, 1)})")
-        if self.worst_layer is not None:
-            notes.append(worst_layer_words(self.worst_layer))
         if self.healing is not None:
             notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
@@ -204,8 +214,9 @@ class FreezeReport:
         try:
             from rich.console import Console
         except ModuleNotFoundError:
-            return markdown_of(self.table())
-        text = io.StringIO()
+            return f"{self.cost}\n\n{markdown_of(self.table())}"
+        text = io.StringIO(f"{self.cost}\n")
+        text.seek(0, io.SEEK_END)
         self.table().print(Console(width=100, file=text, highlight=False))
         return text.getvalue().rstrip()
 

@@ -3,8 +3,8 @@
     >>> record = saf.bench.prefill("path/to/folder", points=("4096x8",))  # doctest: +SKIP
     >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
-`update`, `prefill` and `decode` take a preset or a folder with its own frozen heads, `op` a preset, and the fields of
-`Update`, `Prefill`, `Decode` and `Op`; they return the record that `saf.bench.protocol` describes.
+`update`, `prefill`, `decode` and `op` take a preset or a folder with its own frozen heads, and the fields of `Update`,
+`Prefill`, `Decode` and `Op`; they return the record that `saf.bench.protocol` describes.
 """
 
 from pathlib import Path

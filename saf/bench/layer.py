@@ -7,7 +7,7 @@ includes the output product, is timed by prefill.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, ClassVar, Literal
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from saf.bench.models import (
     FlexAttention,
+    FolderLayer,
+    ModelPlan,
     attention_flops,
     causal_blocks,
     exponential_patterns,
-    is_folder,
-    shape_of,
     synthetic_patterns,
 )
 from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session, clean_process, compare
@@ -53,6 +53,8 @@ class Op(Speed):
     kind: ClassVar[str] = "op"
 
     points: tuple[str, ...] = ("4096x8", "16384x2")
+    layer: int | None = None
+    """Time this layer of a folder: by default the one with the most frozen heads."""
     num_heads: int | None = None
     """Query heads, instead of the model's."""
     num_kv_heads: int | None = None
@@ -74,13 +76,27 @@ class Op(Speed):
     def check(self) -> None:
         super().check()
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
-        require(not is_folder(self.model), "op times layers of a preset; time a folder's model by prefill or update")
-        shape_of(self.model, 1)
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.whole_groups)
+        for point in self.parsed_points():
+            if self.own(point) is None:
+                require(self.layer is None, "layer must be left out of a preset, whose layers are alike")
+            else:
+                require(not any(sizes), "sizes and whole_groups must be left out: a folder has its own heads")
         ways_of(self.graphs, self.execution.device)
 
+    def plan(self, point: Point) -> ModelPlan:
+        return ModelPlan(model=self.model, length=point.length, device=self.execution.device)
+
+    def own(self, point: Point) -> FolderLayer | None:
+        """Return the layer of a folder's model; None for a preset."""
+        folder = self.plan(point).folder
+        return None if folder is None else folder.layer(self.layer)
+
     def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
-        rates = list(dict.fromkeys(self.rates or (0.25, 0.5)))
         for point, part in product(self.parsed_points(), self.parts):
+            own = self.own(point)
+            shares = (own.layout.num_frozen / own.layout.num_heads,) if own else self.rates or (0.25, 0.5)
+            rates = list(dict.fromkeys(shares))
             for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
                 name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
                 yield name, partial(self._measure, session, name, OpLayer(self, point, part, some[0]), some)
@@ -109,10 +125,15 @@ class OpLayer:
         """The device that is measured."""
         return self.settings.execution.device
 
+    @cached_property
+    def own(self) -> FolderLayer | None:
+        """The layer of a folder's model; None for a preset."""
+        return self.settings.own(self.point)
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Query heads, KV heads and channels."""
-        own, usual = self.settings, shape_of(self.settings.model, self.point.length)
+        own, usual = self.settings, self.settings.plan(self.point).shape
         kv_heads = own.num_kv_heads or own.num_heads or usual.num_kv_heads
         return own.num_heads or usual.num_heads, kv_heads, own.head_dim or usual.head_dim
 
@@ -123,10 +144,12 @@ class OpLayer:
         return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
 
     def layout(self, rate: float) -> HeadLayout:
-        """Return the layer's heads, the frozen ones drawn from the seed; InputError where this cannot be measured."""
+        """Return the layer's heads, a preset's frozen ones drawn by the seed; InputError for what is not measured."""
         heads, kv_heads, _ = self.shape
         if self.part == "frozen" and heads != kv_heads:
             raise InputError("with grouped queries frozen heads share values; only the whole layer is compared")
+        if self.own:
+            return self.own.layout
         size = heads // kv_heads if self.settings.whole_groups else 1
         count = round(rate * heads / size)
         if count == 0:
@@ -171,7 +194,7 @@ class OpLayer:
         """Return everything that is compared; frozen heads alone have no free bound, and other kernels once."""
         heads, kv_heads, dim = self.shape
         alone, settings, pool = self.part == "frozen", self.settings, GraphPool()
-        comparisons = settings.comparisons(rates)
+        comparisons = settings.comparisons(rates, own=self.own and self.own.backend)
         if alone:
             skipped = ("free", "kernel") if "layer" in settings.parts else ("free",)
             comparisons = [each for each in comparisons if each.role not in skipped]
@@ -184,6 +207,7 @@ class OpLayer:
                 "alone": self.layout(self.rate).num_frozen if alone else None,
                 "point": self.point.to_dict(),
                 "layer": {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
+                "number": self.own and self.own.number,
                 "dtype": str(self.dtype).removeprefix("torch."),
             },
             comparisons=comparisons,
@@ -204,11 +228,13 @@ class OpLayer:
         if arm.kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
         layout, generator = self.layout(arm.rate), torch.Generator().manual_seed(self.settings.seed)
-        pattern: Any = (
-            exponential_patterns(layout.num_frozen, self.point.length, generator)
-            if arm.backend == "linear"
-            else synthetic_patterns(layout.num_frozen, self.point.length, generator, self.device)
-        )
+        pattern: Any
+        if self.own:
+            pattern = self.own.patterns
+        elif arm.backend == "linear":
+            pattern = exponential_patterns(layout.num_frozen, self.point.length, generator)
+        else:
+            pattern = synthetic_patterns(layout.num_frozen, self.point.length, generator, self.device)
         kv_head = layout.kv_head if self.part == "layer" else None
         frozen = FrozenHeads.from_patterns(
             pattern, backend=arm.backend, dtype=self.dtype, device=self.device, kv_head=kv_head

@@ -6,12 +6,13 @@ heads live again.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +82,15 @@ def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
 # --- a folder's model
 
 
+class FolderLayer(NamedTuple):
+    """One layer of a folder's model, the patterns of its frozen heads in order, and the backend that executes them."""
+
+    number: int
+    layout: HeadLayout
+    patterns: list[Pattern]
+    backend: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class FolderModel:
     """The edited heads of a model in a folder, with their patterns and the backend that executes them."""
@@ -93,6 +103,18 @@ class FolderModel:
     longest: int | None
     own_decoder: bool
     """Whether it is this project's decoder."""
+
+    def layer(self, number: int | None = None) -> FolderLayer:
+        """Return a layer, by default the one with the most frozen heads; raise InputError where it has none."""
+        counts = Counter(layer for layer, _ in self.frozen if not self.pruned.in_layer(layer))
+        if not counts:
+            raise InputError("the folder must have a layer with frozen heads and none pruned; time it by prefill")
+        number = max(counts, key=counts.__getitem__) if number is None else number
+        if number not in counts:
+            raise InputError(f"layer must be one with frozen heads and none pruned, of {sorted(counts)}, got {number}")
+        heads = tuple(sorted(head for layer, head in self.frozen if layer == number))
+        layout = HeadLayout(self.shape.num_heads, self.shape.num_kv_heads, heads)
+        return FolderLayer(number, layout, [self.frozen[number, head] for head in heads], str(self.backend))
 
 
 def is_folder(model: str) -> bool:

@@ -9,8 +9,8 @@ A record is one JSON object with the header of every result (`saf.records.result
     finished, seconds   whether the benchmark reached its end, and how long it took
     rows                one a comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields of
                         `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
-                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s of both; `heads`, and of models `model` and
-                        `per_layer`
+                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s of both; `heads`, of models `model` and
+                        `per_layer`, of a folder's layer its `number`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
     left_out            `what` was not measured, and `why`

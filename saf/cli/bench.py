@@ -59,7 +59,7 @@ COMMANDS = {
 }
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
 _SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device")
-FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "compile", "graphs", "memory", "seconds"))
+FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "layer", "compile", "graphs", "memory", "seconds"))
 """The settings that `--help` shows."""
 
 

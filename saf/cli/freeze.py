@@ -13,9 +13,7 @@ from saf.cli.output import Countdown, show
 from saf.cli.parsing import parse
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
-from saf.freeze_report import FreezeReport, worst_layer_words
 from saf.records.run import means_transformers
-from saf.records.table import number, signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +46,7 @@ class Command(CheckpointFreezing):
             )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         lines = [f"{kind} {self.out}", f"hash {written}", self._next(kind, report.statistics.length)]
-        show(result, cost(report), report.table(), *lines, as_json=self.json)
+        show(result, report.cost, report.table(), *lines, as_json=self.json)
         return result
 
     def _next(self, kind: str, length: int) -> str:
@@ -62,20 +60,6 @@ class Command(CheckpointFreezing):
         ]
         lines = [f"  saf {shlex.join(map(str, words))}" for words in [*commands, ["compare", "before", "after"]]]
         return "\n".join(["next, measure the model before and after on other text:", *lines])
-
-
-def cost(report: FreezeReport) -> str:
-    """Say what freezing cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
-    rise = "not measured: there is no held-out text"
-    if report.loss_before is not None:
-        rise = f"perplexity {signed(100 * report.perplexity_rise)} on held-out text"
-    layer = ""
-    if report.worst_layer is not None:
-        layer = f"; {worst_layer_words(report.worst_layer)}"
-    elif report.fit_kl:
-        (worst, _), kl = max(report.fit_kl.items(), key=lambda each: each[1])
-        layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats)"
-    return f"Cost: {rise}{layer}."
 
 
 FIRST = {

@@ -142,7 +142,8 @@ def _subject(row: Record) -> str:
     """Return what a row is about: a model, or a part of a layer."""
     if row.get("alone"):
         return f"{row['alone']} head{'s' * (row['alone'] > 1)} alone"
-    return f"whole {row['part']}" if "part" in row else row["model"]
+    number = "" if row.get("number") is None else f" {row['number']}"
+    return f"whole {row['part']}{number}" if "part" in row else row["model"]
 
 
 def way(row: Record, unusual: str = "") -> str:

@@ -140,6 +140,22 @@ def test_a_checkpoint_has_its_own_heads(gpt, kind):
     assert (frozen[0]["model"], record["left_out"]) == (str(gpt), [])
 
 
+@pytest.mark.parametrize(("layer", "number", "frozen"), [(None, 0, 2), (2, 2, 1)])
+def test_op_times_a_layer_of_a_checkpoint(gpt, layer, number, frozen):
+    record = bench.op(str(gpt), layer=layer, points=("16x2",), directions=("both",), **TOY)
+    assert roles(record) == [("control", 0), ("frozen", frozen), ("control", 0), ("frozen", frozen), ("free", frozen)]
+    assert {row["number"] for row in record["rows"]} == {number}
+    assert {(row["rate"], row["backend"]) for row in record["rows"][1::2]} == {(frozen / 4, "toeplitz")}
+
+
+def test_op_times_a_layer_with_grouped_queries_whole(hf):
+    record = bench.op(str(hf), points=("16x2",), directions=("forward",), **TOY)
+    assert [(row["part"], row["role"], row["heads"]) for row in record["rows"]] == [
+        ("layer", "control", 0), ("layer", "frozen", 2), ("layer", "free", 2),
+    ]  # fmt: skip
+    assert "grouped queries" in record["left_out"][0]["why"]
+
+
 @pytest.mark.parametrize("kind", ["update", "decode"])
 def test_a_folder_of_transformers_has_its_own_heads(hf, kind):
     record = getattr(bench, kind)(str(hf), points=("16x2",), **TOY | ({"compile": "off"} if kind == "decode" else {}))
@@ -216,7 +232,11 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("update", {"graphs": "both", "memory": True}, InputError, "CUDA graphs"),
     ("prefill", {"model": FOLDER, "rates": (0.5,)}, InputError, "rates"),
     ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
-    ("op", {"model": FOLDER}, InputError, "layers of a preset"),
+    ("op", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
+    ("op", {"model": FOLDER, "layer": 1}, InputError, r"of \[0, 2\], got 1"),
+    ("op", {"model": FOLDER, "head_dim": 8}, InputError, "its own heads"),
+    ("op", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
+    ("op", {"layer": 0}, InputError, "left out of a preset"),
     ("prefill", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
 ]
 
