@@ -21,7 +21,7 @@ _TILTS = 3
 _MEANINGFUL = 1e-7
 TOLERANCE = 1e-4
 """Largest relative error of a marginal of a converged fit: fits then are within 1e-6 nats of the oracle's, where 0.2
-nats are accepted (docs/log.md, "How are the heads of a real model fitted?")."""
+nats are accepted."""
 
 
 def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
