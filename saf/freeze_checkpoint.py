@@ -31,7 +31,7 @@ from saf.train.run import with_freeze
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""
-CPU_TOKENS = 4096
+CPU_TOKENS = 8192
 """Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
 Progress = Callable[[int, int], Any]
 """Is called with how many items are done, and how many there are."""

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -142,7 +142,8 @@ def freeze_(
     joint = None
     if config.jointly:
         with timer("joint cost"):
-            joint = on_rank0(lambda: _within_budget(editor, choosing, joint_progress, allow_empty=allow_empty))
+            texts = choosing, (reporting, loss_before)
+            joint = on_rank0(lambda: _within_budget(editor, *texts, joint_progress, allow_empty=allow_empty))
     accepted = fits if joint is None else joint.accepted
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
@@ -450,21 +451,54 @@ def _fit(
 
 
 def _within_budget(
-    editor: "Editor", text: Any, progress: Callable[[int, int], None] | None, *, allow_empty: bool
+    editor: "Editor",
+    text: Any,
+    reporting: tuple[Any, float | None],
+    progress: Callable[[int, int], None] | None,
+    *,
+    allow_empty: bool,
 ) -> JointCost:
-    """Return which of the fitted heads cost least together, within the budget; raise SelectionError where none is."""
+    """Return which of the fitted heads cost least together, within the budget; raise SelectionError where none is.
+
+    `text` decides their order and, with the text and loss of `reporting`, how many there are.
+    """
     config, sites = editor.config, adapter_for(editor.model).sites()
     most = config.requested(sum(site.layout.num_heads for site in sites))
     budget = math.inf if config.budget is None else config.budget
     edits: dict[str, Any] = {"edit_": editor.edit_, "undo_": editor.undo_}
     joint = accept_jointly(editor.model, editor.fits, text, most, budget=budget, progress=progress, **edits)
+    if joint.accepted and config.budget is not None:
+        joint = _confirmed(editor, joint, *reporting)
     if joint.accepted or allow_empty:
         return joint
     least = perplexity_rise(0.0, min(joint.alone.values()))
     raise SelectionError(
-        f"at least 1 head must keep perplexity within {budget:+.2%}, got none of {len(joint.alone)}: the cheapest "
-        f"costs {least:+.2%} alone; raise budget"
+        f"at least 1 head must keep perplexity within {budget:+.2%} on both halves of the held-out text, got none of "
+        f"{len(joint.alone)}: the cheapest costs {least:+.2%} alone where heads are chosen; raise budget"
     )
+
+
+def _confirmed(editor: "Editor", joint: JointCost, text: Any, loss: float | None) -> JointCost:
+    """Return the first of the accepted heads that keep the budget on other text, too.
+
+    Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096 tokens lower perplexity there
+    by 0.3% and raise it by 3.4% elsewhere.
+    """
+
+    def within(count: int) -> bool:
+        heads = HeadSet(joint.accepted[:count])
+        editor.edit_(heads)
+        try:
+            return perplexity_rise(loss, heldout_loss(editor.model, text)) <= (editor.config.budget or 0.0)
+        finally:
+            editor.undo_(heads)
+
+    few, middle, many = 0, len(joint.accepted), len(joint.accepted) + 1  # `few` keep the budget, `many` do not
+    while many - few > 1:
+        few, many = (middle, many) if within(middle) else (few, middle)
+        middle = (few + many) // 2
+    refused = joint.refused + joint.accepted[few:]
+    return replace(joint, accepted=joint.accepted[:few], rises=joint.rises[:few], refused=refused)
 
 
 # --- line 21: installation, and the loss around it
