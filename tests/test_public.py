@@ -26,7 +26,7 @@ saf pretrain --data data --out runs/ordinary --model tiny --updates 300 --peak-l
 saf pretrain --parent runs/ordinary/checkpoints/step-150 --out runs/frozen --freeze.rate 0.25
 saf compare runs/ordinary runs/frozen
 saf report runs/ordinary runs/frozen
-"""
+"""  # noqa: E501
 
 
 def test_the_public_names_are_these():
