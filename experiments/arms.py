@@ -148,7 +148,8 @@ def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str,
     """
     if operation is None:
         return dict.fromkeys(("small", "smoke"), speed(1.0, "ordinary: its reference's speed"))
-    small = speed(SPEEDS[context, operation][rate], "124M on an H200, measured in pairs", CHARGE_SECONDS)
+    card = "H200" if operation in ("freeze", "prune") else "H100"  # linear.json
+    small = speed(SPEEDS[context, operation][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
     return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
 
 
