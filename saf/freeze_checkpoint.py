@@ -19,7 +19,7 @@ from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
-from saf.models.description import STATE, recorded_layouts
+from saf.models.description import STATE_FILE, recorded_layouts
 from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json
 from saf.records.table import byte_size
@@ -140,7 +140,7 @@ def freeze_checkpoint(
             "saf.freeze_"
         )
     check_new(settings)
-    heads = read_json(checkpoint.path / STATE, error=CheckpointError)
+    heads = read_json(checkpoint.path / STATE_FILE, error=CheckpointError)
     check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
     batches, heldout = _batches(settings, source)
     model = checkpoint.model(pick_device(settings.device))

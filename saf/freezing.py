@@ -1,8 +1,9 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
 The file follows the algorithm, whose line numbers stand beside the code: what may be frozen, scores (lines 4 to 6),
-fits and their acceptance (7 to 20), installation (21). Settings are in saf/freeze_config.py, the record of an event in
-saf/freeze_report.py, and what heads cost on held-out text in saf/heldout.py.
+fits and their acceptance (7 to 20), installation (21). The caller trains before (1 to 3) and after (22 to 26). Settings
+are in saf/freeze_config.py, the record of an event in saf/freeze_report.py, and what heads cost on held-out text in
+saf/heldout.py.
 """
 
 import math
@@ -376,7 +377,7 @@ def accept_fits(
             missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
             rejected |= missed
             if not missed:
-                order.accept(unit)  # line 17
+                order.accept(unit)  # lines 17 and 18
         if rejected and strict:
             listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
             remedy = "name others" if named else "lower the rate, or leave strict out"
@@ -384,7 +385,7 @@ def accept_fits(
                 f"all {order.total} {'named' if named else f'lowest-{score_name(config.score)}'} heads must fit within "
                 f"{config.max_fit_kl} nats, {len(rejected)} do not ({listed}): raise max_fit_kl, {remedy}"
             )
-        proposed = order.propose()
+        proposed = order.propose()  # line 19: the next heads
     if not order.attained(len(order)) and (not config.jointly or not len(order)):  # line 20
         reason = (
             f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {config.kind}"

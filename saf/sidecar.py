@@ -16,8 +16,8 @@ from saf.models import GPT, GPTConfig
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.description import (
     OPENS,
-    STATE,
-    TENSORS,
+    STATE_FILE,
+    TENSORS_FILE,
     check_savable,
     described,
     described_beside,
@@ -67,7 +67,8 @@ def load(
 
     A model of transformers has its weights already, and only its heads are frozen. If it was trained after freezing,
     load that state dict afterwards: a warning lists the attention weights that differ from the saved ones, another one
-    settings of attention (rotary positions, windows). Of weights of a narrower dtype only removed rows are compared.
+    settings of attention (rotary positions, windows). Where the model is in a narrower dtype than the file, only
+    removed rows are compared.
 
     Raises CheckpointError when files are missing, differ from their sums or belong to another shape of model,
     InputError for a model without a folder, or a run without a checkpoint.
@@ -78,17 +79,17 @@ def load(
         raise InputError("load takes a folder, or an open model and a folder: open the model first")
     source = Path(source)
     kinds = (Kind.MODEL, Kind.HEADS, Kind.CHECKPOINT, Kind.RUN, Kind.TRANSFORMERS)
-    if expect(source, *kinds, error=CheckpointError) is Kind.TRANSFORMERS and not (source / STATE).is_file():
+    if expect(source, *kinds, error=CheckpointError) is Kind.TRANSFORMERS and not (source / STATE_FILE).is_file():
         raise CheckpointError(f"{source} must hold frozen heads, got an ordinary model: give the frozen one's folder")
     if (path := find_checkpoint(source)) is not None:
         checkpoint = open_checkpoint(path, optimizer=False)
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
         source = path
-    state = read_json(source / STATE, error=CheckpointError)
-    check_sums(source, state)
+    state = read_json(source / STATE_FILE, error=CheckpointError)
+    sums = check_sums(source, state)
     if model is None:
-        if "sha256" in state and WEIGHTS not in state["sha256"]:
+        if WEIGHTS not in sums:
             raise CheckpointError(
                 f"{source} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
                 f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
@@ -97,18 +98,19 @@ def load(
         if (schema := record.get("schema")) != SCHEMA:
             raise CheckpointError(f"{source / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
         model = GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())
-    tensors = read_tensors(source / TENSORS, error=CheckpointError)
+    tensors = read_tensors(source / TENSORS_FILE, error=CheckpointError)
     if not adapter_for(model).saves_weights:
         apply_(model, state, tensors, backend=backend)
         if differing := _differing_settings(adapter_for(model), state.get("attention", {})):
             warnings.warn(
                 f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with the "
-                "configuration of then",
+                "configuration that it was saved with",
                 SafWarning,
                 stacklevel=3,
             )
         return model
     weights = read_tensors(source / WEIGHTS, error=CheckpointError)
+    # restore_ first: it resizes the weights that are loaded next.
     restore_(model, state, tensors, backend=backend)
     load_weights_(model, weights, source)
     return model
@@ -129,7 +131,7 @@ def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
     """
     if state.get("schema") != HEADS_SCHEMA:
         raise CheckpointError(
-            f"{folder / STATE}: expected frozen heads of schema {HEADS_SCHEMA!r}; got {state.get('schema')!r}"
+            f"{folder / STATE_FILE}: expected frozen heads of schema {HEADS_SCHEMA!r}; got {state.get('schema')!r}"
         )
     sums = state.get("sha256", {})
     for name, expected in sums.items():

@@ -49,7 +49,7 @@ class AttentionStatistics:
     eta_abs: Tensor
     """`[L, H, T]` weight of each key position in the mean pattern, summed over queries (paper Eq. 4)."""
     eta_rel: Tensor
-    """`[L, H, T]` weight of each distance, summed over queries (paper Eq. 4)."""
+    """`[L, H, T]` weight at each distance u = 0 ... T-1, summed over queries (sums to T; paper Eq. 4)."""
     row_entropy: Tensor
     """`[L, H]` row-averaged entropy of the mean pattern, in nats."""
     length: int

@@ -16,7 +16,7 @@ from saf.bench.whole import Decode, Prefill, Update
 
 __all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "decode", "measure", "op", "prefill", "update"]
 
-KINDS: dict[str, type[Speed]] = {kind.kind: kind for kind in (Update, Prefill, Decode, Op)}
+KINDS: dict[str, type[Speed]] = {cls.kind: cls for cls in (Update, Prefill, Decode, Op)}
 
 
 def op(model: str = Op.model, *, out: Path | None = None, **settings: Any) -> dict[str, Any]:

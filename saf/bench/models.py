@@ -415,7 +415,7 @@ class FlexAttention(LiveAttention):
 class FreeBackend(Backend):
     """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:

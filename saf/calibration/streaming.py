@@ -106,14 +106,14 @@ def measure_layer(
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
     rows = max(1, min(ROWS, length, limit // (count * length)))
-    together = max(1, limit // (count * rows * length))  # heads that share a strip
+    group_size = max(1, limit // (count * rows * length))  # heads that share a strip
     wide, parts = torch.float64 if query.dtype == torch.float64 else torch.float32, []
     with torch.autocast(query.device.type, enabled=False):
-        for first in range(0, heads, together):
-            some = slice(first, min(first + together, heads))
-            scaled = query[:, some].to(wide) * score_scale(scale, dim)
-            keys = key[:, list(kv_head[some])].to(wide)
-            parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, some, take))
+        for first in range(0, heads, group_size):
+            group = slice(first, min(first + group_size, heads))
+            scaled = query[:, group].to(wide) * score_scale(scale, dim)
+            keys = key[:, list(kv_head[group])].to(wide)
+            parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, take))
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -143,12 +143,12 @@ def _measure_heads(
     soft_cap: float | None,
     spans: Sequence[tuple[int, int, int]],
     rows: int,
-    some: slice,
+    group: slice,
     take: Callable[[Strip], None] | None,
 ) -> LayerStatistics:
     """Measure heads that share strips, from scaled queries and keys `[N, heads, T, D]`."""
     _, heads, length, _ = query.shape
-    compared = max((end for _, end, count in spans if count > 1), default=length)
+    compared_rows = max((end for _, end, count in spans if count > 1), default=length)
     zeros = query.new_zeros(heads, dtype=torch.float64)
     variance, forward_kl, entropy = zeros, zeros, zeros
     eta_abs, eta_rel = (query.new_zeros(heads, length, dtype=torch.float64) for _ in range(2))
@@ -162,22 +162,24 @@ def _measure_heads(
             pattern = logits.softmax(-1)  # Eq. (6)
             mean = pattern.mean(0)  # Eq. (S.2)
             if take is not None:
-                take(Strip(some, start, end, length, causal, logits, pattern, mean))
+                take(Strip(group, start, end, length, causal, logits, pattern, mean))
             if count > 1:
                 divergence = divergence + _divergence(pattern, mean)
+                # In place, so last: the pattern is gone afterwards.
                 deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
             sums = floored_sums(mean, causal)
             entropy = entropy + sums.entropy
             eta_abs[:, :end] += sums.eta_abs
             eta_rel[:, :end] += sums.eta_rel
-        variance = variance + deviation / (max(count - 1, 1) * compared**2)  # Eq. (1)
-        forward_kl = forward_kl + divergence / (count * compared)  # Eq. (2)
+        variance = variance + deviation / (max(count - 1, 1) * compared_rows**2)  # Eq. (1)
+        forward_kl = forward_kl + divergence / (count * compared_rows)  # Eq. (2)
     return LayerStatistics(variance, forward_kl, eta_abs, eta_rel, entropy / length)
 
 
 def _divergence(pattern: Tensor, mean: Tensor) -> Tensor:
     """Sum KL(pattern || mean) over sequences and rows, `[heads]`; exactly 0 for one sequence."""
     tiny = torch.finfo(pattern.dtype).tiny
+    # 0 log 0 = 0: a clamped log stays finite.
     log_mean = mean.clamp(min=tiny).log_()
     terms = pattern.clamp(min=tiny).log_().sub_(log_mean).mul_(pattern)
     return terms.sum((0, 2, 3), dtype=torch.float64)
@@ -194,8 +196,10 @@ def floored_sums(mean: Tensor, causal: Tensor) -> FlooredSums:
 def diagonal_sums(strip: Tensor) -> Tensor:
     """Sum a strip of pattern rows over equal distances: `[heads, R, W]`, last row at query W-1, to `[heads, W]`.
 
-    Reversed rows lie in a buffer one column wider than a shift per row needs, so that a strided view aligns equal
-    distances.
+    Flip both axes, pad each row to W + R, read with a stride of one more: row r moves r to the left.
+
+    >>> diagonal_sums(torch.tensor([[[1, 2, 0], [3, 4, 5]]]))
+    tensor([[7., 5., 3.]], dtype=torch.float64)
     """
     heads, rows, width = strip.shape
     padded = pad(strip.flip(1, 2), (0, rows))
@@ -272,8 +276,9 @@ class Collection:
         picked = [self.positions[number] - strip.start for number in at]
         for name, whole in self.tensors.items():
             tensor, shape = whole[first : first + len(chosen)][strip.heads], COLLECTIONS[name]
-            if "R" in shape and at:
-                tensor[..., at, keys] = _VALUES[name](strip)[..., picked, :].to(tensor)
+            if "R" in shape:
+                if at:
+                    tensor[..., at, keys] = _VALUES[name](strip)[..., picked, :].to(tensor)
             elif name == "sharp_row_entropy":
                 tensor += strip.sharp.entropy.to(tensor) / strip.length
             elif name.startswith("sharp"):

@@ -31,8 +31,8 @@ class Command:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
-        own = self.runs[0] if means_transformers(self.runs[0]) else self.runs[-1]
-        page = write_report(self.runs, self.out or own)
+        default_folder = self.runs[0] if means_transformers(self.runs[0]) else self.runs[-1]
+        page = write_report(self.runs, self.out or default_folder)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         show(result, f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)", as_json=self.json)
         return result

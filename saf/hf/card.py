@@ -13,7 +13,7 @@ from saf.freeze_report import healing_words, worst_layer_words
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
-from saf.models.description import OPENS, SCHEMA, STATE, TENSORS
+from saf.models.description import OPENS, SCHEMA, STATE_FILE, TENSORS_FILE
 from saf.records.events import heads_in_words
 from saf.records.files import entries_hash, file_hash, read_json, write_atomically
 from saf.records.table import signed
@@ -35,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def folder_hash(folder: Path) -> str:
     """Return one SHA-256 of a model's configuration, weights and heads."""
-    files = [folder / CONFIG, *weight_files(folder), folder / STATE, folder / TENSORS]
+    files = [folder / CONFIG, *weight_files(folder), folder / STATE_FILE, folder / TENSORS_FILE]
     return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})
 
 
@@ -143,7 +143,7 @@ def write_section(folder: Path, text: str) -> None:
 
 def forget_heads_(folder: Path) -> None:
     """Take the files about heads, and the card's section, out of a folder."""
-    for name in (STATE, TENSORS):
+    for name in (STATE_FILE, TENSORS_FILE):
         (folder / name).unlink(missing_ok=True)
     if (path := folder / CARD).is_file():
         card = path.read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
-from saf.models.description import STATE, TENSORS, described_beside, write_description
+from saf.models.description import STATE_FILE, TENSORS_FILE, described_beside, write_description
 from saf.ops.layout import LAYOUT, compare_layouts
 from saf.records.files import new_files, read_json, read_tensors
 from saf.sidecar import check_sums
@@ -81,7 +81,7 @@ def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         if (adapter := _edited(self)) is not None:
             write_section(Path(working_dir), section(adapter))
             times = files_timestamps.items()
-            files_timestamps = {name: time for name, time in times if name not in (STATE, TENSORS, CARD)}
+            files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
         return ordinary(self, working_dir, repo_id, files_timestamps, **options)
 
     return _upload_modified_files
@@ -109,9 +109,9 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
         with_info = options.pop("output_loading_info", False)
         folder = _folder(name, options)
-        state = read_json(folder / STATE, error=CheckpointError)
+        state = read_json(folder / STATE_FILE, error=CheckpointError)
         check_sums(folder, state)
-        tensors = read_tensors(folder / TENSORS, error=CheckpointError)
+        tensors = read_tensors(folder / TENSORS_FILE, error=CheckpointError)
         shaped = _shaped(cls, state, tensors)
         opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
         model, info = opened
@@ -149,10 +149,10 @@ def _folder(name: Any, options: dict[str, Any]) -> Path:
     """Return the folder on this machine with both files about the heads of a model; raise where one is missing."""
     places = {each: options[each] for each in _HUB if options.get(each) is not None}
     places |= {"_raise_exceptions_for_missing_entries": False}
-    files = [cached_file(name, each, **places) for each in (STATE, TENSORS)]
+    files = [cached_file(name, each, **places) for each in (STATE_FILE, TENSORS_FILE)]
     if None in files:
         raise CheckpointError(
-            f"{name} must hold {STATE} and {TENSORS}, as its configuration has frozen heads: copy them"
+            f"{name} must hold {STATE_FILE} and {TENSORS_FILE}, as its configuration has frozen heads: copy them"
         )
     return Path(str(files[0])).parent
 

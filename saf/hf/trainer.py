@@ -37,7 +37,7 @@ from saf.hf.attention import NAME, state_of
 from saf.hf.card import holds_heads, mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
-from saf.models.description import STATE, TENSORS
+from saf.models.description import STATE_FILE, TENSORS_FILE
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
 from saf.records.files import read_json, read_tensors, tensors_hash, to_json
@@ -342,10 +342,10 @@ def follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
     adapter = adapter_for(model)
     if adapter.heads(*EDITED):
         uninstall_(model, optimizer=trainer.optimizer)
-    if (folder / STATE).is_file():
-        state = read_json(folder / STATE, error=CheckpointError)
+    if (folder / STATE_FILE).is_file():
+        state = read_json(folder / STATE_FILE, error=CheckpointError)
         check_sums(folder, state)
-        restore_(model, state, read_tensors(folder / TENSORS, error=CheckpointError))
+        restore_(model, state, read_tensors(folder / TENSORS_FILE, error=CheckpointError))
         saved = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
         (mark_of(adapter.model.config) or {}).update(saved)
     if (inner := unwrap_optimizer(trainer.optimizer)) is not None:
@@ -451,7 +451,7 @@ def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
     """Copy a checkpoint's files about heads into the folder that the Trainer pushes."""
     checkpoint, folder = Path(checkpoint_folder), Path(trainer.args.output_dir)
     if trainer.is_world_process_zero() and holds_heads(checkpoint):
-        for name in (STATE, TENSORS):
+        for name in (STATE_FILE, TENSORS_FILE):
             copyfile(checkpoint / name, folder / name)
         write_section(folder, section(adapter_for(trainer.model)))
 

@@ -13,7 +13,7 @@ from saf.heads import EDITED, HeadLayout
 from saf.models.adapter import ON_META, Adapter, Site
 from saf.records.files import file_hash, write_json, write_tensors
 
-STATE, TENSORS = "saf.json", "saf.safetensors"
+STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
 OPENS = "import saf.integrations.transformers"
 """The import by which `from_pretrained` opens folders of models with frozen heads."""
@@ -104,8 +104,8 @@ def check_unsharded(role: str, weight: Tensor) -> None:
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
     """Write `saf.safetensors`, then `saf.json` with its SHA-256 sum and those of `others`, files of the same folder."""
-    written = [write_tensors(folder / TENSORS, tensors), *others]
-    write_json(folder / STATE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
+    written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
+    write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
 
 
 def sums_of(site: Site) -> Sums:

@@ -12,7 +12,7 @@ from saf.patterns import Pattern
 
 Tables = dict[str, Any]
 """What executes the fixed patterns of a layer for values of one dtype: tensors, or tuples, by name."""
-Slots = tuple[int, ...] | None
+ValueHeads = tuple[int, ...] | None
 """The value head of every slot of a layer; None where slots and value heads correspond one to one."""
 
 
@@ -20,14 +20,14 @@ class Backend(ABC):
     """Execute frozen heads in one way. A capability is a class attribute and the methods named beside it."""
 
     mixes_live: ClassVar[bool] = False
-    """It computes whole layers, live heads in the launch of frozen ones, and nothing else: `mixed`, and no `rows`."""
+    """It computes live heads too: `mixed`. It has no `rows`."""
     trains: ClassVar[bool] = False
-    """It gives gradients to key and distance logits: `untrainable` and `forward_trainable`."""
+    """It gives gradients to key and distance logits: `untrainable_reason` and `forward_trainable`."""
     in_autograd: ClassVar[bool] = False
     """Autograd sees each of its operations, so that derivatives in forward mode pass too."""
 
     @abstractmethod
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why it cannot run on `device` with values of `dtype`; None when it can."""
 
     @abstractmethod
@@ -36,7 +36,11 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self,
+        patterns: Sequence[Pattern],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:
         """Return the tables of one fixed pattern per frozen head, for values of each dtype."""
 
@@ -45,6 +49,9 @@ class Backend(ABC):
         """Return `P V` (Eq. 3), `[B, F, T, D]`: frozen slot f mixes head `heads[f]` of `value [B, H, T, D]`.
 
         Sequences begin at `left_pad [B]`; outputs before it are zero.
+
+        Its gradient to value is P^T dO: `_value_gradient` in toeplitz/ and linear/, `fused_backward` in fused/;
+        reference and stored matrices leave it to autograd (`dense_product`).
         """
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
@@ -58,7 +65,7 @@ class Backend(ABC):
         """Return all slots, `[B, H, T, D]`, of `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`."""
         raise NotImplementedError
 
-    def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         """Return why logits `[F, T]` cannot be trained with values of `dtype`; None when they can."""
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from saf.errors import InputError, UnsupportedError, did_you_mean
+from saf.errors import UnsupportedError, check_name
 from saf.ops.backend import Backend
 from saf.ops.fused.op import Fused
 from saf.ops.linear.op import Linear
@@ -34,9 +34,7 @@ def choose_backend(
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
-    if name not in ("auto", *BACKENDS):
-        near = did_you_mean(name, BACKENDS)
-        raise InputError(f"unknown backend {name!r}; expected 'auto' or one of {sorted(BACKENDS)}{near}")
+    check_name("backend", name, ("auto", *BACKENDS))
     candidates = ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,)
     reasons = {}
     for candidate in candidates:
@@ -53,7 +51,7 @@ def _unsupported_reason(
 ) -> str | None:
     if trainable and not backend.trains:
         return "it has no gradients for key and distance logits (trainable=True)"
-    return next(filter(None, (backend.supports(device, dtype) for dtype in dtypes)), None)
+    return next(filter(None, (backend.unsupported_reason(device, dtype) for dtype in dtypes)), None)
 
 
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
@@ -64,7 +62,7 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
         "the device and the dtype"
     ]
     for name, backend in BACKENDS.items():
-        reason = backend.supports(device, dtype)
+        reason = backend.unsupported_reason(device, dtype)
         how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
     return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]

@@ -91,7 +91,7 @@ class FrozenHeads(nn.Module):
             logits = (torch.stack([getattr(one, part).detach() for one in trained]) for part in ("alpha", "rho"))
             alpha, rho = logits
             for each in dtypes:
-                if reason := BACKENDS[name].untrainable(alpha, rho, each):
+                if reason := BACKENDS[name].untrainable_reason(alpha, rho, each):
                     raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
         heads = cls(patterns, name, lengths.pop(), slots).to(device)
         heads._prepare(patterns, dtypes, device)
@@ -204,7 +204,7 @@ class FrozenHeads(nn.Module):
         # Tables of kernels are others than those of plain PyTorch.
         stale = self.dtypes if {before.type, device.type} == {"cpu", "cuda"} else ()
         new = [x.dtype for x in values if x.dtype not in self.dtypes]
-        wanted = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.supports(device, dtype) is None]
+        wanted = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.unsupported_reason(device, dtype) is None]
         for key in [key for key in self._names if key[0] in wanted]:
             for name in self._names.pop(key).values():
                 del self._buffers[name]

@@ -1,11 +1,11 @@
-"""The oracle: dense patterns, eager PyTorch, any floating dtype; every other backend is compared with it."""
+"""The oracle of all backends: dense patterns, eager PyTorch, any floating dtype; no gradient code: autograd."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.heads import dense_product, dense_rows, row_product, take_heads
 from saf.ops.positions import QueryRows, unpadded
 from saf.patterns import CompactPattern, Pattern
@@ -17,14 +17,18 @@ class Reference(Backend):
     trains = True
     in_autograd = True
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self,
+        patterns: Sequence[Pattern],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:
         exact = [_weights(one) for one in patterns]
         return {dtype: {"weights": torch.stack([p.to(device=device, dtype=dtype) for p in exact])} for dtype in dtypes}
@@ -35,7 +39,7 @@ class Reference(Backend):
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
         return row_product(dense_rows(tables), value, heads, rows)
 
-    def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         return None
 
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from saf.evaluate.tables import (
 )
 from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect
-from saf.models.description import STATE
+from saf.models.description import STATE_FILE
 from saf.records.events import EventRecord, read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.run import Kind, RecordedRun, expect
@@ -348,7 +348,7 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
 
 
 def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
-    layers = read_json(folder / STATE)["layers"]
+    layers = read_json(folder / STATE_FILE)["layers"]
     config = {"model": {"num_layers": len(layers), "num_heads": max(layer["num_heads"] for layer in layers)}}
     origin = read_json(folder / "freezing.json")["provenance"] if (folder / "freezing.json").is_file() else {}
     heads = {"heads": inspected["frozen"], "pruned": inspected["pruned"]}

@@ -216,7 +216,7 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
             "leave left_pad out",
             lambda: frozen_attention(value, frozen, cache_position=where, left_pad=torch.tensor([0, 0])),
         ),
-        (InputError, "unknown backend 'fast'", lambda: FrozenHeads.from_patterns(pattern, backend="fast")),
+        (InputError, "backend must be one of .*got 'fast'", lambda: FrozenHeads.from_patterns(pattern, backend="fast")),
         (UnsupportedError, "needs a CUDA device", lambda: FrozenHeads.from_patterns(pattern, backend="fused")),
         (InputError, "one length", lambda: FrozenHeads.from_patterns([pattern[0], pattern[1].prefix(20)])),
         (InputError, "per slot, from 0", lambda: FrozenHeads.from_patterns(pattern, kv_head=(0, -1))),

@@ -167,7 +167,7 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
         (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "layers 0 to 2; got"),
         (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
         (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
-        (SOME, patterns(6), {"backend": "cudnn"}, "unknown backend"),
+        (SOME, patterns(6), {"backend": "cudnn"}, "backend must be one of"),
         (list(SOME)[::-1], patterns(6), {}, "sort both"),
     ]
     for heads, fixed, options, message in requests:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.fused.tables import MAPS, PATTERNS, fused_tables, read_tables
 from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.live import score_scale
@@ -25,7 +25,7 @@ class Fused(Backend):
 
     mixes_live = True
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if not has_triton():
             return "Triton is not installed"
         if device.type != "cuda":
@@ -36,7 +36,11 @@ class Fused(Backend):
         return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self,
+        patterns: Sequence[Pattern],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:
         return {dtype: fused_tables(patterns, dtype, device, kv_head) for dtype in dtypes}
 

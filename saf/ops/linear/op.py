@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.heads import compact_rows, heads_like, row_product, take_heads, unit_stride
 from saf.ops.linear.tables import (
@@ -38,7 +38,7 @@ class Linear(Backend):
     `[F, T]`; the value heads that slots read, `heads` and, on the device, `sources`.
     """
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
@@ -46,7 +46,7 @@ class Linear(Backend):
         return f"chunks with a state {how}, time linear in length, for exponential patterns"
 
     def prepare(
-        self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: ValueHeads = None
     ) -> dict[torch.dtype, Tables]:
         exact, count = exact_tables(patterns, device), len(patterns)
         heads = tuple(range(count)) if kv_head is None else kv_head[len(kv_head) - count :]

@@ -26,7 +26,7 @@ from saf.patterns import DampedCosines, ExponentialPattern
 CHUNK = 64
 """Rows of a chunk: with a band of 128, 64 rows beat 128 at every length with 6 heads, by 9 to 20%."""
 TURNS = 18
-"""How many powers of two of chunks a state can be moved by at once: 16 million positions."""
+"""Powers of two K of `turns`: the table moves a state by up to 2**18 - 1 chunks, 16 million positions."""
 ROW_SUM_TOLERANCE = 0.02
 """How far rounded tables may take a row's sum from that of exact ones: a quarter of what a cancellation of 4 does."""
 
@@ -67,34 +67,38 @@ class ExactTables(NamedTuple):
 def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
     """Return the tables of one pattern per head."""
     patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
-    count = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
+    # Fewest tiles N with (N - 1) C + 1 >= band width: the first distance that the state serves.
+    num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
     poles = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
     weights = torch.stack([one.distance_weights() for one in patterns])
     largest = weights.amax(-1, keepdim=True)
     heads = zip(patterns, largest, strict=True)
-    rows = zip(*(_head_tables(one, most, chunk, count, poles) for one, most in heads), strict=True)
+    rows = zip(*(_head_tables(one, largest, chunk, num_tiles, poles) for one, largest in heads), strict=True)
     tables = LinearTables._make(map(torch.stack, rows))
     keys = torch.stack([one.key_logits() for one in patterns])
     keys = (keys - keys.amax(-1, keepdim=True)).exp()
     return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
 
 
-def _head_tables(pattern: ExponentialPattern, largest: Tensor, rows: int, count: int, most: int) -> tuple[Tensor, ...]:
-    """Return the tables of one head over its `largest` weight: `count` tiles, `most` poles."""
-    width, missing = pattern.band.shape[-1], most - pattern.damping.shape[-1]
+def _head_tables(
+    pattern: ExponentialPattern, largest: Tensor, rows: int, num_tiles: int, num_poles: int
+) -> tuple[Tensor, ...]:
+    """Return the tables of one head over its `largest` weight."""
+    width, missing = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
     damping, frequency, cosine, sine = (
         pad(x, (0, missing)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
     )
-    far = DampedCosines(damping, frequency, count * rows - width).sum(torch.cat([cosine, sine]))
+    far = DampedCosines(damping, frequency, num_tiles * rows - width).sum(torch.cat([cosine, sine]))
     weights = torch.cat([pattern.band.exp(), far]) / largest
     row = torch.arange(rows, device=damping.device)
-    lag = row[:, None] - row + rows * torch.arange(count, device=damping.device)[:, None, None]
+    lag = row[:, None] - row + rows * torch.arange(num_tiles, device=damping.device)[:, None, None]
     near = torch.where(lag >= 0, weights[lag.clamp(min=0)], 0.0)
 
     pole = torch.complex(-damping, frequency)
     kept = (pole[:, None] * (rows - 1 - row)).exp()
-    # The state's own row is the last one of N chunks before, at distance (N - 1) C + 1 of the first row that reads it.
-    seen = (pole * (row[:, None] + (count - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
+    # Read from the last row of chunk c - N, (N - 1) C + 1 before row 0.
+    # c cos + s sin = Re((c - is) e^{iwt}); Re(r h) = Re r Re h - Im r Im h.
+    seen = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
     turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
     return (
         near,
@@ -133,9 +137,10 @@ def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables,
 
 
 def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
-    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`; products are float32 at least.
+    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`.
 
-    With `left_pad [B]` scalings count from there, and rows before it are zero.
+    They are multiplied in float32 at least, then rounded to x's dtype. With `left_pad [B]` scalings count from there,
+    and rows before it are zero.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     position = torch.arange(first, first + x.shape[2], device=x.device)
@@ -159,7 +164,7 @@ def chunk_sums(scaled: Tensor, tables: LinearTables) -> Tensor:
     wide = tables.turns.dtype
     chunks = scaled.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
     states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
-    # After the k-th round a state holds 2**k chunks: few large operations in place of one a chunk.
+    # Hillis-Steele scan: after round k a state holds 2**k chunks. Few large operations in place of one a chunk.
     for power in range((states.shape[2] - 1).bit_length()):
         back = 1 << power
         later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
@@ -173,7 +178,8 @@ def chunked_product(
 ) -> Tensor:  # fmt: skip
     """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
 
-    16-bit inputs are scaled in their own dtype, all else is float32 (float64 for float64 values).
+    Scalings are multiplied in float32 at least, then rounded to x's dtype; all else is float32 (float64 for float64
+    values).
     """
     length = x.shape[2]
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
-from saf.ops.backend import Backend, Slots, Tables
+from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.fused.op import few_tables, serves_few
 from saf.ops.heads import (
@@ -54,7 +54,7 @@ class Toeplitz(Backend):
 
     trains = True
 
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
@@ -63,7 +63,11 @@ class Toeplitz(Backend):
         return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
 
     def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: Slots = None
+        self,
+        patterns: Sequence[Pattern],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:
         compact = {slot: own for slot, one in enumerate(patterns) if (own := one.compact()) is not None}
         logits = None
@@ -84,7 +88,7 @@ class Toeplitz(Backend):
                 parts.append((slots, row_product(weights_of(tables), value, read, rows)))
         return merge_slots(parts)
 
-    def untrainable(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         if dtype == torch.float16:
             return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
         if compact_tables(*balance(alpha, rho), dtype)[2].isfinite().all():
@@ -97,7 +101,7 @@ class Toeplitz(Backend):
 
 def _tables(
     patterns: Sequence[Pattern], compact: tuple[int, ...], logits: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
-    device: torch.device, kv_head: Slots,
+    device: torch.device, kv_head: ValueHeads,
 ) -> Tables:  # fmt: skip
     """Return the tables of one dtype; `logits` `[C, T]` are those of the slots in `compact`, balanced."""
     tables: Tables = {}

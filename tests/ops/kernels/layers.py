@@ -88,7 +88,7 @@ def _kernels_in_place(device: str) -> None:
     from saf.ops.toeplitz import kernels, op, tables
 
     if device == "cpu":
-        Fused.supports = lambda self, device, dtype: None  # type: ignore[method-assign]
+        Fused.unsupported_reason = lambda self, device, dtype: None  # type: ignore[method-assign]
         for module in (op, tables):
             module.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     LAUNCHED.clear()
