@@ -67,7 +67,7 @@ class CheckpointFreezing:
     """Run this number of sequences in a forward pass."""
     heldout_sequences: int | None = None
     """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
-    such a score and for joint cost, for the latter on a CPU at most 4,096 tokens; otherwise up to 8 sequences."""
+    such a score and for joint cost, for the latter on a CPU at most 8,192 tokens; otherwise up to 8 sequences."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None

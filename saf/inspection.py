@@ -90,9 +90,9 @@ def _data(path: Path) -> dict[str, Any]:
 
 def _saved(path: Path) -> dict[str, Any]:
     """Check the files of saf.save, sums and patterns; `undoable` counts the heads with removed rows."""
-    model = path / "config.json"
-    # With weights of transformers too: a sidecar in its base model's folder, or one that a model left behind.
-    theirs = read_json(model).get("architectures") if model.is_file() and "model_type" in read_json(model) else None
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    # With ordinary weights of transformers too: a sidecar in its base model's folder, or one that a model left behind.
+    theirs = config.get("architectures") if "model_type" in config and "saf" not in config else None
     sums = check_sums(path, read_json(path / "saf.json"))
     return {
         "kind": "saved",

@@ -16,7 +16,7 @@ install_ load mixed_attention ops preset prune_ save score select storage_report
 """
 COMMANDS = "data pretrain finetune freeze evaluate compare report inspect bench doctor"
 README = """
-saf freeze HuggingFaceTB/SmolLM2-135M-Instruct --data text.txt --score forward_kl --rate 0.05 --budget 1% --length 512 --out frozen
+saf freeze HuggingFaceTB/SmolLM2-135M-Instruct --data text.txt --score forward_kl --rate 0.02 --budget 1% --length 256 --out frozen
 pip install .
 pip install .[cli,data,hf]
 make demo
