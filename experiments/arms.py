@@ -552,11 +552,15 @@ def _stages() -> Iterator[Arm]:
     yield from _recovered("stages-recovery", "stages-mqar-ordinary", STAGE_MODELS, varies="both")
 
 
+OWN_ARMS: list[Arm] = []
+"""Arms of your own recipes: add yours here."""
+
+
 def _all() -> dict[str, Arm]:
     families = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores, _ideas)
     families += (_later, _one_billion, _recall, _downstream, _pruning_downstream, _stages)
     arms: dict[str, Arm] = {}
-    for arm in (arm for family in families for arm in family()):
+    for arm in [*(arm for family in families for arm in family()), *OWN_ARMS]:
         if arm.name in arms:
             raise ValueError(f"two arms are called {arm.name!r}")
         arms[arm.name] = arm

@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import Inputs
 from experiments.scales import BRANCHES, Scale, scale_named
@@ -325,17 +327,24 @@ def check_heads(recorded: RecordedRun) -> dict[str, Any]:
     """Check the final model as the paper checks each replacement: mask, dispatch, and gradients of queries and keys.
 
     Returns `heads`, whether the model has the recorded frozen and pruned heads alone; `executed`, whether each layer
-    executes its frozen heads; and `query_key_rows`, those of replaced heads: without rows they have no gradients.
+    executes its frozen heads; `query_key_rows`, those of replaced heads; and `query_key_gradients`, the rows beyond
+    those of live heads that get a gradient.
     """
     checkpoint = latest(recorded.folder / "checkpoints")
     adapter = adapter_for(load_model(checkpoint or recorded.folder, pick_device("auto")))
     sites = adapter.sites()
     own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
-    places = [(site, find_rows(site, role)) for site in sites for role in ("query", "key")]
-    rows = sum(found.count - len(site.layout.live) * site.head_dim for site, found in places if found)
+    ids = torch.arange(32, device=adapter.device)[None]
+    adapter.next_token_loss(ids, ids).backward()
+    rows = gradients = 0
+    for site, found in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):
+        if found is not None and found.parameter.grad is not None:
+            live = len(site.layout.live) * site.head_dim
+            rows += len(found.parameter) - live
+            gradients += int(found.parameter.grad.any(1).sum()) - live
     executed = [(site.frozen.num_frozen if site.frozen else 0) == len(site.layout.frozen) for site in sites]
     heads = own == [sorted(recorded.frozen_heads), sorted(recorded.pruned_heads)]
-    return {"heads": heads, "executed": all(executed), "query_key_rows": rows}
+    return {"heads": heads, "executed": all(executed), "query_key_rows": rows, "query_key_gradients": gradients}
 
 
 def _fits(recorded: RecordedRun) -> dict[str, float]:

@@ -27,6 +27,8 @@ from saf.records.result import read_result
 Record = Mapping[str, Any]
 Get = Callable[[str | None, str], Any]
 """Gives an arm's number of a metric: one a seed, one a resample, or NaN where there is none."""
+CHECKS = {"heads": True, "executed": True, "query_key_rows": 0, "query_key_gradients": 0}
+"""What a run's check of its heads must have; earlier records lack the last."""
 PAPER_EXCHANGE = 0.14
 """Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
 
@@ -80,6 +82,20 @@ def _context(record: Record) -> float | None:
     return losses[64] - losses[max(losses)] if 64 in losses and len(losses) > 2 else None
 
 
+def _window(record: Record) -> float | None:
+    """Return the tokens of a window that perplexity is measured on."""
+    return max((end for end, _ in record.get("by_position") or ()), default=None)
+
+
+def _perplexity_to_4k(record: Record) -> float | None:
+    """Return the perplexity of the first 4,096 targets of each window."""
+    losses = {end: loss for end, loss in record.get("by_position") or () if end <= 4_096}
+    if 4_096 not in losses:
+        return None
+    counts = np.diff([0, *losses])
+    return math.exp(np.average(list(losses.values()), weights=counts))
+
+
 def _heads(record: Record) -> float | None:
     frozen = record["provenance"].get("heads")
     return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
@@ -99,6 +115,8 @@ READ: dict[str, Callable[[Record], float | None]] = {
     "gate": field("recall", "development", "accuracy", scale=100),
     "rise": field("intervention", "loss_rise"),
     "context": _context,
+    "window": _window,
+    "to_4k": _perplexity_to_4k,
     "heads": _heads,
     "num_heads": field("num_heads"),
     "updates": field("updates"),
@@ -231,6 +249,8 @@ class Metric:
     of: Callable[[Comparison], Any] | None = None
     by_seed: bool = False
     """Whether the number of each seed is shown in place of their mean."""
+    constant: bool = False
+    """Whether it is the same in every seed, and has no error."""
 
     def text(self, number: float) -> str:
         """Return a number at the metric's digits and, where it has one, with its sign."""
@@ -283,6 +303,8 @@ METRICS = {
     ),
     "rise": Metric("loss increase at the event (nats)", 4, True),
     "context": Metric("loss decrease by context (nats)", 3),
+    "window": Metric("measured at (tokens of context)", 0, constant=True),
+    "to_4k": Metric("perplexity of the first 4,096 tokens", 3),
     "heads": Metric("heads", 0),
     "fit_kl": Metric("largest fit KL (nats)", 3),
     "median_kl": Metric("median fit KL (nats)", 3),
@@ -334,7 +356,7 @@ class Value:
             return ", ".join(metric.text(self.by_seed[seed]) for seed in sorted(self.by_seed))
         if self.interval is not None:
             return f"{metric.text(self.mean)} ({' to '.join(map(metric.text, self.interval))})"
-        if self.error is not None:
+        if self.error is not None and not metric.constant:
             return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
         return metric.text(self.mean)
 
@@ -537,7 +559,7 @@ class RecipeTable:
         if missing and self.recipe.metrics:
             notes.append(f"Not run: {len(missing)} of {len(self.recipe.rows)} rows.")
         checks = [run["checks"] for run in self._own() if "checks" in run]
-        if wrong := [each for each in checks if each != {"heads": True, "executed": True, "query_key_rows": 0}]:
+        if wrong := [each for each in checks if not all(each[n] == value for n, value in CHECKS.items() if n in each)]:
             notes.append(f"WRONG HEADS: {len(wrong)} runs froze or pruned other heads than they record: {wrong[0]}.")
         if dirty := sum(str(run["provenance"].get("commit")).endswith(("+", "None")) for run in self._own()):
             notes.append(f"DRAFT: {dirty} runs are of a tree that no commit holds.")
