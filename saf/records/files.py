@@ -229,7 +229,7 @@ def check_file(
 
 # --- folders
 
-_TEMPORARY, _DELETED = ".writing-", ".deleted-"
+_TEMPORARY, _REPLACED, _DELETED = ".writing-", ".replaced-", ".deleted-"
 """Prefixes of hidden folders beside a folder of the same name."""
 
 
@@ -238,10 +238,11 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
 
     With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden
-    folders, which the next `new_folder` of the same name or `remove_leftovers_` clears. Where the disk is full, the
-    error is an OSError that names the folder.
+    folders: the next `new_folder` of the same name clears them, and `restore_replaced_` puts the old folder back where
+    the new one is missing. Where the disk is full, the error is an OSError that names the folder.
     """
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (_TEMPORARY, _REPLACED))
+    restore_replaced_(path)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
@@ -249,22 +250,26 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         yield temporary
         for each in [*sorted(temporary.iterdir()), temporary]:
             flush(each)
-        replaced = _set_aside_(path) if replace and path.exists() else None
+        if replace and path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
         temporary.rename(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        restore_replaced_(path)
         # A failed write names no file, and safetensors' errors have their number in the text alone.
-        code = (
-            re.search(r"(?:os error |Errno )(\d+)", str(error))
-            if isinstance(error, OSError | SafetensorError)
-            else None
-        )
-        if code is None or getattr(error, "filename", None):
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        of_files = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
+        if code := of_files and re.search(r"(?:os error |Errno )(\d+)", str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        raise
     flush(path.parent)
-    if replaced:
-        shutil.rmtree(replaced)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced_(path: Path) -> None:
+    """Put back the folder that a process set aside before it was killed between the two renames of a replacement."""
+    if not os.path.lexists(path) and (replaced := path.with_name(f"{_REPLACED}{path.name}")).is_dir():
+        replaced.rename(path)
 
 
 @contextmanager
@@ -291,14 +296,10 @@ def new_files(folder: Path) -> Iterator[Path]:
 
 def remove_folder_(path: Path) -> None:
     """Remove a folder so that no reader ever sees half of it under its own name."""
-    shutil.rmtree(_set_aside_(path))
-
-
-def _set_aside_(path: Path) -> Path:
-    aside = path.with_name(f"{_DELETED}{path.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    return path.rename(aside)
+    deleted = path.with_name(f"{_DELETED}{path.name}")
+    if deleted.exists():
+        shutil.rmtree(deleted)
+    shutil.rmtree(path.rename(deleted))
 
 
 def remove_leftovers_(folder: Path) -> None:
