@@ -23,6 +23,7 @@ from saf.distributed import all_gather, in_group, on_rank0, rank0_context, rank_
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import load_weights_, restore_, state_of
 from saf.models import GPT, GPTConfig
+from saf.optimizer_state import accept_order
 from saf.records.files import (
     check_file,
     entries_hash,
@@ -353,6 +354,7 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
                 raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
         if state:
             optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    accept_order(optimizer)
     return optimizer
 
 

@@ -4,12 +4,10 @@ Fused kernels do not check shapes, so state of other rows would train wrong numb
 patterns join an optimiser without weight decay, and leave it again.
 """
 
-import gc
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +40,8 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
     """Raise InputError or UnsupportedError unless the optimiser holds the parameters, with state of their rows."""
     if optimizer is None:
         return
-    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    check_order(_stepping(optimizer))
+    kind = type(_stepping(optimizer)).__name__
     if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
         raise UnsupportedError(f"{kind} has one state for all weights together, which cannot be carried by heads")
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -54,16 +53,17 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
         for name, state in optimizer.state.get(parameter, {}).items():
             if state is None or isinstance(state, int | float | str):
                 continue
-            plain = type(state) in (
-                Tensor,
-                nn.Parameter,
-                type(parameter.data),
-            )  # not 8-bit moments, or lists of factors
+            plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))  # not 8-bit, not a list of factors
             if not plain or (state.dim() > 0 and state.shape != parameter.shape):
                 raise UnsupportedError(
                     f"{kind}'s {name!r} must be a plain tensor of its weight's shape {list(parameter.shape)} to be "
                     f"carried by heads, got {shown(state)}; edit before its first step, or train with plain moments"
                 )
+
+
+def _stepping(optimizer: Any) -> Optimizer:
+    """Return the optimiser that steps: accelerate's, itself an Optimizer, holds it."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 _START_AT_ZERO = frozenset(
@@ -77,8 +77,7 @@ def check_returning(optimizer: Optimizer, parameter: Tensor, missing: Iterable[s
 
     These rows left before the optimiser's first step.
     """
-    group = _group_of(optimizer, parameter)
-    adagrad = {"sum"} if group.get("initial_accumulator_value") == 0 else set()
+    adagrad = {"sum"} if _group_of(optimizer, parameter).get("initial_accumulator_value") == 0 else set()
     if unknown := sorted(set(missing) - _START_AT_ZERO - adagrad):
         raise UnsupportedError(
             f"{type(optimizer).__name__}'s {unknown[0]!r} has no known start, and these heads left before its first "
@@ -95,34 +94,8 @@ def update_steps_(parameter: Tensor, optimizer: Optimizer) -> None:
         own["step"] = newest.clone() if isinstance(newest, Tensor) else newest
 
 
-_edited_with = WeakTensorKeyDictionary()
-"""Weights whose rows an edit moved in this process, with a reference to the optimiser that was passed, if any."""
-
-
-def remember_move(parameter: Tensor, optimizer: Optimizer | None) -> None:
-    """Record that an edit moves the rows of a parameter, together with this optimiser's moments."""
-    if optimizer is not None or parameter not in _edited_with:
-        _edited_with[parameter] = None if optimizer is None else weakref.ref(optimizer)
-
-
-def check_left_behind(parameters: Iterable[Tensor]) -> None:
-    """Raise InputError where an optimiser that followed the last edit still has moments of one of the parameters."""
-
-    def has_moments(parameter: Tensor) -> bool:
-        reference = _edited_with.get(parameter)
-        return bool(moments(parameter, None if reference is None else reference()))
-
-    if left := [parameter for parameter in parameters if has_moments(parameter)]:
-        gc.collect()  # a scheduler and its optimiser hold one another: dropped ones live on until they are collected
-        if any(map(has_moments, left)):
-            raise InputError(
-                "these heads were frozen together with an optimizer, whose moments would be left behind; pass it as "
-                "optimizer=, even if it is not used any more"
-            )
-
-
-# --- the order of heads. State dicts are checked when an optimiser loads them, and every optimiser at its first step
-# after an edit: PyTorch offers no other place to see one that was not passed than a hook before all steps.
+# --- the order of heads. Every optimiser is checked at its first step after an edit: PyTorch offers no other place to
+# see one that was not passed than a hook before all steps.
 
 ORDER = "saf_head_order"
 """Key of a parameter group for a digest of the heads in its weights; absent for the original order.
@@ -130,90 +103,62 @@ ORDER = "saf_head_order"
 A group's settings are part of every optimiser's state dict, so saved state names its heads.
 """
 _orders = WeakTensorKeyDictionary()
-"""The heads that the rows of an edited parameter belong to, as text."""
+"""The heads that the rows of an edited parameter belong to, as text; None for the original order again."""
 _checked: WeakKeyDictionary[Optimizer, list[int | None]] = WeakKeyDictionary()
 """Optimisers whose state is in order, with the digest of each group."""
-_known: WeakSet[Optimizer] = WeakSet()
-"""Optimisers that check state dicts before they load them."""
 _hooks: list[RemovableHandle] = []
 
 
 def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None) -> None:
     """Record the heads of parameters' rows, None for the original order; the moments of `optimizer` followed them."""
     for parameter, text in rows.items():
-        if text is not None:
+        if text is not None or parameter in _orders:
             _orders[parameter] = text
-        elif parameter in _orders:
-            del _orders[parameter]
     _checked.clear()
     if optimizer is not None:
-        _accept(getattr(optimizer, "optimizer", optimizer))  # accelerate's holds the one that steps
+        accept_order(_stepping(optimizer))
     if not _hooks and len(_orders):
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_pre_hook(lambda stepping, *_: check_order(stepping)))
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Check the optimiser's state once, and again when a group's digest changed."""
-    if [group.get(ORDER) for group in optimizer.param_groups] != _checked.get(optimizer):
-        _check_order(optimizer, optimizer.param_groups, optimizer.state)
-        _accept(optimizer)
+def check_order(optimizer: Optimizer) -> None:
+    """Raise InputError unless the optimiser's state is of the heads that its weights have now."""
+    if [group.get(ORDER) for group in optimizer.param_groups] == _checked.get(optimizer):
+        return
+    for group in optimizer.param_groups:
+        if group.get(ORDER) == _digest(group["params"]):
+            continue
+        for parameter in group["params"]:
+            # Others are copies, such as shards, that took over the groups of an optimiser with its state.
+            state = optimizer.state.get(parameter) if parameter in _orders else None
+            if state and not _unused(state, parameter):
+                raise InputError(
+                    f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
+                    "others; pass optimizer= to every edit, load a state saved since, or make a new optimizer"
+                )
+    accept_order(optimizer)
 
 
-def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    _check_order(optimizer, state_dict["param_groups"], state_dict["state"])
-
-
-def _accept(optimizer: Optimizer) -> None:
-    """Mark the optimiser's groups with the heads of their parameters."""
+def accept_order(optimizer: Optimizer) -> None:
+    """Mark the optimiser's groups with the heads of their parameters, of which its state is."""
     digests = [_digest(group["params"]) for group in optimizer.param_groups]
     for group, digest in zip(optimizer.param_groups, digests, strict=True):
         group.pop(ORDER, None)
         if digest is not None:
             group[ORDER] = digest
     _checked[optimizer] = digests
-    if optimizer not in _known and any(digest is not None for digest in digests):
-        _known.add(optimizer)
-        optimizer.register_load_state_dict_pre_hook(_before_load)
 
 
 def _digest(parameters: Sequence[Tensor]) -> int | None:
-    """Return 63 bits of the SHA-256 of the heads of edited parameters; None where none was edited."""
-    rows = [(place, _orders[each]) for place, each in enumerate(parameters) if each in _orders]
+    """Return 63 bits of the SHA-256 of the heads of edited parameters; None where all have the original order."""
+    rows = [(place, text) for place, each in enumerate(parameters) if (text := _orders.get(each)) is not None]
     return int.from_bytes(sha256(repr(rows).encode()).digest()[:8], "big") >> 1 if rows else None
-
-
-def _check_order(optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: Mapping) -> None:
-    """Raise InputError unless groups and state, loaded or to be, are of the heads that the parameters have."""
-    for own, group in zip(optimizer.param_groups, groups, strict=False):
-        if (recorded := group.get(ORDER)) == _digest(own["params"]):
-            continue
-        for parameter, key in zip(own["params"], group["params"], strict=False):
-            # Others are copies, such as shards, that took over the groups of an optimiser with its state.
-            concerned = parameter in _orders or (recorded is not None and parameter in _edited_with)
-            if not concerned or not state.get(key) or _unused(state[key], parameter):
-                continue
-            # A newer optimiser without a digest, such as one filled by hand, passes by its shapes.
-            newer = recorded is None and optimizer not in _known and parameter not in _edited_with
-            if not (newer and _fits(state[key], parameter)):
-                raise InputError(
-                    f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
-                    "others; pass optimizer= to every edit, load a state saved since, or make a new optimizer"
-                )
-
-
-def _fits(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Return whether the tensors of a state can be of the parameter's shape: each size is its own, or one."""
-    return all(
-        value.dim() != parameter.dim()
-        or all(size in (1, own) for size, own in zip(value.shape, parameter.shape, strict=True))
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
 
 
 def _unused(state: Mapping[str, Any], parameter: Tensor) -> bool:
     """Return whether state is that of before a first step, which Adagrad creates at once."""
-    return "step" in state and float(state["step"]) == 0 and _fits(state, parameter)
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return float(state.get("step", 1)) == 0 and all(value.shape == parameter.shape for value in tensors)
 
 
 # --- the logits of trainable patterns
@@ -253,16 +198,13 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
 
 def drop_logits_(optimizer: Optimizer, logits: Iterable[nn.Parameter]) -> None:
     """Take logits and their moments out of the optimiser, and a group left empty unless a scheduler has it."""
-    if not (leaving := {id(parameter) for parameter in logits}):
-        return
+    leaving = {id(parameter) for parameter in logits}
     for group in list(optimizer.param_groups):
-        staying = [parameter for parameter in group["params"] if id(parameter) not in leaving]
-        for parameter in group["params"]:
-            if id(parameter) in leaving:
-                optimizer.state.pop(parameter, None)
-        emptied = bool(group["params"]) and not staying
-        group["params"] = staying
-        if emptied and not _scheduled(optimizer):
+        gone = [parameter for parameter in group["params"] if id(parameter) in leaving]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in leaving]
+        for parameter in gone:
+            optimizer.state.pop(parameter, None)
+        if gone and not group["params"] and not _scheduled(optimizer):
             optimizer.param_groups.remove(group)
 
 
@@ -276,16 +218,9 @@ def _undecayed(optimizer: Optimizer, source: dict[str, Any]) -> dict[str, Any] |
     """Return the group with the settings of `source` and no weight decay, perhaps itself; None without one."""
     for group in optimizer.param_groups:
         names = (group.keys() | source.keys()) - {*_OWN}
-        if group.get("weight_decay", 0) == 0 and all(_same(group.get(name), source.get(name)) for name in names):
+        if group.get("weight_decay", 0) == 0 and all(group.get(name) == source.get(name) for name in names):
             return group
     return None
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two settings are equal; tensors, as learning rates may be, by value."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other or float(one) == float(other)
-    return one == other
 
 
 def _scheduled(optimizer: Optimizer) -> bool:

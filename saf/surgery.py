@@ -27,13 +27,11 @@ from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
     check_group,
-    check_left_behind,
     check_optimizer,
     check_returning,
     drop_logits_,
     moments,
     record_orders,
-    remember_move,
     unwrap_optimizer,
     update_steps_,
 )
@@ -121,7 +119,7 @@ def uninstall_(
 
     Raises:
         InputError: A head that is neither frozen nor pruned, or whose rows are gone (after `finalize_`, or because the
-            model was loaded without them); no `optimizer`, though the one of the last edit has moments of the layer.
+            model was loaded without them).
         UnsupportedError: As for `install_`.
     """
     adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
@@ -138,8 +136,6 @@ def uninstall_(
                     f"the {role} rows of layer {layer}, heads {gone} are gone; undo before finalize_, or load a "
                     "checkpoint that has them"
                 )
-        if optimizer is None:
-            check_left_behind(parameter for parameter, _ in site.projections().values())
         edits.append(plan_edit(site, layout, patterns_of(site), optimizer=optimizer))
     apply_edits_(edits, optimizer)
 
@@ -389,7 +385,6 @@ def _rearrange_(parameter: Tensor, dimension: int, plan: Plan, head_dim: int, op
 
     Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros, as do their gradients.
     """
-    remember_move(parameter, optimizer)
     if optimizer is not None:
         if not parameter.numel():
             update_steps_(parameter, optimizer)
