@@ -62,13 +62,11 @@ def main(words: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if words is None else words)
     if (code := _answer(words)) is not None:
         return code
-    from saf.records.result import invocation  # with PyTorch, which neither help nor version needs
-
     name, *rest = words
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     advice = RESUME if name in ("pretrain", "finetune") else ""
-    called, module = invocation.set(tuple(words)), None
+    module = None
     try:
         with _plain_warnings(name), _missing_extras():
             module = importlib.import_module(f"saf.cli.{name}")
@@ -94,8 +92,6 @@ def main(words: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"saf {name}: {where}{error.strerror or error}{advice}", file=sys.stderr)
         return EXIT_ERROR
-    finally:
-        invocation.reset(called)
 
 
 def _answer(words: Sequence[str]) -> int | None:

@@ -8,12 +8,10 @@ provenance   commit, source_hash, command, versions, device, date, checkpoints {
 """
 
 import hashlib
-import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -70,9 +68,6 @@ def read_result(
 
 # --- where a result comes from
 
-invocation: ContextVar[tuple[str, ...] | None] = ContextVar("invocation", default=None)
-"""Arguments of the `saf` command that runs in this context; None when the library is called from elsewhere."""
-
 
 @cache
 def source_hash() -> str:
@@ -126,38 +121,17 @@ def package_version(name: str) -> str | None:
 
 
 def command() -> str:
-    """Return the command line, with only the last names of absolute paths, which are one machine's own.
-
-    A `saf` command that `torchrun` started begins with that, as far as the environment shows it.
-    """
-    if (arguments := invocation.get()) is not None:
-        return shlex.join([*_torchrun(), "saf", *_without_folders(arguments)])
-    path = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
-    root = Path(saf.__file__).parents[1]
+    """Return the command line, with only the last names of absolute paths, which are one machine's own."""
+    path = Path(sys.argv[0] or "python")
+    words = [path.name]
     if path.name == "__main__.py":
-        package = ".".join(path.parent.relative_to(root).parts if path.is_relative_to(root) else [path.parent.name])
-        words = ["saf"] if package == "saf" else ["python", "-m", package]
+        words = ["python", "-m", path.parent.name]
     elif path.suffix == ".py":
         words = ["python", path.name if path.is_absolute() else path.as_posix()]
-    else:
-        words = [path.name]
-    return shlex.join([*words, *_without_folders(sys.argv[1:])])
-
-
-def _without_folders(words: Sequence[str]) -> list[str]:
-    parts = (word.rpartition("=") for word in words)
-    return [
-        f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}" for flag, equals, value in parts
-    ]
-
-
-def _torchrun() -> list[str]:
-    """Return the words before `saf` of a process that `torchrun` started; none of any other."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return []
-    own, world = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
-    nodes = ["--nnodes", str(world // own)] if world > own else []
-    return ["torchrun", *nodes, "--nproc-per-node", str(own), "-m"]
+    for word in sys.argv[1:]:
+        flag, equals, value = word.rpartition("=")
+        words.append(f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}")
+    return shlex.join(words)
 
 
 def clock_words(provenance: Mapping[str, Any]) -> str:
