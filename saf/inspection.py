@@ -6,15 +6,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import read_pattern
 from saf.heads import EDITED
 from saf.hf.card import folder_hash, weight_files
-from saf.records.files import read_json, read_metadata, read_tensors
+from saf.models.description import STATE_FILE, TENSORS_FILE, read_description
+from saf.records.files import read_json, read_metadata
 from saf.records.run import Kind, RecordedRun, expect
-from saf.sidecar import check_sums
 from saf.storage import storage_report
 
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
@@ -46,7 +48,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "model": state["model"],
         "data_fingerprint": state.get("data_fingerprint"),
         "files": manifest["files"],
-        **_frozen_heads(path),
+        **_frozen_heads(path, *read_description(path)),
     }
 
 
@@ -91,17 +93,18 @@ def _data(path: Path) -> dict[str, Any]:
 def _saved(path: Path) -> dict[str, Any]:
     """Check the files of saf.save, sums and patterns; `undoable` counts the heads with removed rows."""
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    # With ordinary weights of transformers too: a sidecar in its base model's folder, or one that a model left behind.
+    # With ordinary weights of transformers too: heads in their base model's folder, or some that a model left behind.
     theirs = config.get("architectures") if "model_type" in config and "saf" not in config else None
-    sums = check_sums(path, read_json(path / "saf.json"))
+    state, tensors = read_description(path)
+    sums = state.get("sha256", {})
     return {
         "kind": "saved",
         "path": str(path),
         "base_model": theirs[0] if theirs and weight_files(path) else None,
-        "verified": "saf.safetensors" in sums,
+        "verified": TENSORS_FILE in sums,
         "sha256": sums,
-        "undoable": sum(".removed.query.weight" in name for name in read_tensors(path / "saf.safetensors")),
-        **_frozen_heads(path),
+        "undoable": sum(".removed.query.weight" in name for name in tensors),
+        **_frozen_heads(path, state, tensors),
     }
 
 
@@ -112,17 +115,21 @@ def _of_transformers(path: Path) -> dict[str, Any]:
     for file in weights:
         if file.suffix == ".safetensors":  # whose header says how much is to follow
             read_metadata(file, error=CheckpointError, advice="fetch or save it again")
-    layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
-    ordinary = {"frozen": [], "pruned": [], "num_heads": layers * heads, "patterns": [], "sha256": {}, "undoable": 0}
-    lost = [name for name in ("saf.json", "saf.safetensors") if not (path / name).is_file()]
-    if config.get("saf") and lost:
-        raise CheckpointError(
-            f"{path}: config.json lists frozen heads, and {' and '.join(lost)} {'are' if lost[1:] else 'is'} missing; "
-            "copy what is missing from the folder that save_pretrained wrote"
-        )
-    saved = _saved(path) if (path / "saf.json").is_file() else {"verified": False, **ordinary}
+    if config.get("saf") or (path / STATE_FILE).is_file():
+        heads = _saved(path)
+    else:
+        layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
+        heads = {
+            "verified": False,
+            "frozen": [],
+            "pruned": [],
+            "num_heads": layers * heads,
+            "patterns": [],
+            "sha256": {},
+        }
     return {
-        **saved,
+        "undoable": 0,
+        **heads,
         "kind": "transformers",
         "path": str(path),
         "architecture": (config.get("architectures") or [config["model_type"]])[0],
@@ -141,50 +148,44 @@ _INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-def _frozen_heads(path: Path) -> dict[str, Any]:
-    """Return the `frozen` and `pruned` pairs of a folder's saf.json, its patterns by layer, and their storage."""
-    layers = read_json(path / "saf.json")["layers"]
-    pairs = {
-        kind: [[number, head] for number, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED
-    }
-    most = max(layer["num_heads"] for layer in layers)
-    patterns = _patterns_by_layer(path, layers)
-    counts = {"num_heads": sum(layer["num_heads"] for layer in layers), "heads_per_layer": most}
-    return {**pairs, **counts, "patterns": patterns, "storage": _storage(pairs["frozen"], patterns, most)}
-
-
-def _patterns_by_layer(path: Path, layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each layer with frozen heads, the kinds of their patterns, their length and bytes.
+def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the `frozen` and `pruned` pairs of a folder's description, its patterns by layer, and their bytes.
 
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
-    tensors, by_layer = read_tensors(path / "saf.safetensors"), []
-    for number, layer in enumerate(layers):
-        if not layer["frozen"]:
-            continue
-        kinds: Counter[str] = Counter()
-        length = size = 0
-        for head in layer["frozen"]:
-            try:
-                pattern = read_pattern(tensors, f"{number}.{head}.", trainable=False)
-            except SafError as error:
-                raise CheckpointError(
-                    f"{path}/saf.safetensors: the pattern of head ({number}, {head}) is missing or damaged: {error}"
-                ) from error
-            kinds[pattern.kind] += 1
-            length = pattern.length
-            size += sum(tensors[f"{number}.{head}.{name}"].nbytes for name in pattern.parts)
-        by_layer.append({"layer": number, "kinds": dict(kinds), "length": length, "bytes": size})
-    return by_layer
+    layers = state["layers"]
+    pairs = {
+        kind: [[number, head] for number, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED
+    }
+    kinds: dict[int, Counter[str]] = {}
+    sizes: Counter[int] = Counter()
+    length = 0
+    for number, head in pairs["frozen"]:
+        prefix = f"{number}.{head}."
+        try:
+            pattern = read_pattern(tensors, prefix, trainable=False)
+        except SafError as error:
+            raise CheckpointError(f"{path / TENSORS_FILE}: the pattern of head ({number}, {head}): {error}") from error
+        kinds.setdefault(number, Counter())[pattern.kind] += 1
+        sizes[number] += sum(tensors[prefix + name].nbytes for name in pattern.parts)
+        length = pattern.length
+    most = max(layer["num_heads"] for layer in layers)
+    return {
+        **pairs,
+        "num_heads": sum(layer["num_heads"] for layer in layers),
+        "heads_per_layer": most,
+        "patterns": [
+            {"layer": number, "kinds": dict(own), "length": length, "bytes": sizes[number]}
+            for number, own in kinds.items()
+        ],
+        "storage": _storage(pairs["frozen"], length, most, sizes.total()),
+    }
 
 
-def _storage(
-    frozen: Sequence[Sequence[int]], patterns: Sequence[Mapping[str, Any]], per_layer: int
-) -> dict[str, int | None]:
+def _storage(frozen: Sequence[Sequence[int]], length: int, per_layer: int, saved: int) -> dict[str, int]:
     """Return the bytes of the patterns in float32 in each form, and of their saved `parameters`; empty without any."""
     if not frozen:
         return {}
-    heads = [(layer, head) for layer, head in frozen]
-    report = storage_report(heads, length=patterns[0]["length"], num_heads=per_layer)
-    sizes = asdict(replace(report, parameters=sum(layer["bytes"] for layer in patterns)))
+    report = storage_report([(layer, head) for layer, head in frozen], length=length, num_heads=per_layer)
+    sizes = asdict(replace(report, parameters=saved))
     return {name: size for name, size in sizes.items() if size is not None}

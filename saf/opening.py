@@ -20,7 +20,7 @@ from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import file_hash
 from saf.records.run import Kind, expect, kind_of, means_transformers
-from saf.sidecar import load
+from saf.saving import load
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
 from saf.patterns import CompactPattern, DensePattern, ExponentialPattern
 from saf.prefill import Prefill
+from saf.saving import load, save
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.scores import score
 from saf.selection import select
-from saf.sidecar import load, save
 from saf.statistics import AttentionStatistics
 from saf.storage import storage_report
 from saf.surgery import finalize_, install_, prune_, uninstall_

@@ -72,8 +72,8 @@ def fit_with_certificate(
     stopped = int((~certificate.converged).sum())
     if stopped and fitter != "adam":  # the paper's has a fixed number of steps
         warnings.warn(
-            f"{stopped} of {certificate.converged.numel()} fits stopped before their marginals agreed within "
-            f"{tolerance:g} (worst {certificate.max_relative.max():.2g}); allow more sweeps, or look at their KL",
+            f"{stopped} of {certificate.converged.numel()} patterns were not yet fitted within {tolerance:g} (relative "
+            f"error up to {certificate.max_relative.max():.2g}): see whether their fit KL is low, or allow more sweeps",
             SafWarning,
             stacklevel=3,
         )

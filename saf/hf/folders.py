@@ -226,6 +226,7 @@ def _batches(
     held_out = data.num_tokens("controller")
     asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length, length)
     seed = settings.calibration_seed or 0
+    _check_text(data, length, count, asked if plain else 0)
     drawn = calibration_windows(data, length=length, count=count + asked if plain else count, seed=seed)
     batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
     if not plain:
@@ -238,6 +239,20 @@ def _batches(
     return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]
 
 
+def _check_text(data: TokenData, length: int, sequences: int, heldout: int) -> None:
+    """Raise DataError where a text is shorter than the sequences to calibrate on and, beside them, to hold out."""
+    tokens = data.num_tokens(data.calibration_source)
+    if tokens // length >= sequences + heldout:
+        return
+    few = tokens // length - heldout
+    beside = f" and {heldout} to measure the loss" if heldout else ""
+    fewer = f"--sequences {few}, " if few > 1 else ""
+    raise DataError(
+        f"{data.folder} must have {(sequences + heldout) * length:,} tokens ({sequences:,} sequences of {length:,} to "
+        f"calibrate{beside}), got {tokens:,}: pass {fewer}a smaller --length or more text"
+    )
+
+
 def _training_windows(
     settings: CheckpointFreezing, data: TokenData, length: int, heldout: int, bos: int | None
 ) -> Tensor:
@@ -247,7 +262,7 @@ def _training_windows(
         used = settings.sequences + heldout
         free = calibration_windows(data, length=length, count=len(data.tokens("train")) // length, seed=seed)[used:]
         if not len(free):
-            raise InputError(f"heal must have text beside the {used} windows that are measured; give more text")
+            raise InputError(f"--heal must have text beside the {used} sequences that are measured: give more text")
         windows = free.repeat(-(-count // len(free)), 1)[:count]
     else:
         windows = ShuffledWindows(data.tokens("train"), length=length, seed=seed).batch(0, count)

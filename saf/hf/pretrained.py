@@ -5,6 +5,7 @@ weights, then fills it: a frozen head has no rows of queries and keys, so the em
 file in between, and gets its heads once it is filled.
 """
 
+import copy
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
-from transformers.utils.import_utils import is_peft_available
 
 from saf.errors import CheckpointError, UnsupportedError
 from saf.frozen_state import resize_, restore_
@@ -22,10 +22,9 @@ from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
-from saf.models.description import STATE_FILE, TENSORS_FILE, described_beside, write_description
+from saf.models.description import STATE_FILE, TENSORS_FILE, described_beside, read_description, write_description
 from saf.ops.layout import LAYOUT, compare_layouts
-from saf.records.files import new_files, read_json, read_tensors
-from saf.sidecar import check_sums
+from saf.records.files import new_files
 
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that locate files."""
@@ -47,25 +46,22 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> Any:
         """Save a model with its heads; one without removes the files about heads from a folder that it overwrites."""
-        if getattr(self, "_hf_peft_config_loaded", False):  # adapters alone are saved
-            return ordinary(self, save_directory, is_main_process, *rest, **options)
-        folder, adapter, mark = Path(save_directory), _edited(self), mark_of(self.config)
-        if adapter is None:
-            unmark_(self.config)
-        elif is_main_process and not folder.is_file():
-            if mark is None:  # the heads of a part of this model were frozen
+        folder, adapter = Path(save_directory), _edited(self)
+        stale = False
+        if adapter is not None and is_main_process and not folder.is_file():
+            if mark_of(self.config) is None:  # the heads of a part of this model were frozen
                 self.config.saf = mark_of(adapter.sites()[0].attention.config)
             state, tensors = described_beside(adapter)
             with new_files(folder) as new:
                 write_description(new, state, tensors)
             write_section(folder, section(adapter))
-        over = adapter is None and is_main_process and holds_heads(folder)
-        try:
-            saved = ordinary(self, save_directory, is_main_process, *rest, **options)
-        finally:
-            if adapter is None and mark is not None:  # the configuration is also that of a model with heads
-                self.config.saf = mark
-        if over:
+        elif adapter is None and not _saves_adapters(self):
+            stale = is_main_process and holds_heads(folder)
+            if mark_of(self.config) is not None:  # built from the configuration of a model with heads
+                self.config = copy.deepcopy(self.config)
+                unmark_(self.config)
+        saved = ordinary(self, save_directory, is_main_process, *rest, **options)
+        if stale:
             forget_heads_(folder)
         return saved
 
@@ -87,31 +83,30 @@ def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     return _upload_modified_files
 
 
+def _saves_adapters(model: Any) -> bool:
+    """Return whether saving a model writes its adapters of peft alone."""
+    return getattr(model, "_hf_peft_config_loaded", False)
+
+
 def _edited(model: Any) -> Adapter | None:
-    """Return the adapter of a model with edited heads; None for any other, and where adapters alone are saved."""
-    if getattr(model, "_hf_peft_config_loaded", False):
-        return None
+    """Return the adapter of a model with edited heads; None for any other, and where peft's alone are saved."""
     states = (module for module in model.modules() if isinstance(module, HeadState))
-    return None if all(state.layout.ordinary for state in states) else TransformersAdapter.of(model)
+    ordinary = _saves_adapters(model) or all(state.layout.ordinary for state in states)
+    return None if ordinary else TransformersAdapter.of(model)
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
         """Open a folder with frozen heads with them, and any other one as before."""
-        base = None if name is None else _base_of(Path(name))
-        if base is not None and _is_marked(cls, base if config is None else config, options):
-            options["adapter_kwargs"] = {"_adapter_model_path": name, **(options.get("adapter_kwargs") or {})}
-            name = base
-        if name is None or not _is_marked(cls, name if config is None else config, options):
+        places = {each: options[each] for each in _HUB if options.get(each) is not None}
+        gguf = options.get("gguf_file") is not None
+        if name is None or gguf or not _is_marked(cls, name if config is None else config, places):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
             raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
         with_info = options.pop("output_loading_info", False)
-        folder = _folder(name, options)
-        state = read_json(folder / STATE_FILE, error=CheckpointError)
-        check_sums(folder, state)
-        tensors = read_tensors(folder / TENSORS_FILE, error=CheckpointError)
+        state, tensors = read_description(_folder(name, places))
         shaped = _shaped(cls, state, tensors)
         opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
         model, info = opened
@@ -126,29 +121,22 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
-def _base_of(folder: Path) -> str | None:
-    """Return which model the adapter of peft in a folder is for; None where the folder has a model, or no adapter."""
-    path = folder / "adapter_config.json"
-    if not is_peft_available() or not path.is_file() or (folder / "config.json").is_file():
-        return None
-    return read_json(path, error=CheckpointError).get("base_model_name_or_path")
-
-
-def _is_marked(cls: Any, config: Any, options: dict[str, Any]) -> bool:
+def _is_marked(cls: Any, config: Any, places: dict[str, Any]) -> bool:
     """Return whether a configuration, or that of a named folder, has frozen or pruned heads."""
     if not isinstance(config, str | Path):
         return mark_of(config) is not None
-    if cls.config_class is None or options.get("gguf_file") is not None:
+    if cls.config_class is None:
         return False
-    places = {each: options[each] for each in _HUB if each in options}
-    values, _ = cls.config_class.get_config_dict(config, **places)
+    try:
+        values, _ = cls.config_class.get_config_dict(config, **places)
+    except OSError:  # a folder of an adapter of peft, or nothing, which the ordinary method says
+        return False
     return values.get("saf") is not None
 
 
-def _folder(name: Any, options: dict[str, Any]) -> Path:
+def _folder(name: Any, places: dict[str, Any]) -> Path:
     """Return the folder on this machine with both files about the heads of a model; raise where one is missing."""
-    places = {each: options[each] for each in _HUB if options.get(each) is not None}
-    places |= {"_raise_exceptions_for_missing_entries": False}
+    places = places | {"_raise_exceptions_for_missing_entries": False}
     files = [cached_file(name, each, **places) for each in (STATE_FILE, TENSORS_FILE)]
     if None in files:
         raise CheckpointError(

@@ -37,12 +37,11 @@ from saf.hf.attention import NAME, state_of
 from saf.hf.card import holds_heads, mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
-from saf.models.description import STATE_FILE, TENSORS_FILE
+from saf.models.description import STATE_FILE, TENSORS_FILE, read_description
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
-from saf.records.files import read_json, read_tensors, tensors_hash, to_json
+from saf.records.files import read_json, tensors_hash, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
-from saf.sidecar import check_sums
 from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
 from saf.train.parallel import Parallel, Replicas
@@ -343,9 +342,7 @@ def follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
     if adapter.heads(*EDITED):
         uninstall_(model, optimizer=trainer.optimizer)
     if (folder / STATE_FILE).is_file():
-        state = read_json(folder / STATE_FILE, error=CheckpointError)
-        check_sums(folder, state)
-        restore_(model, state, read_tensors(folder / TENSORS_FILE, error=CheckpointError))
+        restore_(model, *read_description(folder))
         saved = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
         (mark_of(adapter.model.config) or {}).update(saved)
     if (inner := unwrap_optimizer(trainer.optimizer)) is not None:

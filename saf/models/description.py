@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import EDITED, HeadLayout
 from saf.models.adapter import ON_META, Adapter, Site
-from saf.records.files import file_hash, write_json, write_tensors
+from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
@@ -106,6 +106,19 @@ def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[s
     """Write `saf.safetensors`, then `saf.json` with its SHA-256 sum and those of `others`, files of the same folder."""
     written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
     write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
+
+
+def read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what `write_description` wrote, checked against its sums, which a checkpoint has in its manifest instead.
+
+    Raises CheckpointError for a file that is missing, damaged or of another schema.
+    """
+    state = read_json(folder / STATE_FILE, error=CheckpointError)
+    if (schema := state.get("schema")) != SCHEMA:
+        raise CheckpointError(f"{folder / STATE_FILE}: expected frozen heads of schema {SCHEMA!r}; got {schema!r}")
+    for name, expected in state.get("sha256", {}).items():
+        check_file(folder / name, sha256=expected, error=CheckpointError)
+    return state, read_tensors(folder / TENSORS_FILE, error=CheckpointError)
 
 
 def sums_of(site: Site) -> Sums:

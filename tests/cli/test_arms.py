@@ -128,7 +128,7 @@ def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
 def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    from saf.sidecar import save
+    from saf.saving import save
     from saf.train import load_model
 
     save(load_model(arms[1] / "checkpoints" / "step-24"), tmp_path / "saved")
@@ -145,7 +145,7 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
     (tmp_path / "saved" / "saf.json").write_text(json.dumps(state))
     code, _, err = saf("inspect", tmp_path / "saved")
     assert code == 2
-    assert "is missing or damaged" in err
+    assert "the pattern of head" in err
 
 
 def test_a_frozen_checkpoint_evaluates_continues_and_compares(saf, saf_json, arms, tmp_path):

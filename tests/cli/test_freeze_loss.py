@@ -78,7 +78,7 @@ def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base,
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
     assert float((losses - result["loss_after"]).abs().min()) < 1e-5
     code, _, told = saf(*words, count, "--out", tmp_path / "none")
-    assert (code, f"needs {count + 1} windows" in told) == (2, True)
+    assert (code, f"pass --sequences {count - 1}, a smaller --length" in told) == (2, True)
 
 
 def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
@@ -90,7 +90,10 @@ def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
     assert result["joint_cost"]["rise"] <= 0.0954
     layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])
     none = (*text, "--budget", 1e-12, "--only", f"{layer}:{head}")
-    for given, expected in ((none, "raise budget"), (("--data", tmp_path / "short.txt"), "windows")):
+    for given, expected in (
+        (none, "raise budget"),
+        (("--data", tmp_path / "short.txt"), "or more text"),
+    ):
         code, shown, told = saf(*words, *given, "--out", tmp_path / "none")
         assert (code, shown, expected in told, (tmp_path / "none").exists()) == (2, "", True, False)
 

@@ -5,7 +5,7 @@ import torch
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern, DensePattern
-from saf.sidecar import save
+from saf.saving import save
 from saf.surgery import install_
 from tests.ops.exponential_patterns import exponential_patterns
 

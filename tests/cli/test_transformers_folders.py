@@ -143,7 +143,7 @@ def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_p
     assert f"at most the {LENGTH} tokens that the model takes, got {LENGTH + 1}" in told
     code, _, told = saf(*words, "--sequences", 100_000, "--out", tmp_path / "many")
     assert code == 2
-    assert "ask for fewer or shorter ones" in " ".join(told.split())
+    assert "100,000 sequences of 32 to calibrate" in " ".join(told.split())
 
 
 def test_sequences_begin_with_the_tokenizers_bos_where_it_is_asked_for(base, saf, saf_json, tmp_path):

@@ -132,7 +132,7 @@ def test_sweeps_with_and_without_extrapolation_reach_one_optimum():
 
 def test_a_certificate_has_the_residuals_of_the_dense_pattern_and_stopping_short_warns():
     target = random_target(3, length=50)
-    with pytest.warns(UserWarning, match="3 of 3 fits stopped before"):
+    with pytest.warns(UserWarning, match="3 of 3 patterns were not yet fitted"):
         pattern, certificate = fit_with_certificate(target.eta_abs, target.eta_rel, max_sweeps=3, tolerance=1e-9)
     dense = DenseTarget(pattern.dense())
     close = {"rtol": 1e-6, "atol": 1e-12}
@@ -151,7 +151,7 @@ def test_a_certificate_has_the_residuals_of_the_dense_pattern_and_stopping_short
         fit_compact(target.eta_abs, target.eta_rel, fitter="adam", steps=5)
 
 
-@pytest.mark.filterwarnings("ignore:.*stopped before")
+@pytest.mark.filterwarnings("ignore:.*not yet fitted")
 def test_the_residual_times_the_distance_bounds_the_gap_of_the_loss():
     """Eq. (S.12)."""
     target = random_target(4, length=60, scale=2.0)

@@ -328,7 +328,7 @@ def test_the_report_is_recorded_and_counts_the_heads_of_events_before(tmp_path):
 def test_the_certificate_of_every_fit_is_recorded(tmp_path):
     ids = tokens()
     config = saf.FreezeConfig(rate=0.5, max_fit_kl=9, fitter_options={"max_sweeps": 2, "tolerance": 0.068})
-    words = "fits stopped before their marginals agreed within 0.068"
+    words = "patterns were not yet fitted within 0.068"
     with pytest.warns(UserWarning, match=words):
         kls = sorted(saf.freeze_(make(), [ids], config).fit_kl.values())
     with pytest.warns(UserWarning, match=words):

@@ -1,4 +1,4 @@
-"""`save` writes the frozen heads of a model as two small files, and `load` reads them."""
+"""`save` writes a model's frozen heads into a folder, for the project's GPT with its weights, and `load` opens it."""
 
 import warnings
 from collections.abc import Mapping
@@ -10,20 +10,19 @@ from torch import nn
 
 from saf.checkpoint import find_checkpoint, open_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.frozen_state import SCHEMA as HEADS_SCHEMA
 from saf.frozen_state import apply_, load_weights_, restore_
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.description import (
     OPENS,
     STATE_FILE,
-    TENSORS_FILE,
     check_savable,
     described,
     described_beside,
+    read_description,
     write_description,
 )
-from saf.records.files import check_file, new_files, read_json, read_tensors, write_json, write_tensors
+from saf.records.files import new_files, read_json, read_tensors, write_json, write_tensors
 from saf.records.run import Kind, expect
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -86,27 +85,18 @@ def load(
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
         source = path
-    state = read_json(source / STATE_FILE, error=CheckpointError)
-    sums = check_sums(source, state)
+    state, tensors = read_description(source)
     if model is None:
-        if WEIGHTS not in sums:
-            raise CheckpointError(
-                f"{source} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
-                f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
-            )
-        record = read_json(source / CONFIG, error=CheckpointError)
-        if (schema := record.get("schema")) != SCHEMA:
-            raise CheckpointError(f"{source / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
-        model = GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())
-    tensors = read_tensors(source / TENSORS_FILE, error=CheckpointError)
-    if not adapter_for(model).saves_weights:
+        model = _empty_model(source, state)
+    adapter = adapter_for(model)
+    if not adapter.saves_weights:
         apply_(model, state, tensors, backend=backend)
-        if differing := _differing_settings(adapter_for(model), state.get("attention", {})):
+        if differing := _differing_settings(adapter, state.get("attention", {})):
             warnings.warn(
                 f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with the "
                 "configuration that it was saved with",
                 SafWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
         return model
     weights = read_tensors(source / WEIGHTS, error=CheckpointError)
@@ -116,27 +106,25 @@ def load(
     return model
 
 
+def _empty_model(folder: Path, state: Mapping[str, Any]) -> GPT:
+    """Return a GPT without weights of the shape that `save` recorded in a folder."""
+    if WEIGHTS not in state.get("sha256", {}):
+        raise CheckpointError(
+            f"{folder} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
+            f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
+        )
+    record = read_json(folder / CONFIG, error=CheckpointError)
+    if (schema := record.get("schema")) != SCHEMA:
+        raise CheckpointError(f"{folder / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
+    return GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())
+
+
 def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
     """Return "name: here, saved there" for every setting that differs."""
     own = adapter.attention_settings()
     return [
         f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if name in own and own[name] != value
     ]
-
-
-def check_sums(folder: Path, state: Mapping[str, Any]) -> dict[str, str]:
-    """Check the tensor files against the sums in saf.json's `state`, and return these; a checkpoint has a manifest.
-
-    Raises CheckpointError for a file that differs or is missing.
-    """
-    if state.get("schema") != HEADS_SCHEMA:
-        raise CheckpointError(
-            f"{folder / STATE_FILE}: expected frozen heads of schema {HEADS_SCHEMA!r}; got {state.get('schema')!r}"
-        )
-    sums = state.get("sha256", {})
-    for name, expected in sums.items():
-        check_file(folder / name, sha256=expected, error=CheckpointError)
-    return sums
 
 
 def _check_free(folder: Path) -> None:
