@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from saf.calibration import COLLECTIONS
 from saf.errors import InputError, check_name
 from saf.fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
@@ -190,7 +191,7 @@ class FreezeConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`."""
+        """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
 
     @property
@@ -252,4 +253,5 @@ def _smallest_group(layouts: Sequence[HeadLayout]) -> int:
 def calibration_collect(config: FreezeConfig, inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what the calibration keeps beside the statistics, for scores whose `inputs` are not complete."""
     measured = isinstance(inputs.get("outputs"), HeadOutputs)
-    return ("mean_rows",) if "outputs" in config.needs and not measured else ()
+    rows = {"mean_rows"} if "outputs" in config.needs and not measured else set()
+    return tuple(sorted(rows | (config.needs & COLLECTIONS.keys() - inputs.keys())))

@@ -22,7 +22,6 @@ from saf.calibration import (
     QKGradient,
     Sequences,
     calibrate,
-    calibrate_together,
     gate_gradients,
     head_outputs,
     heads_at_a_time,
@@ -124,7 +123,7 @@ def freeze_(
 
     # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     options = {"collect": calibration_collect(config, inputs), "capture_bytes": capture_bytes, "progress": progress}
-    statistics = calibrate_together(model, sequences, timer=timer, **options)
+    statistics = on_rank0(lambda: calibrate(model, sequences, timer=timer, **options))
     loss_before = _loss(model, reporting, timer)
 
     # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).

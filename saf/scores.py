@@ -1,7 +1,8 @@
 """Scores rank heads for freezing, lowest first: functions of the statistics, with their equations in the paper.
 
-A new score is one function under `@head_score`. Its further inputs are keyword-only arguments without a default;
-`HOW_TO_COLLECT` says how to measure them.
+A new score is one function under `@head_score`. Its further inputs are keyword-only arguments without a default:
+tensors that calibration collects, by their names in `saf.calibration.COLLECTIONS`, as `[L, H, ...]`, or names of
+`HOW_TO_MEASURE`.
 """
 
 import inspect
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from saf.errors import InputError, check_keywords, check_name, shown
 from saf.records.table import Table
-from saf.statistics import AttentionStatistics
+from saf.statistics import AttentionStatistics, required_keywords
 from saf.targets import Seed, seed_of
 
 Score = Callable[..., Tensor]
@@ -25,7 +26,7 @@ OUTPUT_FLOOR = 1e-8
 
 SCORES: dict[str, Score] = {}
 """Scores by name, in the order of the paper; settings and the table of scores in docs/method.md read it."""
-HOW_TO_COLLECT = {
+HOW_TO_MEASURE = {
     "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
     "outputs": (
         "call calibrate(..., collect=('mean_rows',)), then saf.head_outputs(model, heldout, statistics); "
@@ -33,6 +34,7 @@ HOW_TO_COLLECT = {
     ),
     "gates": "call saf.gate_gradients(model, batches)",
 }
+"""Inputs of scores that calibration does not measure."""
 
 
 def head_score(function: Score) -> Score:
@@ -163,12 +165,15 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
 
     `name` is one of `SCORES`, or a function of the statistics. `inputs` are the score's further inputs: `gradient`,
-    `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`). Raises InputError for an unknown name,
-    missing inputs, and live heads without a value.
+    `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`); tensors that calibration collected are
+    read from the statistics. Raises InputError for an unknown name, missing inputs, and live heads without a value.
     """
     function, label = _function(name), score_name(name)
-    advice = {key: HOW_TO_COLLECT.get(key, f"pass {key}=") for key in required_inputs(name)}
-    if missing := [key for key in advice if inputs.get(key) is None]:
+    collected = "pass it, or call calibrate(..., collect=({!r},))"
+    advice = {key: HOW_TO_MEASURE.get(key, collected.format(key)) for key in required_inputs(name)}
+    inputs = {key: value for key, value in inputs.items() if value is not None}
+    inputs |= {key: statistics.by_head(key) for key in advice if key in statistics.collected and key not in inputs}
+    if missing := [key for key in advice if key not in inputs]:
         raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
     if isinstance(name, str):
         check_keywords(f"score {name!r}", inputs, function)
@@ -184,9 +189,8 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
 
 
 def required_inputs(name: str | Score) -> tuple[str, ...]:
-    """Return the inputs that a score reads beside the statistics: its keyword-only arguments without a default."""
-    parameters = inspect.signature(_function(name)).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)
+    """Return the names of what a score reads beside the statistics."""
+    return required_keywords(_function(name))
 
 
 def score_name(name: str | Score) -> str:
@@ -197,7 +201,7 @@ def score_name(name: str | Score) -> str:
 def score_table() -> Table:
     """Return one row a score: its name, the first line of its docstring, and its inputs beside the statistics."""
     rows = [
-        [name, (inspect.getdoc(function) or "").partition("\n")[0], ", ".join(required_inputs(name)) or None]
+        [name, (inspect.getdoc(function) or "").partition("\n")[0], ", ".join(required_keywords(function)) or None]
         for name, function in SCORES.items()
     ]
     return Table.of("Scores, lowest first", ["score", "what it measures", "further inputs"], rows)

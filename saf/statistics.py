@@ -1,7 +1,9 @@
 """`AttentionStatistics` holds the measurements of calibration for every head; scores, targets and fits read it."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,34 +14,12 @@ from saf.heads import HeadSet, head_pairs
 FLOOR = 1e-9
 """Causal entries of a mean pattern are raised to this before its rows are normalised again (paper, Algorithm 1)."""
 
-COLLECTIONS = {
-    "mean": "FTT",
-    "entry_variance": "FTT",
-    "logit_mean": "FTT",
-    "logit_variance": "FTT",
-    "row_variance": "FT",
-    "sharp_eta_abs": "FT",
-    "sharp_eta_rel": "FT",
-    "sharp_row_entropy": "F",
-    "mean_rows": "FRT",
-    "rows": "FNRT",
-    "logit_rows": "FNRT",
-}
-"""Names for `calibrate(collect=...)`, with the shapes of their tensors: F heads, N sequences, R positions, T tokens.
-
-Means and variances over the sequences (dividing by N - 1) of each entry of the pattern, of its logits (0 above the
-diagonal); `row_variance` sums `entry_variance` over keys. `sharp_*` are the marginals and entropy (nats) of the
-floored sharp mean. `mean_rows` are rows of `mean` at chosen query positions, `rows` and `logit_rows` (-inf above the
-diagonal) those of every sequence.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStatistics:
     """Statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
 
-    `eta_*` and `row_entropy` are of the mean pattern, floored at 1e-9 and normalised by row. Statistics of different
-    sequences cannot be merged (the variance of a union is not a sum); those of different heads can, see `join`.
+    `eta_*` and `row_entropy` are of the mean pattern, floored at 1e-9 and normalised by row.
     """
 
     variance: Tensor
@@ -61,7 +41,7 @@ class AttentionStatistics:
     variance are over the sequences that reach it; `variance` and `forward_kl` average the rows that
     two or more reach, the others all rows of the mean pattern alike."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors by name, see `COLLECTIONS`; the first dimension follows `collected_heads`."""
+    """Tensors by name, see `saf.calibration.COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
     positions: tuple[int, ...] = ()
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
@@ -76,11 +56,9 @@ class AttentionStatistics:
         if self.lengths and (len(self.lengths) != self.num_sequences or max(self.lengths) != self.length):
             raise InputError(f"lengths must be of {self.num_sequences} sequences, at most {self.length} tokens each")
         for name, values in self.collected.items():
-            if name not in COLLECTIONS or not values.dim() or len(values) != len(self.collected_heads):
-                raise InputError(
-                    f"collected must be of {', '.join(COLLECTIONS)}, one entry for each of {len(self.collected_heads)} "
-                    f"collected_heads; got {name!r} {list(values.shape)}"
-                )
+            if not values.dim() or len(values) != len(self.collected_heads):
+                count = len(self.collected_heads)
+                raise InputError(f"collected must have {count} collected_heads; got {name!r} {list(values.shape)}")
 
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
@@ -107,28 +85,17 @@ class AttentionStatistics:
             )
         return self.collected[name][[self.collected_heads.index(head) for head in pairs]]
 
-    @classmethod
-    def join(cls, parts: Sequence["AttentionStatistics"]) -> "AttentionStatistics":
-        """Merge statistics of different heads of the same sequences; raise InputError when they overlap or differ."""
-        first, *others = parts
-        same = ("length", "num_sequences", "sequences_hash", "lengths", "positions")
-        for part in others:
-            differing = [name for name in same if getattr(part, name) != getattr(first, name)]
-            if differing or set(part.collected) != set(first.collected):
-                raise InputError(
-                    "statistics of different calibration inputs or collections cannot be joined; "
-                    f"differ in {differing or ['collected']}"
-                )
-        if (torch.stack([part.measured.int() for part in parts]).sum(0) > 1).any():
-            raise InputError("statistics to join measure some heads twice; measure each head in one part")
-        merged = {name: getattr(first, name).clone() for name in _TENSORS}
-        for part in others:
-            for name, tensor in merged.items():
-                tensor[part.measured] = getattr(part, name)[part.measured]
-        heads = [head for part in parts for head in part.collected_heads]
-        order = [heads.index(head) for head in HeadSet(heads)]
-        collected = {name: torch.cat([part.collected[name] for part in parts])[order] for name in first.collected}
-        return replace(first, **merged, collected=collected, collected_heads=HeadSet(heads))
+    def by_head(self, name: str) -> Tensor:
+        """Return the tensor collected under `name` as `[L, H, ...]`, NaN for heads without it."""
+        tensor, (layers, heads) = self.collected[name], zip(*self.collected_heads, strict=True)
+        whole = tensor.new_full((*self.variance.shape, *tensor.shape[1:]), torch.nan)
+        return whole.index_put((torch.tensor(layers), torch.tensor(heads)), tensor)
+
+
+def required_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return what a score or pattern reads beside the statistics: its keyword-only arguments without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)
 
 
 def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:

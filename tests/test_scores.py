@@ -7,11 +7,13 @@ import torch
 
 import saf
 from saf import scores
+from saf.calibration.collect import COLLECTIONS, Collected
 from saf.errors import InputError
 from saf.records.table import MISSING
-from saf.scores import HOW_TO_COLLECT, SCORES, HeadOutputs, required_inputs, score_name, score_table
+from saf.scores import HOW_TO_MEASURE, SCORES, HeadOutputs, required_inputs, score_name, score_table
 from saf.selection import ranking
 from saf.statistics import AttentionStatistics
+from tests.calibration.test_calibrate import model, tokens
 
 NAN = torch.nan
 VARIANCE = torch.tensor([[0.3, 0.1, NAN], [0.1, 0.5, 0.4]], dtype=torch.float64)
@@ -34,22 +36,28 @@ def test_every_score_names_its_inputs_and_how_to_collect_them():
     assert {name: required_inputs(name) for name in NEEDED} == {name: (needed,) for name, needed in NEEDED.items()}
     for name in SCORES:
         for key in required_inputs(name):
-            with pytest.raises(InputError, match=f"needs {key}: {re.escape(HOW_TO_COLLECT[key])}"):
+            with pytest.raises(InputError, match=f"needs {key}: {re.escape(HOW_TO_MEASURE[key])}"):
                 saf.score(statistics(), name)
     assert [row[0] for row in score_table().rows] == list(SCORES)
     assert all(row[1] not in ("", MISSING) for row in score_table().rows)
 
 
-def test_a_new_score_is_one_function(monkeypatch):
-    monkeypatch.setattr(scores, "SCORES", dict(SCORES))
+def test_a_new_score_is_one_function_and_what_it_reads_is_collected(monkeypatch):
+    monkeypatch.setitem(SCORES, "peak", None)  # removed afterwards
+    monkeypatch.setitem(COLLECTIONS, "largest", Collected("FQ", lambda strip: strip.mean.amax(-1)))
 
     @scores.head_score
-    def entropy(actual):
-        """Row-averaged entropy of the mean pattern, nats."""
-        return actual.row_entropy
+    def peak(actual, *, largest):
+        """Average over rows of the largest entry of the mean pattern."""
+        return largest.mean(-1)
 
-    torch.testing.assert_close(saf.score(statistics(), "entropy"), 2 + VARIANCE, equal_nan=True)
-    assert score_table().rows[-1] == ("entropy", entropy.__doc__, MISSING)
+    assert score_table().rows[-1] == ("peak", peak.__doc__, "largest")
+    mean = saf.calibrate(model(torch.float32), [tokens()], collect=("mean",)).by_head("mean")
+    config = saf.FreezeConfig(score="peak", rate=0.25, max_fit_kl=10.0)
+    report = saf.freeze_(model(torch.float32), [tokens()], config)
+    torch.testing.assert_close(report.scores, mean.amax(-1).mean(-1).double())
+    with pytest.raises(InputError, match=r"needs largest: .*collect=\('largest',\)"):
+        saf.score(statistics(), "peak")
 
 
 @pytest.mark.parametrize(("name", "expected"), [("variance", VARIANCE), ("forward_kl", 1 - VARIANCE)])

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from saf.calibration.tiles import measure_by_kernel
+from saf.calibration.kernels import measure_by_kernel
 from saf.ops.decode.op import decode_tables, flash_decode
 from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.frozen_heads import FrozenHeads

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from saf.calibration import QKGradient, plan_calibration
+from saf.calibration import COLLECTIONS, QKGradient, plan_calibration
 from saf.distributed import on_rank0
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig, calibration_collect
@@ -20,7 +20,7 @@ from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import STATE_AFTER, EventRecord
 from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo, setting_of_moment
-from saf.scores import HOW_TO_COLLECT, score_name
+from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
 
@@ -180,8 +180,8 @@ def check_freeze(config: EventSettings, execution: Execution) -> None:
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     if freeze.operation == Freeze.kind:
         choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
-    if unknown := sorted(freeze.needs - HOW_TO_COLLECT.keys()):
-        known = ", ".join(sorted(HOW_TO_COLLECT))
+    if unknown := sorted(freeze.needs - HOW_TO_MEASURE.keys() - COLLECTIONS.keys()):
+        known = ", ".join(sorted(HOW_TO_MEASURE))
         raise InputError(f"score {score_name(freeze.score)!r} must need some of {known}; got {', '.join(unknown)}")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.calibration.streaming import LayerStatistics
+from saf.calibration.measure import LayerStatistics
 from saf.statistics import FLOOR
 
 

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.calibration import calibrate
-from saf.calibration.streaming import diagonal_sums, measure_layer
+from saf.calibration.measure import diagonal_sums, measure_layer
 from saf.errors import DivergenceError, InputError
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
-from saf.statistics import AttentionStatistics
 from saf.surgery import install_
 from tests.calibration.oracle import dense_statistics
 
@@ -176,25 +175,13 @@ def test_frozen_heads_are_not_measured_and_the_others_see_them():
     assert torch.isfinite(actual.eta_abs[actual.measured]).all()
 
 
-def test_statistics_join_over_heads():
+def test_a_part_of_the_heads_has_the_numbers_of_the_whole():
     network, ids = model(), tokens()
-    collect = {"collect": ("mean", "mean_rows", "sharp_row_entropy"), "positions": (0, 7, 39)}
-    whole = calibrate(network, [ids], **collect)
-    parts = [calibrate(network, [ids], heads=some, **collect) for some in (list(whole.collected_heads)[5:], [(0, 1)])]
-    rest = [head for head in whole.collected_heads if head not in {*parts[0].collected_heads, (0, 1)}]
-    joined = AttentionStatistics.join([*parts, calibrate(network, [ids], heads=rest, **collect)])
-    check_close(joined, whole, 1e-12)
-    for name, values in joined.collected.items():
-        torch.testing.assert_close(values, whole.collected[name], rtol=1e-10, atol=1e-15)
-    for name in ("sequences_hash", "collected_heads", "positions", "length", "num_sequences", "lengths"):
-        assert getattr(joined, name) == getattr(whole, name)
-    for others, message in [
-        ([whole, parts[0]], "some heads twice"),
-        ([parts[0], calibrate(network, [tokens(3)], heads=[(0, 1)])], "different calibration inputs"),
-        ([parts[0], calibrate(network, [ids], heads=[(0, 1)])], "cannot be joined"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            AttentionStatistics.join(others)
+    whole, some = calibrate(network, [ids]), [(0, 1), (2, 0), (2, 3)]
+    part = calibrate(network, [ids], heads=some)
+    assert part.measured.nonzero().tolist() == [list(head) for head in some]
+    for name in FIELDS:
+        torch.testing.assert_close(getattr(part, name)[part.measured], getattr(whole, name)[part.measured])
 
 
 MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from saf.calibration import calibrate, collection_bytes
-from saf.calibration.streaming import Collection, measure_layer
+from saf.calibration import COLLECTIONS, calibrate, collection_bytes
+from saf.calibration.collect import Collection
+from saf.calibration.measure import measure_layer
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT
-from saf.statistics import COLLECTIONS
 from saf.targets import target_of
 from tests.calibration.test_calibrate import model, tokens
 
@@ -71,7 +71,7 @@ def test_everything_equals_the_dense_computation(count, dtype):
 
 
 def test_collections_do_not_depend_on_strips_or_order(generator):
-    names = [name for name, shape in COLLECTIONS.items() if "N" not in shape]
+    names = [name for name, kind in COLLECTIONS.items() if "N" not in kind.shape]
     query, key = 2 * torch.randn(2, 5, 4, 40, 8, generator=generator, dtype=torch.float64)
     actual = []
     for order, elements in ((slice(None), None), (torch.randperm(5), 5 * 7 * 40)):

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs, latter_half
-from saf.calibration.collectors import head_norms
+from saf.calibration.score_inputs import head_norms
 from saf.errors import CheckpointError, InputError
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT

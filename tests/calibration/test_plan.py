@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, driver, heads_at_a_time, plan_calibration
+from saf.calibration import calibrate, heads_at_a_time, plan, plan_calibration
 from saf.calibration.capture import Slots, capture
 from saf.errors import InputError
 from saf.heads import HeadSet
@@ -43,13 +43,13 @@ def test_a_limit_splits_the_layers_and_refuses_less_than_one():
 
 def test_free_memory_decides_how_many_layers_and_heads_go_together(monkeypatch):
     small, mean, free = model(torch.float32), 40 * 40 * 4, [0]
-    monkeypatch.setattr(driver, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(plan, "free_bytes", lambda device: free[0])
     for free[0], layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (LAYER, 1), (None, 3)):
         assert len(plan_calibration(small, [tokens()]).groups[0]) == layers
     free[0] = LAYER - 1
     with pytest.raises(InputError, match="free memory"):
         plan_calibration(small, [tokens()])
-    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, driver.COLLECT_BYTES // mean)):
+    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, plan.COLLECT_BYTES // mean)):
         assert heads_at_a_time(small, ("mean",), sequences=5, length=40) == heads
     free[0] = 12 * mean - 1
     with pytest.raises(InputError, match="heads="):

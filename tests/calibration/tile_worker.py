@@ -69,21 +69,21 @@ def far_operands(count, length, dim):
 
 def interpreted(case: dict) -> dict:
     """Return errors relative to the largest entry, and the largest score."""
-    from saf.calibration import tiles
+    from saf.calibration import kernels
     from tests.calibration import oracle
 
     shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
     query, key = far_operands(**shape) if case.get("far") else operands(**shape)
     block_m, block_n = case.get("blocks", (64, 32))
-    config = tiles.TileConfig(block_m=block_m, block_n=block_n)
+    config = kernels.TileConfig(block_m=block_m, block_n=block_n)
     kv_head = [1, 1]
-    usual = tiles.FLOOR
-    tiles.FLOOR = oracle.FLOOR = case.get("floor", usual)
+    usual = kernels.FLOOR
+    kernels.FLOOR = oracle.FLOOR = case.get("floor", usual)
     try:
-        run = tiles.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
+        run = kernels.measure_by_kernel(query, key, kv_head=kv_head, config=config, **case.get("options", {}))
         exact = oracle.dense_statistics(query, key, kv_head=kv_head)
     finally:
-        tiles.FLOOR = oracle.FLOOR = usual
+        kernels.FLOOR = oracle.FLOOR = usual
     errors = {}
     for name, actual, expected in zip(exact._fields, run, exact, strict=True):
         assert actual.shape == expected.shape
@@ -96,7 +96,7 @@ def interpreted(case: dict) -> dict:
 
 def poisoned() -> dict:
     """Return which statistics notice a query that is not a number."""
-    from saf.calibration.tiles import TileConfig, measure_by_kernel
+    from saf.calibration.kernels import TileConfig, measure_by_kernel
 
     query, key = operands(2, 37, 16)
     query[1, 0, 20, 3] = torch.nan
@@ -112,7 +112,7 @@ def compiled() -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from saf.calibration.tiles import UNSPECIALIZED, choose_tile_config, lse_kernel, tile_constants, tile_kernel
+    from saf.calibration.kernels import UNSPECIALIZED, choose_tile_config, lse_kernel, tile_constants, tile_kernel
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     if not program.exists():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, plan_calibration
-from saf.calibration.streaming import STRIP_ELEMENTS, measure_layer
+from saf.calibration.measure import STRIP_ELEMENTS, measure_layer
 from saf.models import GPT, GPTConfig, preset
 
-measure_by_kernel = pytest.importorskip("saf.calibration.tiles").measure_by_kernel
+measure_by_kernel = pytest.importorskip("saf.calibration.kernels").measure_by_kernel
 pytestmark = pytest.mark.gpu
 measure_by_strips = functools.partial(measure_layer, strip_elements=STRIP_ELEMENTS["cuda"])
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
@@ -121,7 +121,7 @@ def test_a_model_is_measured_alike_by_both(monkeypatch):
     tokens = torch.randint(0, 512, (4, 256))
     with torch.autocast("cuda", torch.bfloat16):
         found = calibrate(model, [tokens])
-        monkeypatch.setattr("saf.calibration.driver.measure_layer", measure_by_strips)
+        monkeypatch.setattr("saf.calibration.measure_layer", measure_by_strips)
         expected = calibrate(model, [tokens])
     pairs = [[getattr(statistics, name) for name in FIELDS] for statistics in (found, expected)]
     errors = worst(*pairs)

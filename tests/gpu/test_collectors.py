@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import saf
-from saf.calibration import QKGradient, gate_gradients, head_outputs
+from saf.calibration import COLLECTIONS, QKGradient, gate_gradients, head_outputs
 from saf.freeze_config import unfitted_reason
 from saf.models import GPT, GPTConfig
-from saf.statistics import COLLECTIONS
 from saf.targets import TARGETS
 
 pytestmark = pytest.mark.gpu

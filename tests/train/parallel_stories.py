@@ -19,7 +19,7 @@ from torch import distributed
 import saf
 import saf.freezing as editing
 import saf.train.loop as loop
-from saf.calibration.streaming import LayerStatistics
+from saf.calibration.measure import LayerStatistics
 from saf.checkpoint import _write_shards
 from saf.data import TokenData
 from saf.distributed import _lost_peers_explained, all_gather, on_rank0
@@ -263,7 +263,7 @@ def failures(rank: int, said: dict, config, write) -> None:
     write()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("saf.calibration.driver.calibrate", lambda *inputs, **options: os._exit(9))
+            patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: os._exit(9))
 
         def lost():
             with _lost_peers_explained():

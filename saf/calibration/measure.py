@@ -1,11 +1,10 @@
 """`measure_layer` computes a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
 
 A strip is some rows of the patterns of all sequences: strips outside, all sequences inside, so that deviations from the
-mean are taken directly, never as differences of large sums. A `Collection` reads further tensors off the same strips.
-The kernels (`saf.calibration.tiles`) take square tiles instead and hold no whole row, so collecting takes strips.
+mean are taken directly, never as differences of large sums. A `Collection` (collect.py) reads the same strips.
+The kernels (`saf.calibration.kernels`) take square tiles instead and hold no whole row, so collecting takes strips.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saf.errors import InputError
-from saf.heads import HeadSet
 from saf.ops.live import capped, score_scale
 from saf.ops.operator import TRITON_DTYPES, has_triton
-from saf.statistics import COLLECTIONS, FLOOR
+from saf.statistics import FLOOR
 
 MAX_DIM = 256
 """Most channels of a head that the kernels take: two steps of 128 fit into registers."""
@@ -27,8 +24,6 @@ ROWS = 128
 """Rows of a strip: products of that height run near a device's peak, and a strip stays small."""
 STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Entries of patterns in a strip: 64 MB of float32 on a CPU, 1 GB on a GPU."""
-NUM_POSITIONS = 64
-"""Default number of query positions whose rows are collected: neighbouring rows are nearly the same."""
 
 
 class LayerStatistics(NamedTuple):
@@ -101,7 +96,7 @@ def measure_layer(
     count, heads, length, dim = query.shape
     spans = spans_of(lengths or [length] * count)
     if not (strip_elements or take or soft_cap or len(spans) > 1) and _kernels_run(query, key):
-        from saf.calibration.tiles import measure_by_kernel
+        from saf.calibration.kernels import measure_by_kernel
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
@@ -205,109 +200,3 @@ def diagonal_sums(strip: Tensor) -> Tensor:
     padded = pad(strip.flip(1, 2), (0, rows))
     aligned = padded.as_strided((heads, rows, width), (rows * (width + rows), width + rows + 1, 1))
     return aligned.sum(1, dtype=torch.float64)
-
-
-# --- collected tensors
-
-
-def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
-    """Return at most `count` positions, evenly over the latter half of `length`, with the last one."""
-    return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
-
-
-def collected_shapes(
-    collect: Sequence[str], *, heads: int, sequences: int, length: int, positions: int
-) -> dict[str, list[int]]:
-    """Return the shape of each tensor in `collect`; raise InputError for an unknown name."""
-    if unknown := set(collect) - set(COLLECTIONS):
-        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
-    sizes = {"F": heads, "N": sequences, "T": length, "R": positions}
-    return {name: [sizes[dimension] for dimension in COLLECTIONS[name]] for name in collect}
-
-
-def collection_bytes(
-    collect: Sequence[str],
-    *,
-    heads: int,
-    sequences: int,
-    length: int,
-    positions: int = NUM_POSITIONS,
-    itemsize: int = 4,
-) -> int:
-    """Return the bytes of the tensors in `collect`; raise InputError for an unknown name."""
-    shapes = collected_shapes(collect, heads=heads, sequences=sequences, length=length, positions=positions)
-    return sum(math.prod(shape) * (8 if name.startswith("sharp") else itemsize) for name, shape in shapes.items())
-
-
-class Collection:
-    """The tensors named by `calibrate(collect=...)`; `take` fills them strip by strip."""
-
-    def __init__(
-        self,
-        collect: Sequence[str],
-        heads: HeadSet,
-        *,
-        sequences: int,
-        length: int,
-        positions: Sequence[int] | None,
-        dtype: torch.dtype,
-    ):
-        rows = latter_half(length) if positions is None else tuple(positions)
-        if list(rows) != sorted(set(rows)) or not all(0 <= row < length for row in rows):
-            raise InputError(f"positions must ascend within [0, {length}); got {rows}")
-        self.positions = rows if any("R" in COLLECTIONS[name] for name in collect) else ()
-        self._heads = heads
-        shapes = collected_shapes(collect, heads=len(heads), sequences=sequences, length=length, positions=len(rows))
-        self.tensors = {
-            name: torch.full(
-                shape,
-                -torch.inf if name == "logit_rows" else 0.0,
-                dtype=torch.float64 if name.startswith("sharp") else dtype,
-            )
-            for name, shape in shapes.items()
-        }
-
-    def take(self, layer: int, strip: Strip) -> None:
-        """Read a strip of a layer."""
-        chosen = self._heads.in_layer(layer)
-        first = self._heads.index((layer, chosen[0]))
-        rows, keys = slice(strip.start, strip.end), slice(0, strip.end)
-        at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
-        picked = [self.positions[number] - strip.start for number in at]
-        for name, whole in self.tensors.items():
-            tensor, shape = whole[first : first + len(chosen)][strip.heads], COLLECTIONS[name]
-            if "R" in shape:
-                if at:
-                    tensor[..., at, keys] = _VALUES[name](strip)[..., picked, :].to(tensor)
-            elif name == "sharp_row_entropy":
-                tensor += strip.sharp.entropy.to(tensor) / strip.length
-            elif name.startswith("sharp"):
-                tensor[:, keys] += _VALUES[name](strip).to(tensor)
-            elif shape == "FT":
-                tensor[:, rows] = _VALUES[name](strip).to(tensor)
-            elif shape == "FTT":
-                tensor[:, rows, keys] = _VALUES[name](strip).to(tensor)
-
-
-def _variance(values: Tensor, mean: Tensor) -> Tensor:
-    """Return the variance over sequences about their mean, dividing by N - 1, Eq. (S.2)."""
-    return (values - mean).square_().sum(0) / max(len(values) - 1, 1)
-
-
-def _logits(strip: Strip) -> Tensor:
-    return strip.logits.masked_fill(~strip.causal, 0)
-
-
-_VALUES: dict[str, Callable[[Strip], Tensor]] = {
-    "mean": lambda strip: strip.mean,
-    "entry_variance": lambda strip: _variance(strip.pattern, strip.mean),
-    "row_variance": lambda strip: _variance(strip.pattern, strip.mean).sum(-1),
-    "logit_mean": lambda strip: _logits(strip).mean(0),
-    "logit_variance": lambda strip: _variance(_logits(strip), _logits(strip).mean(0)),
-    "sharp_eta_abs": lambda strip: strip.sharp.eta_abs,
-    "sharp_eta_rel": lambda strip: strip.sharp.eta_rel,
-    "mean_rows": lambda strip: strip.mean,
-    "rows": lambda strip: strip.pattern.transpose(0, 1),
-    "logit_rows": lambda strip: strip.logits.transpose(0, 1),
-}
-"""Values of the names of `COLLECTIONS` in a strip: of its rows, or the summands of its rows."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.calibration.streaming import LayerStatistics
+from saf.calibration.measure import LayerStatistics
 from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
 from saf.ops.live import score_scale
 from saf.statistics import FLOOR
