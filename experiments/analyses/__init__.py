@@ -17,7 +17,6 @@ from experiments.analyses import (
     joint_cost,
     one_head,
     partial_spearman,
-    pretrained,
     profiles,
     recovery,
     stability,
@@ -29,10 +28,10 @@ from saf.records.files import to_json
 
 _MODULES = (one_head, joint_cost, partial_spearman, profiles, stability, recovery, storage, geometry, zero_shot)
 ANALYSES: dict[str, Any] = {
-    module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions, pretrained)
+    module.__name__.rpartition(".")[2].replace("_", "-"): module for module in (*_MODULES, distributions)
 }
 """Modules by the name that the command line and the records have for them."""
-FIGURES = ("one-head", "profiles", "stability", "recovery", "zero-shot", "distributions", "pretrained")
+FIGURES = ("one-head", "profiles", "stability", "recovery", "zero-shot", "distributions")
 """The analyses whose records are drawn."""
 _STYLE: dict[Any, Any] = {
     **{"svg.fonttype": "none", "svg.hashsalt": "saf"},  # the same picture has the same ids

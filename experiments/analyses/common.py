@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,15 @@ from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
-from saf.evaluate.zero_shot import TooLong
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
 from saf.models.adapter import Site, adapter_for, unwrap
 from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
-from saf.records.files import read_json, to_json, write_json
 from saf.records.result import read_result, result_header
 from saf.records.table import MISSING
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
-from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 Record = Mapping[str, Any]
 """A measured record as JSON has it: the header of every result, then the analysis's own entries."""
@@ -87,22 +84,6 @@ class ModelSettings(Computing):
         return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskSettings(Computing):
-    """Settings of analyses of a model of any kind that answers zero-shot tasks."""
-
-    model: tyro.conf.Positional[Path]
-    """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
-    tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
-    """Tasks to answer; --tasks alone is none."""
-    task_data: Path | None = None
-    """Folder of the tasks' public files; those of the hub if not given."""
-    questions: int | None = None
-    """Number of questions of each task; all if not given."""
-    too_long: TooLong = "refuse"
-    """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
-
-
 @dataclass(frozen=True)
 class Opened:
     """A model with its data, and the precision to run it in."""
@@ -156,32 +137,6 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     if record["kind"] != kind:
         raise InputError(f"{path} must be a record of the analysis {kind}, got {record['kind']!r}")
     return record
-
-
-def origin_of(record: Record) -> dict[str, Any]:
-    """Return what parts of a study must have in common: settings, models and data."""
-    return {"settings": record["settings"], **{name: record["provenance"][name] for name in ("checkpoints", "data")}}
-
-
-def piece(out: Path | None, name: str, origin: Record, measure: Callable[[], Record]) -> dict[str, Any]:
-    """Return a part of a long study, measured once: with `out` a file beside the study's record holds it.
-
-    Raises InputError where the file is of another origin (`origin_of`).
-    """
-    if out is None:
-        return to_json(measure())
-    if (path := piece_file(out, name)).is_file():
-        found, own = read_json(path), to_json(origin)
-        if changed := [key for key in own if found["origin"].get(key) != own[key]]:
-            raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
-        return found
-    return read_json(write_json(path, {"name": name, "origin": origin, **measure()}))
-
-
-def piece_file(out: Path, name: str) -> Path:
-    """Return the file of a part of a study."""
-    folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
 
 def say(text: str) -> None:

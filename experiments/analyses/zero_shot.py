@@ -1,90 +1,112 @@
-"""Zero-shot accuracy of a trained model whose heads are frozen without further training (paper, appendix on Qwen3-4B).
+"""Trained models whose heads are frozen or pruned: accuracy on zero-shot tasks and perplexity (paper, on Qwen3-4B).
 
-One calibration serves all arms: each score and rate chooses and fits its own heads, which are frozen, answer the tasks,
-and are live again. Or models that were frozen elsewhere answer them as they are.
+Each arm opens the model anew, freezes heads by a score at a rate, and is measured at once and, where asked for, after
+healing. Or models that were frozen elsewhere are measured as they are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
+import tyro
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import paper
-from experiments.analyses.common import (
-    Part,
-    Record,
-    TaskSettings,
-    check_rates,
-    frozen_heads,
-    header,
-    origin_of,
-    piece,
-    say,
-    subplots,
-    table,
-)
-from saf.calibration import calibrate
-from saf.data import calibration_windows
+from experiments.analyses.common import Computing, Part, Record, check_rates, header, say, subplots, table
+from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
+from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.passes import precision_in_use
+from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.evaluate.tables import counts_text
-from saf.evaluate.zero_shot import AnswersByTask, paired_tasks
+from saf.evaluate.zero_shot import AnswersByTask, TooLong, paired_tasks
 from saf.freeze_config import FreezeConfig
-from saf.freezing import FittedHead, accept_fits, fit_heads, head_order
-from saf.heads import Head, HeadSet
-from saf.machine import Stopwatch, autocast, device_name, pick_device
+from saf.freeze_report import FreezeReport
+from saf.freezing import freeze_
+from saf.heal import heal_
+from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model
-from saf.records.table import percent
-from saf.scores import score
-from saf.statistics import AttentionStatistics
+from saf.records.files import read_json, to_json, write_json
+from saf.records.table import percent, signed
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 LENGTH = 2_048
 """Default tokens of a calibration sequence: longer than the tasks' longest questions, and the length of the paper's
 other patterns of Qwen3-4B."""
+CHOICES: dict[str, dict[str, Any]] = {
+    "variance": {"score": "variance"},
+    "variance_spread": {"score": "variance", "max_per_layer": 3},
+    "forward_kl": {"score": "forward_kl"},
+    "random": {"score": "random"},
+    "joint_cost": {"score": "forward_kl", "joint_cost": True},
+}
+"""Settings of an event by the name of its choice of heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(TaskSettings):
+class Settings(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues.
     """
 
+    model: tyro.conf.Positional[Path]
+    """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
     frozen: tuple[Path, ...] = ()
     """Models frozen elsewhere, which answer as they are; nothing is frozen here then."""
     data: Path | None = None
-    """Calibration text: a data folder prepared with the model's tokenizer, or a file of text."""
-    scores: tuple[Literal["variance", "forward_kl"], ...] = ("variance", "forward_kl")
-    """Scores that choose heads."""
+    """Text for calibration: a data folder prepared with the model's tokenizer, or a file of text."""
+    tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
+    """Tasks to answer; --tasks alone is none."""
+    task_data: Path | None = None
+    """Folder of the tasks' public files; those of the hub if not given."""
+    questions: int | None = None
+    """Number of questions of each task; all if not given."""
+    too_long: TooLong = "refuse"
+    """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
+    scores: tuple[Literal["variance", "variance_spread", "forward_kl", "random", "joint_cost"], ...] = (
+        "variance",
+        "forward_kl",
+    )
+    """Scores that choose heads; variance_spread takes three of a layer at most, joint_cost those that cost least."""
     rates: tuple[float, ...] = (0.1, 0.2, 0.3)
     """Shares of all heads."""
+    controls: bool = False
+    """Also prune the heads of each arm, and freeze those by joint cost in linear time."""
     max_fit_kl: float = FreezeConfig.max_fit_kl
     """Largest KL of an accepted fit, nats per row."""
     sequences: int = 512
     """Number of calibration sequences."""
     calibration_seed: int = 0
-    """Seed for drawing calibration sequences."""
+    """Seed for drawing calibration sequences, windows of healing and random heads."""
     length: int | None = None
     """Tokens of a calibration sequence, the longest input of every arm; 2,048 or the model's longest if not given."""
+    other: Path | None = None
+    """Another text to measure perplexity on, such as the data or a file of text."""
+    windows: int = 0
+    """Windows of each text to measure perplexity on."""
+    choosing: int = 64
+    """Windows that heads are chosen by joint cost on, half of them to order the heads."""
+    heal: int = 0
+    """Tokens of healing; every arm and the ordinary model are then measured a second time."""
+    bos: bool = False
+    """Begin each window with the tokenizer's BOS."""
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Return the record; raise InputError if the arms to continue are of another model, data or settings."""
     check_rates(settings.rates)
-    from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
-
-    opening = {"precision": settings.precision, "needs_data": not settings.frozen}
-    opened = open_model(settings.model, settings.data, settings.device, **opening)
-    others = [
-        open_model(path, settings.data, settings.device, precision=settings.precision, needs_data=False)
-        for path in settings.frozen
-    ]
+    if settings.tasks:
+        from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
+    opened = _open(settings, settings.model)
+    others = [_open(settings, path) for path in settings.frozen]
     precision = precision_in_use(opened.model, settings.precision)
     for other in others:
         if (its := precision_in_use(other.model, settings.precision)) != precision:
@@ -93,56 +115,65 @@ def measure(settings: Settings) -> dict[str, Any]:
                 "or give --precision fp32, which opens both in float32"
             )
     longest = min([settings.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
-    checkpoints = {"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)}
+    texts = _texts(settings, opened)
     head = header(
         "zero-shot",
         settings,
         device=device_name(pick_device(settings.device)),
-        checkpoints=checkpoints,
-        data={} if opened.data is None else {"calibration": opened.data.fingerprint},
+        checkpoints={"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)},
+        data={name: text.fingerprint for name, text in texts.items()},
     )
-    study = Study(settings, opened, longest, origin_of(head))
-    arms = list(study.elsewhere(others) if others else study.frozen())
+    study = Study(settings, longest, {"settings": head["settings"], **_origin(head)})
+    ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
+    pieces = study.elsewhere(others) if others else study.frozen()
+    arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces]
     return {
         **head,
         **{"model": str(opened.folder), "length": longest, "precision": precision},
-        **{"ordinary": {"tasks": study.ordinary["tasks"]}, "arms": arms, "overlap": _overlaps(arms)},
+        **{"ordinary": _by_state(ordinary), "arms": arms, "overlap": _overlaps(arms)},
     }
 
 
-@dataclass
+def _open(settings: Settings, path: Path) -> OpenedModel:
+    needs_data = path == settings.model and not settings.frozen
+    return open_model(path, settings.data, settings.device, precision=settings.precision, needs_data=needs_data)
+
+
+def _texts(settings: Settings, opened: OpenedModel) -> dict[str, TokenData]:
+    """Return the model's text and, where there is one, the other, which its tokenizer reads."""
+    if (data := opened.data) is None:
+        return {}
+    texts = {"calibration": data}
+    if (path := settings.other) is not None:
+        texts["other"] = TextData([path], data.tokenizer()) if path.is_file() else TokenData.open(path)
+    return texts
+
+
+def _origin(head: Record) -> dict[str, Any]:
+    return {name: head["provenance"][name] for name in ("checkpoints", "data")}
+
+
+@dataclass(frozen=True)
 class Study:
-    """One study: its arms are measured one after the other, each once."""
+    """One study: its arms are measured one after the other, each once, and kept in files beside its record."""
 
     settings: Settings
-    opened: OpenedModel
     longest: int
     origin: Record
 
-    @cached_property
-    def ordinary(self) -> dict[str, Any]:
-        """The ordinary model's tasks and answers."""
-        return piece(self.settings.out, "ordinary", self.origin, lambda: self._answers(self.opened, "as it is"))
-
-    def _answers(self, opened: OpenedModel, name: str) -> dict[str, Any]:
-        say(f"{name}: {', '.join(self.settings.tasks)}")
-        from saf.hf.lm_eval import ask
-
-        answers = ask(opened, self.settings, longest=self.longest)
-        return {
-            "tasks": {name: task.record for name, task in answers.items()},
-            "answers": {
-                name: [[one["id"], one["answer"], bool(one["right"])] for one in task.answers]
-                for name, task in answers.items()
-            },
-        }
-
-    def _arm(self, opened: OpenedModel, name: str, facts: Record) -> dict[str, Any]:
-        """Return an arm: its facts, its answers by task and their paired changes from the ordinary model's."""
-        own = self._answers(opened, name)
-        changes = paired_tasks(_by_task(self.ordinary), _by_task(own))
-        tasks = {name: task | {"change": changes["tasks"][name]} for name, task in own["tasks"].items()}
-        return {**facts, "tasks": tasks, "mean_difference": changes["mean_difference"]}
+    def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
+        """Return a part of the study, from its file where there is one; raise InputError for one of other origin."""
+        out = self.settings.out
+        if out is None:
+            return to_json(measure())
+        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+        path = folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
+        if not path.is_file():
+            return read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
+        found, own = read_json(path), to_json(self.origin)
+        if changed := [key for key in own if found["origin"].get(key) != own[key]]:
+            raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+        return found
 
     def elsewhere(self, others: Sequence[OpenedModel]) -> Iterator[dict[str, Any]]:
         """Yield the arms of models that were frozen elsewhere."""
@@ -153,108 +184,172 @@ class Study:
             name = f"model {number}, {percent(share)} frozen"
             facts = {"name": name, "path": str(other.folder), "score": None, "rate": None, "share": share}
             facts["heads"] = heads.to_list()
-            yield piece(
-                *(self.settings.out, name, self.origin),
-                lambda other=other, name=name, facts=facts: self._arm(other, name, facts),
-            )
+            measure = lambda other=other, facts=facts: {"facts": facts, "states": self.states(other, facts["name"])}  # noqa: E731
+            yield self.piece(name, measure)
 
     def frozen(self) -> Iterator[dict[str, Any]]:
-        """Yield the arms of every score and rate."""
-        self.ordinary  # noqa: B018 - before any head is frozen
-        for name in self.settings.scores:
-            fitted: dict[Head, FittedHead] = {}
-            for rate in self.settings.rates:
-                title = f"{name} {percent(rate)}"
-                make = lambda name=name, rate=rate, fitted=fitted: self._freeze(name, rate, fitted)  # noqa: E731
-                yield piece(self.settings.out, title, self.origin, make)
+        """Yield the arms of every score and rate, and their controls."""
+        for score, rate in itertools.product(self.settings.scores, self.settings.rates):
+            config = {**CHOICES[score], "rate": rate, "max_fit_kl": self.settings.max_fit_kl}
+            config |= {"seed": self.settings.calibration_seed} if score == "random" else {}
+            yield (arm := self._arm(score, rate, FreezeConfig(**config)))
+            heads: Any = tuple(map(tuple, arm["facts"]["heads"]))
+            if self.settings.controls and heads:
+                yield self._arm(f"{score} pruned", rate, FreezeConfig(operation="prune", heads=heads))
+            if self.settings.controls and heads and score == "joint_cost":
+                # They passed when they were chosen.
+                config = FreezeConfig(storage="exponential", heads=heads, max_fit_kl=10.0)
+                yield self._arm(f"{score} in linear time", rate, config)
 
-    @cached_property
-    def _calibrated(self) -> tuple[list[Tensor], AttentionStatistics]:
-        assert self.opened.data is not None
-        count, seed = self.settings.sequences, self.settings.calibration_seed
-        windows = calibration_windows(self.opened.data, length=self.longest, count=count, seed=seed)
-        say(f"calibrating on {count} sequences of {self.longest:,} tokens")
-        ids = list(windows.split(self.settings.batch_size))
-        return ids, calibrate(self.opened.model, ids)
+    def _arm(self, score: str, rate: float, config: FreezeConfig) -> dict[str, Any]:
+        """Return the arm of an event: what it froze, and the model's measurements afterwards."""
+        title = f"{score} {percent(rate)}"
 
-    def _freeze(self, name: str, rate: float, fitted: dict[Head, FittedHead]) -> dict[str, Any]:
-        """Return the arm of a score and rate; fits stay in `fitted` for later arms."""
-        model, config = self.opened.model, FreezeConfig(score=name, rate=rate, max_fit_kl=self.settings.max_fit_kl)
+        def measure() -> dict[str, Any]:
+            opened = _open(self.settings, self.settings.model)
+            report = self._freeze(opened, config, title)
+            return {"facts": _facts(report, score, rate), "states": self.states(opened, title)}
+
+        return self.piece(title, measure)
+
+    def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
+        count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
+        assert data is not None
+        say(f"{title}: calibrating on {count} sequences of {self.longest:,} tokens")
+        windows = calibration_windows(data, length=self.longest, count=count, seed=seed)
+        ids = self._begun(opened, windows).split(self.settings.batch_size)
+        heldout = None
+        if config.joint_cost:
+            # Windows from all over the partition, so that they are of many documents.
+            every = sequential_windows(data.tokens("controller"), self.longest)[:, :-1]
+            chosen = torch.linspace(0, len(every) - 1, min(self.settings.choosing, len(every))).long()
+            heldout = self._begun(opened, every[chosen]).split(1)
         with autocast(pick_device(self.settings.device), self.settings.precision):
-            ids, statistics = self._calibrated
+            return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
 
-            def fit(heads: HeadSet) -> dict[Head, FittedHead]:
-                if missing := HeadSet(head for head in heads if head not in fitted):
-                    fitted.update(fit_heads(model, ids, statistics, missing, config, Stopwatch()))
-                return {head: fitted[head] for head in heads}
+    def states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
+        """Return a model's measurements at once and, with healing, after it."""
+        states = {"at once": self._measured(opened, title)}
+        if self.settings.heal:
+            assert opened.data is not None
+            text, seed = opened.data.tokens("train"), self.settings.calibration_seed
+            windows = ShuffledWindows(text, length=self.longest, seed=seed)
+            windows = windows.batch(0, max(1, self.settings.heal // self.longest))
+            heal_(opened.model, self._begun(opened, windows), precision=self.settings.precision)
+            states["healed"] = self._measured(opened, f"{title}, healed")
+        return states
 
-            accepted, rejected = accept_fits(
-                head_order({name: score(statistics, name)}, config), fit, config, allow_empty=True
-            )
-            heads, total = HeadSet(accepted), statistics.variance.numel()
-            label = percent(rate)
-            if len(heads) != config.requested(total):
-                label = f"{percent(round(len(heads) / total, 3))} ({label} asked for)"
-            facts = {"name": f"{name} {label}", "score": name, "rate": rate, "share": len(heads) / total}
-            facts |= {"heads": heads.to_list(), **_described(heads, fitted, rejected, statistics)}
-            with frozen_heads(model, heads, [fitted[head].pattern for head in heads], config.backend):
-                return self._arm(self.opened, f"{name}, {percent(rate)}", facts)
+    def _measured(self, opened: OpenedModel, title: str) -> dict[str, Any]:
+        """Return the answers to the tasks, and the losses of windows of the texts."""
+        settings, answers, texts = self.settings, {}, {}
+        if settings.tasks:
+            say(f"{title}: {', '.join(settings.tasks)}")
+            from saf.hf.lm_eval import ask
+
+            answers = ask(opened, settings, longest=self.longest)
+        for name, text in _texts(settings, opened).items() if settings.windows else ():
+            with tempfile.TemporaryDirectory() as folder:
+                shape: Any = {"length": self.longest, "batch_size": settings.batch_size, "limit": settings.windows}
+                shape |= {"precision": settings.precision, "bos": self._bos(opened)}
+                record = evaluate_perplexity(opened.model, text, out=folder, tokens=False, **shape)
+                losses = read_evaluation(folder)[1].tolist()
+            texts[name] = {"perplexity": record["perplexity"], "windows": losses}
+        tasks = {
+            name: {**task.record, "each": [[one["id"], one["answer"], bool(one["right"])] for one in task.answers]}
+            for name, task in answers.items()
+        }
+        return {"tasks": tasks, "texts": texts}
+
+    def _bos(self, opened: OpenedModel) -> int | None:
+        return opened.encoder().beginning(self.settings.model) if self.settings.bos else None
+
+    def _begun(self, opened: OpenedModel, windows: Tensor) -> Tensor:
+        """Return windows with the token that begins a text in place of their first one, where the settings say so."""
+        if (bos := self._bos(opened)) is not None:
+            windows = windows.clone()
+            windows[:, 0] = bos
+        return windows
 
 
-def _by_task(entries: Record) -> AnswersByTask:
-    """Return answers as `paired_tasks` takes them."""
-    return {
-        name: (task, [dict(zip(("id", "answer", "right"), each, strict=True)) for each in entries["answers"][name]])
-        for name, task in entries["tasks"].items()
-    }
-
-
-def _described(
-    heads: HeadSet,
-    fitted: Mapping[Head, FittedHead],
-    rejected: Mapping[Head, FittedHead],
-    statistics: AttentionStatistics,
-) -> dict[str, Any]:
-    """Return the counts of heads by thirds of the layers, and the medians of their fits' KL and of their scores."""
-    layers = len(statistics.variance)
+def _facts(report: FreezeReport, score: str, rate: float) -> dict[str, Any]:
+    """Return what an event chose: its heads, their thirds of the layers, medians of their fits' KL and of scores."""
+    statistics, heads, label = report.statistics, report.heads, percent(rate)
+    layers, total = len(statistics.variance), statistics.variance.numel()
+    if len(heads) != report.requested:
+        label = f"{percent(round(len(heads) / total, 3))} ({label} asked for)"
     values = {
-        "fit_kl_median": [fitted[head].fit_kl for head in heads],
+        "fit_kl_median": list(report.fit_kl.values()),
         "forward_kl_median": [float(statistics.forward_kl[head]) for head in heads],
         "variance_median": [float(statistics.variance[head]) for head in heads],
     }
     return {
+        **{"name": f"{score} {label}", "score": score, "rate": rate, "share": len(heads) / total},
+        "heads": heads.to_list(),
+        "seconds": sum(report.seconds.values()),
         "layer_thirds": [sum(3 * layer // layers == third for layer, _ in heads) for third in range(3)],
-        "rejected": [[*head, fit.fit_kl] for head, fit in sorted(rejected.items())],
+        "rejected": [[*head, kl] for head, kl in sorted(report.rejected.items())],
         **{name: median(each) if each else None for name, each in values.items()},
+    }
+
+
+def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
+    """Return measurements without single answers and windows, at once and `healed`, with paired changes."""
+    states = {state: _state(each, ordinary and ordinary[state]) for state, each in own.items()}
+    return {**states.pop("at once"), **states}
+
+
+def _state(own: Record, ordinary: Record | None) -> dict[str, Any]:
+    tasks = {name: {k: v for k, v in task.items() if k != "each"} for name, task in own["tasks"].items()}
+    texts = {name: {"perplexity": text["perplexity"]} for name, text in own["texts"].items()}
+    state: dict[str, Any] = {"tasks": tasks, "texts": texts}
+    if ordinary is not None:
+        for name, text in texts.items():
+            pair = [torch.tensor(each["texts"][name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
+            text["change"] = delta_of_windows(*pair)
+    if ordinary is not None and tasks:
+        changes = paired_tasks(*map(_answers, (ordinary, own)))
+        for name, task in tasks.items():
+            task["change"] = changes["tasks"][name]
+        state["mean_difference"] = changes["mean_difference"]
+    return state
+
+
+def _answers(state: Record) -> AnswersByTask:
+    """Return answers as `paired_tasks` takes them."""
+    keys = ("id", "answer", "right")
+    return {
+        name: (task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
+        for name, task in state["tasks"].items()
     }
 
 
 def _overlaps(arms: Sequence[Record]) -> dict[str, float]:
     """Return by rate the share of the first score's heads that the second score chooses too."""
-    found, first = {}, {}
+    by_rate: dict[float, dict[str, set[tuple[int, int]]]] = {}
     for arm in arms:
-        if arm["score"] is not None:
-            heads = {tuple(head) for head in arm["heads"]}
-            one = first.setdefault(arm["rate"], heads)
-            if one is not heads and one:
-                found[f"{arm['rate']:g}"] = len(one & heads) / len(one)
-    return found
+        if arm["score"] in CHOICES:
+            by_rate.setdefault(arm["rate"], {})[arm["score"]] = set(map(tuple, arm["heads"]))
+    pairs = {f"{rate:g}": list(sets.values())[:2] for rate, sets in by_rate.items() if len(sets) > 1}
+    return {rate: len(one & other) / len(one) for rate, (one, other) in pairs.items() if one}
 
 
 def tables(record: Record) -> list[Part]:
-    """Return accuracies beside one another, their paired changes, the heads, and counts of answers."""
+    """Return accuracies beside one another, paired changes, perplexities, the heads, and counts of answers."""
     tasks, arms = record["ordinary"]["tasks"], record["arms"]
     columns = {"ordinary": tasks, **{arm["name"]: arm["tasks"] for arm in arms}}
-    conditions = (
+    parts: list[Part] = [
         f"Zero-shot accuracy of {record['model']}: {sum(task['questions'] for task in tasks.values()):,} questions of "
         f"{len(tasks)} tasks, inputs of up to {record['length']:,} tokens, {record['precision']}; heads frozen without "
-        "further training."
-    )
-    rows: list[list[Any]] = [
-        [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in columns.values())] for name in tasks
+        "further training but for healing."
     ]
-    rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
-    parts: list[Part] = [conditions, table("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
+    if tasks:
+        rows: list[list[Any]] = [
+            [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in columns.values())] for name in tasks
+        ]
+        rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
+        parts += [table("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
+    if record["ordinary"]["texts"] or "healed" in record["ordinary"]:
+        parts.append(_texts_table(record))
     if any(arm["score"] is not None for arm in arms):
         parts.append(_heads_table(record))
     if labelled := [name for name, task in tasks.items() if task["labels"]]:
@@ -284,6 +379,32 @@ def _changes_table(record: Record) -> Part:
     return table("Changes, points", ["arm", "task", "change", "gained / lost", "p", "Holm"], rows, notes)
 
 
+def _texts_table(record: Record) -> Part:
+    """Return each arm's change of perplexity and mean change of accuracy, at once and healed."""
+    ordinary, rows = record["ordinary"], []
+    states = {"at once": ordinary} | ({"healed": ordinary["healed"]} if "healed" in ordinary else {})
+    for arm in record["arms"]:
+        row = [arm["name"], len(arm["heads"])]
+        for state in states:
+            own = arm.get(state, arm)
+            for text in own["texts"].values():
+                change = text["change"]
+                low, high = (signed(value, 2) for value in change["ci95"])
+                row.append(f"{signed(change['delta_ppl_percent'], 2)} ({low} to {high})")
+            row.append(signed(100 * own["mean_difference"], 2, "") if own["tasks"] else None)
+        rows.append(row)
+    columns = ["arm", "heads"]
+    for state in states:
+        columns += [*(f"{name}, {state}, %" for name in ordinary["texts"]), f"tasks, {state}, points"]
+    of_ordinary = [
+        f"{name} {text['perplexity']:.3f} {state}"
+        for state, own in states.items()
+        for name, text in own["texts"].items()
+    ]
+    notes = [f"Perplexity of the ordinary model: {', '.join(of_ordinary)}. Changes are from it, in the same state."]
+    return table("Perplexity and healing", columns, rows, notes)
+
+
 def _heads_table(record: Record) -> Part:
     """Return the heads that each arm chose."""
     rows = []
@@ -306,7 +427,7 @@ def figure(records: Sequence[Record]) -> Figure:
         groups.setdefault(arm["score"] or arm["name"], []).append(arm)
     tasks = record["ordinary"]["tasks"]
     drawn, axes = subplots(-(-(len(tasks) + 1) // 3), 3)
-    for axis, name in zip(axes.flat, [*tasks, None], strict=False):
+    for axis, name in zip(axes.flat, [*tasks, None] if tasks else (), strict=False):
         for group, arms in groups.items():
             changes = [arm["tasks"][name]["change"]["difference"] if name else arm["mean_difference"] for arm in arms]
             points = [(100 * arm["share"], 100 * change) for arm, change in zip(arms, changes, strict=True)]

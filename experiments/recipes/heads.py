@@ -358,20 +358,24 @@ RECIPES["qwen_zeroshot"] = Recipe(
 )
 
 _SMOLLM2, _GEMMA, _OTHER = "smollm2-135m", "gemma-3-270m", "wikitext-2.txt"
+_HEALED = {
+    **{"scores": ("joint_cost", "variance", "variance_spread", "forward_kl", "random"), "controls": True},
+    **{"rates": (0.05, 0.1, 0.2, 0.3), "sequences": 32, "length": 1_024, "windows": 128, "heal": 2_457_600},
+    **{"too_long": "cut", "other": _OTHER, "task_data": QUESTIONS},
+}
 
 
 def _pretrained(model: str, **settings: object) -> Measurement:
     smoke = {
         "on": (checkpoint("4k-ordinary", 1.0),),
         **{"data": DATA, "other": DATA, "questions": 2, "batch_size": 4, "sequences": 8, "length": 32},
-        **{"rates": (0.5,), "tasks": ("piqa", "sst2"), "choosing": 2, "windows": 4, "heal": 256, "speeds": ()},
-        "jobs": 1,
+        **{"rates": (0.5,), "tasks": ("piqa", "sst2"), "choosing": 4, "windows": 4, "heal": 256},
     }
     return Measurement(
         name=model,
-        does="analyze pretrained",
+        does="analyze zero-shot",
         on=(model,),
-        settings={"data": f"{model}-text", "other": _OTHER, "task_data": QUESTIONS, **settings},
+        settings={"data": f"{model}-text", **_HEALED, **settings},
         scaled={"small": {"questions": 500}, "smoke": smoke},
         smoke=model == _SMOLLM2,
     )
@@ -380,12 +384,12 @@ def _pretrained(model: str, **settings: object) -> Measurement:
 RECIPES["pretrained"] = Recipe(
     title="Pretrained models",
     source=paper.QWEN_ZERO_SHOT,
-    measurements=(_pretrained(_SMOLLM2), _pretrained(_GEMMA, bos=True, batch_size=4)),
+    measurements=(_pretrained(_SMOLLM2, batch_size=16), _pretrained(_GEMMA, bos=True, batch_size=4)),
     notes=(
         f"Models are the folders {_SMOLLM2} (SmolLM2-135M-Instruct) and {_GEMMA} (gemma-3-270m) of transformers. Their "
         f"texts are {_SMOLLM2}-text and {_GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other "
         f"text is {_OTHER}.",
-        "A measurement is made of pieces, one process a GPU; the same command continues. The paper has no such table: "
-        "its models were pretrained here, or frozen without healing.",
+        "The same command continues a measurement that stopped. The paper has no such table: its models were "
+        "pretrained here, or frozen without healing.",
     ),
 )

@@ -139,3 +139,24 @@ def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
     assert (arm["name"], arm["share"]) == ("variance 33.3% (90% asked for)", 8 / 24)
     assert found["overlap"] == {}
     assert found["ordinary"]["tasks"]["sst2"]["shortened"] == 2
+
+
+def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_healing(folder):
+    asked = {
+        "scores": ("joint_cost",),
+        "rates": (0.25,),
+        "controls": True,
+        "heal": 2 * LENGTH,
+        "windows": 2,
+        "tasks": (),
+    }
+    found = measure(settings(folder, other=folder / "text.txt", choosing=4, **asked))
+    frozen, pruned, linear = found["arms"]
+    assert [arm["score"] for arm in found["arms"]] == ["joint_cost", "joint_cost pruned", "joint_cost in linear time"]
+    assert frozen["heads"] == pruned["heads"] == linear["heads"]
+    ordinary = found["ordinary"]
+    assert ordinary["healed"]["texts"]["other"]["perplexity"] != ordinary["texts"]["other"]["perplexity"]
+    for state, other in ((pruned, ordinary), (pruned["healed"], ordinary["healed"])):
+        ratio = state["texts"]["other"]["perplexity"] / other["texts"]["other"]["perplexity"]
+        assert state["texts"]["other"]["change"]["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
+    assert "joint_cost pruned 25%" in shown(tables(to_json(found)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saf
-from benchmarks import accuracy, attention, compiling, finetuning, freezing, long_contexts, nanogpt
+from benchmarks import accuracy, attention, compiling, finetuning, freezing, nanogpt
 from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
 from saf.errors import InputError
@@ -169,17 +169,3 @@ def test_what_an_event_costs_is_beyond_the_updates_that_follow(monkeypatch):
     results = compiling.events(settings, "layers", Point(16, 1, 1))
     assert [event["frozen"] for event in results.values()] == [0, 4, 5]
     assert all(event["lost_s"] > -1 and event["update_s"] > 0 for event in results.values())
-
-
-def test_heads_in_linear_time_are_checked_against_float64(tmp_path):
-    linear = pytest.importorskip("benchmarks.linear", reason="needs triton")
-    assert linear.main(["--out", str(tmp_path / "linear.json")]) == 0
-    assert len(read_json(tmp_path / "linear.json")["errors"]) == 2
-
-
-def test_a_group_of_long_contexts_is_one_record(tmp_path):
-    with pytest.raises(SystemExit, match="decode-2-layers"):
-        long_contexts.main(["--out", str(tmp_path), "--only", "nothing"])
-    assert long_contexts.main(["--out", str(tmp_path), "--only", "update-32k", "--tiny"]) == 0
-    record = read_json(tmp_path / "update-32k.json")
-    assert {row["role"] for row in record["rows"]} >= {"control", "frozen", "free", "pruned"}
