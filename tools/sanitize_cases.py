@@ -15,7 +15,7 @@ from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.fused.kernels import choose_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
-from saf.ops.positions import QueryRows
+from saf.ops.positions import CachePosition
 from saf.ops.toeplitz.kernels import Config, convolve, toeplitz_matmul
 from saf.ops.toeplitz.tables import make_tiles
 from saf.patterns import CompactPattern
@@ -78,7 +78,7 @@ def decode() -> None:
     frozen = FrozenHeads.from_patterns(pattern(2), dtype=WIDE, device=device, kv_head=kv_head)
     tables = frozen.tables(WIDE) | decode_tables(kv_head, 2, device)
     query, key, value = operand(2, 1, 3)
-    rows = QueryRows(torch.tensor(100, device=device), 3, torch.tensor([0, 7], device=device)[:BATCH])
+    rows = CachePosition(torch.tensor(100, device=device), 3, torch.tensor([0, 7], device=device)[:BATCH])
     for live in (2, 0):
         heads = query[:, :live, :3], key[:, : min(1, live)], value
         finite(flash_decode(*heads, kv_head[:live], kv_head[2:], tables, rows, None))

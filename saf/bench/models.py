@@ -31,7 +31,7 @@ from saf.opening import find_source
 from saf.ops import BACKENDS
 from saf.ops.backend import Backend, Tables
 from saf.ops.heads import take_heads
-from saf.ops.positions import QueryRows
+from saf.ops.positions import CachePosition
 from saf.patterns import CompactPattern, ExponentialPattern, Pattern
 from saf.records.run import means_transformers
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
@@ -415,9 +415,6 @@ class FlexAttention(LiveAttention):
 class FreeBackend(Backend):
     """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
 
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None
-
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         return "values pass through unmixed (a bound for measurements, not a model)"
 
@@ -427,8 +424,8 @@ class FreeBackend(Backend):
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return take_heads(value, heads)
 
-    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        at = torch.arange(rows.count, device=value.device) + rows.first
+    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
+        at = torch.arange(position.count, device=value.device) + position.first
         return take_heads(value.index_select(2, at), heads)
 
 

@@ -2,9 +2,10 @@
 
 `attention` checks a call and decides how it is computed. `frozen_heads` holds patterns as a backend prepared them;
 `backend` is what a backend must offer, `backends` the list of them. A folder each: `toeplitz`, the default; `linear`,
-exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache. `reference` is the oracle,
-`live` ordinary attention, `decoder` the loss and GELU. Every `op.py` registers operators and their gradients;
-`kernels.py` imports Triton, and the first call that runs a kernel imports it.
+exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache. In each, `op.py` registers
+the operators, P V and what else runs as one, each with its `gradient`: `value_gradient` computes dV = P^T dO of frozen
+heads. `kernels.py` imports Triton, and the first call that runs a kernel imports it. `reference` is the oracle, `live`
+ordinary attention, `decoder` the loss and GELU.
 """
 
 from saf.ops.attention import (
@@ -18,12 +19,10 @@ from saf.ops.attention import (
 from saf.ops.backends import BACKENDS, choose_backend, explain
 from saf.ops.frozen_heads import FrozenHeads, for_graphs
 from saf.ops.live import live_attention
-from saf.patterns import TrainablePattern
 
 __all__ = [
     "BACKENDS",
     "FrozenHeads",
-    "TrainablePattern",
     "attention_parts",
     "attention_products",
     "choose_backend",

@@ -1,12 +1,11 @@
 """Attention of a layer with live and frozen heads, and the one place that decides how a call is computed.
 
 `mixed_attention` returns all heads, `attention_parts` live and frozen ones apart, `attention_products` their product
-with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: a recurrent state; flash
-decoding; ordinary attention; one launch of a backend for all heads; otherwise live heads by SDPA and frozen heads by
-their backend, of few queries after a cache as rows of patterns.
+with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all heads, of
+few queries or few tokens or by a backend that mixes live heads too; otherwise live heads by SDPA, and frozen heads by
+their backend, whose `forward` has the gradient of a frozen head beside it (`value_gradient` in toeplitz/op.py).
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.errors import InputError, UnsupportedError, shown
+from saf.errors import InputError, UnsupportedError
 from saf.ops.backends import BACKENDS
 from saf.ops.decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
 from saf.ops.frozen_heads import FrozenHeads, FrozenPart
@@ -23,7 +22,7 @@ from saf.ops.heads import cached_order, even_queries, flat_heads, join_heads, li
 from saf.ops.linear.op import RecurrentState
 from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
 from saf.ops.operator import has_tangent
-from saf.ops.positions import CachePosition, QueryRows, check_left_pad, unpadded
+from saf.ops.positions import CachePosition, check_left_pad, unpadded
 
 JOINED = 8192 * 768
 """Size B x T x H * D up to which training joins live and frozen heads before the output product.
@@ -35,7 +34,7 @@ WHOLE_SHARE = 4
 
 
 class Call(NamedTuple):
-    """A checked call of `mixed_attention`, its arguments, and the value head of each live and each frozen slot."""
+    """A checked call: its arguments, the value head of each live and each frozen slot, and where its queries stand."""
 
     query: Tensor
     key: Tensor
@@ -43,24 +42,15 @@ class Call(NamedTuple):
     frozen: FrozenHeads | None
     live_slots: tuple[int, ...]
     frozen_slots: tuple[int, ...]
+    position: CachePosition
     scale: float | None = None
-    left_pad: Tensor | None = None
-    cache_position: CachePosition | None = None
     kernel: str = "auto"
     state: RecurrentState | None = None
 
     @property
-    def rows(self) -> QueryRows:
-        """Return which rows of patterns the queries are."""
-        count = self.query.shape[-2]
-        if self.cache_position is not None:
-            return QueryRows(self.cache_position.first, count, self.cache_position.left_pad)
-        return QueryRows(self.value.shape[-2] - count, count, self.left_pad)
-
-    @property
     def whole(self) -> bool:
         """Return whether there is a query for every position."""
-        return self.cache_position is None and self.query.shape[-2] == self.value.shape[-2]
+        return self.position.visible is None and self.position.count == self.value.shape[-2]
 
 
 def mixed_attention(
@@ -103,19 +93,14 @@ def mixed_attention(
         UnsupportedError: A backend that computes live heads itself (`fused`) with padding, a shorter query or a kernel
             of theirs; a kernel that cannot run here; a cache of fixed size with patterns that are trained.
     """
-    call = _checked(query, key, value, frozen, scale, backend, left_pad, cache_position, kernel, state)
-    return _joined(_compute(call))
+    options = {"scale": scale, "left_pad": left_pad, "cache_position": cache_position, "kernel": kernel, "state": state}
+    return _joined(_compute(_checked(query, key, value, frozen, backend, **options)))
 
 
 def attention_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads | None,
-    *,
-    left_pad: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, *, left_pad: Tensor | None = None,
     kernel: str = "auto",
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `mixed_attention` in the parts that it is computed in: live and frozen heads apart, or all in one part.
 
     Parts `[B, n, Tq, D]` follow one another in slot order; nothing is copied together. Raises as `mixed_attention`.
@@ -124,15 +109,9 @@ def attention_parts(
 
 
 def attention_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads,
-    projection: Tensor,
-    *,
-    left_pad: Tensor | None = None,
-    kernel: str = "auto",
-) -> tuple[Tensor, ...]:
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads, projection: Tensor, *,
+    left_pad: Tensor | None = None, kernel: str = "auto",
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `mixed_attention` of a layer with frozen heads, and its product with `projection [C, H * D]`.
 
     Returns one or two products `[B, Tq, C]`, in the dtype of `value`, or autocast's, whose sum it is, for whoever adds
@@ -145,7 +124,7 @@ def attention_products(
     if projection.ndim != 2 or projection.shape[1] != sum(widths):
         raise InputError(f"projection must be [C, {sum(widths)}], columns slot by slot; got {list(projection.shape)}")
     if torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
-        parts, widths = [_joined(parts)], [sum(widths)]
+        parts, widths = (_joined(parts),), [sum(widths)]
     # Cast once: autocast would cast the columns of either part by themselves.
     columns = projection.to(value.dtype).split(widths, dim=1)
     return tuple(F.linear(flat_heads(part), weight) for part, weight in zip(parts, columns, strict=True))
@@ -157,29 +136,21 @@ def summed(products: Sequence[Tensor]) -> Tensor:
 
 
 def frozen_attention(
-    value: Tensor,
-    frozen: FrozenHeads,
-    *,
-    backend: str = "auto",
-    left_pad: Tensor | None = None,
-    cache_position: CachePosition | None = None,
-    rows: int | None = None,
-    state: RecurrentState | None = None,
-) -> Tensor:
+    value: Tensor, frozen: FrozenHeads, *, backend: str = "auto", left_pad: Tensor | None = None,
+    cache_position: CachePosition | None = None, rows: int | None = None, state: RecurrentState | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
 
     `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
     last positions only; `left_pad`, `cache_position` and `state` are as in `mixed_attention`, and with these two
     `rows` says how many queries there are. Raises as `mixed_attention` does.
     """
-    _check_frozen(frozen, value, backend, cache_position, state, value)
+    slots = _slots(frozen, value, backend, cache_position, state, value)[-frozen.num_frozen :]
     rows = value.shape[-2] if rows is None else rows
     if not 0 <= rows <= value.shape[-2]:
         raise InputError(f"rows must be 0 to {value.shape[-2]}, the last positions, got {rows}")
-    left_pad, none = _checked_padding(value, left_pad, cache_position), value[:, :0]
-    slots = _slots(frozen, value, cache_position, state)[-frozen.num_frozen :]
-    call = Call(none[:, :, :rows], none, value, frozen, (), slots, None, left_pad, cache_position, state=state)
-    return _joined(_compute(call))
+    position, none = _position(value, rows, left_pad, cache_position), value[:, :0]
+    return _joined(_compute(Call(none[:, :, :rows], none, value, frozen, (), slots, position, state=state)))
 
 
 def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...], **options: Any) -> Tensor:
@@ -201,47 +172,19 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...]
 
 def _compute(call: Call) -> tuple[Tensor, ...]:
     """Return all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order."""
-    frozen, count, length = call.frozen, call.query.shape[-2], call.value.shape[-2]
-    fixed = [] if frozen is None else frozen.parts(call.value.dtype)
-    if call.state is not None:
-        return _compute_from_state(call, fixed)
-    if (heads := _flash_decode(call, fixed)) is not None:
+    frozen, fixed = call.frozen, [] if call.frozen is None else call.frozen.parts(call.value.dtype)
+    if call.state is None and (heads := _flash_decode(call, fixed)) is not None:
         return (heads,)
     if frozen is None:
         return (_live(call, call.value, call.live_slots),)
     if call.live_slots and fixed and (heads := _in_one_launch(call, frozen, fixed[0])) is not None:
         return (heads,)
     live_value, live_slots, value, slots = _values(call)
-    live = (_live(call, live_value, live_slots),) if live_slots else ()
-    # Few rows: weights are made and multiplied in plain PyTorch, which autograd differentiates. A whole product is cut
-    # afterwards, and of padded rows it would have to move their values first.
-    few = not call.whole and (call.left_pad is not None or count * WHOLE_SHARE <= length)
-    if call.cache_position is not None or (few and not BACKENDS[frozen.backend].mixes_live and not frozen.trainable):
-        return (*live, merge_slots([(part.slots, _rows(part, call, value, slots)) for part in fixed]))
-    mixed = _mix(value, slots, frozen, fixed, call.left_pad)
-    return (*live, mixed if call.whole else mixed[:, :, length - count :])
-
-
-def _compute_from_state(call: Call, fixed: Sequence[FrozenPart]) -> tuple[Tensor, ...]:
-    """Return the heads of a layer whose heads with exponential patterns go on from a recurrent state."""
-    assert call.state is not None
-    if torch.is_grad_enabled() and call.state.value.requires_grad:
-        raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
-    parts = []
-    for part in fixed:
-        if part.backend is BACKENDS["linear"]:
-            mixed = call.state.mix(part.tables, call.rows, call.whole)
-        elif call.whole:
-            read = tuple(call.frozen_slots[slot] for slot in part.slots)
-            mixed = part.backend.forward(call.value, read, part.tables, call.left_pad)
-        else:
-            mixed = _rows(part, call, call.value, call.frozen_slots)
-        parts.append((part.slots, mixed))
-    mixed = merge_slots(parts)
-    if not call.live_slots:
+    mixed = _frozen(call, frozen, fixed, value, slots)
+    if not live_slots:
         return (mixed,)
-    live = _flash_decode(call._replace(frozen_slots=()), fixed)
-    return (_live(call, call.value, call.live_slots) if live is None else live), mixed
+    live = None if call.state is None else _flash_decode(call._replace(frozen_slots=()), fixed)
+    return (_live(call, live_value, live_slots) if live is None else live), mixed
 
 
 def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
@@ -253,7 +196,7 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     named, group = call.kernel == FLASH_DECODE, largest_group(call.live_slots)
     if call.whole or not (named or (call.kernel == "auto" and call.frozen is not None)):
         return None
-    if call.query.shape[-2] * group > MOST_ROWS >= group:  # not few
+    if call.position.count * group > MOST_ROWS >= group:  # not few
         return None
     # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
     tables = ([part.tables for part in fixed if "row_heads" in part.tables] or [{}])[0]
@@ -264,7 +207,7 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
         if named:
             raise UnsupportedError(f"attention kernel {FLASH_DECODE!r} {reason}; or take 'auto'")
         return None
-    return flash_decode(*args, call.rows, call.scale)
+    return flash_decode(*args, call.position, call.scale)
 
 
 def _in_one_launch(call: Call, frozen: FrozenHeads, fixed: FrozenPart) -> Tensor | None:
@@ -273,8 +216,8 @@ def _in_one_launch(call: Call, frozen: FrozenHeads, fixed: FrozenPart) -> Tensor
     if not backend.mixes_live:
         device = value.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != value.dtype
-        plain = call.whole and call.left_pad is None and call.kernel == "auto" and len(fixed.slots) == frozen.num_frozen
-        if not plain or torch.is_grad_enabled() or autocast:
+        plain = call.whole and call.position.left_pad is None and call.kernel == "auto"
+        if not plain or len(fixed.slots) != frozen.num_frozen or torch.is_grad_enabled() or autocast:
             return None
     query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does: they may be wider
     # The maps of the launch know of no value heads behind the last one that is read.
@@ -301,28 +244,41 @@ def _values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[int, ...
 
 def _live(call: Call, value: Tensor, slots: tuple[int, ...]) -> Tensor:
     """Return live heads, `[B, L, Tq, D]`."""
-    visible = None if call.cache_position is None else call.cache_position.visible
-    options = {"scale": call.scale, "left_pad": call.left_pad, "visible": visible, "kernel": call.kernel}
-    return live_heads(call.query, call.key, value, slots, **options)
+    options = {"scale": call.scale, "left_pad": call.position.left_pad, "visible": call.position.visible}
+    return live_heads(call.query, call.key, value, slots, **options, kernel=call.kernel)
 
 
-def _rows(part: FrozenPart, call: Call, value: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Return the rows of the queries of fixed patterns that one backend executes."""
-    return part.backend.rows(value, tuple(heads[slot] for slot in part.slots), part.tables, call.rows)
-
-
-def _mix(
-    value: Tensor, heads: tuple[int, ...], frozen: FrozenHeads, fixed: Sequence[FrozenPart], left_pad: Tensor | None
+def _frozen(
+    call: Call, frozen: FrozenHeads, fixed: Sequence[FrozenPart], value: Tensor, slots: tuple[int, ...]
 ) -> Tensor:
-    """Return frozen heads, `[B, F, T, D]`, each of its head of `value [B, H, T, D]`, fixed and trainable ones apart."""
+    """Return frozen heads, `[B, F, Tq, D]`, of `value`, fixed and trainable ones apart.
+
+    Of few queries weights are made and multiplied in plain PyTorch, which autograd differentiates. A whole product is
+    cut afterwards, and of padded rows it would have to move their values first.
+    """
+    position, length, backend = call.position, value.shape[-2], BACKENDS[frozen.backend]
+    few = position.left_pad is not None or position.count * WHOLE_SHARE <= length
+    whole_product = call.whole or (
+        position.visible is None and call.state is None and (not few or backend.mixes_live or bool(frozen.trainable))
+    )
     parts = []
+
+    def last(mixed: Tensor) -> Tensor:
+        return mixed if call.whole else mixed[:, :, length - position.count :]
+
     for part in fixed:
-        read = tuple(heads[slot] for slot in part.slots)
-        parts.append((part.slots, part.backend.forward(value, read, part.tables, left_pad)))
+        read = tuple(slots[slot] for slot in part.slots)
+        if call.state is not None and part.backend is BACKENDS["linear"]:
+            mixed = call.state.mix(part.tables, position, call.whole)
+        elif whole_product:
+            mixed = last(part.backend.forward(value, read, part.tables, position.left_pad))
+        else:
+            mixed = part.backend.rows(value, read, part.tables, position)
+        parts.append((part.slots, mixed))
     if frozen.trainable:
-        backend, own = BACKENDS[frozen.backend], take_heads(value, tuple(heads[slot] for slot in frozen.trainable))
-        mixed = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), own, left_pad)
-        parts.append((frozen.trainable, mixed))
+        own = take_heads(value, tuple(slots[slot] for slot in frozen.trainable))
+        mixed = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), own, position.left_pad)
+        parts.append((frozen.trainable, last(mixed)))
     return merge_slots(parts)
 
 
@@ -334,25 +290,22 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, scale: float | None = None,
-    backend: str = "auto", left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, backend: str = "auto", *,
+    scale: float | None = None, left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
     kernel: str = "auto", state: RecurrentState | None = None,
 ) -> Call:  # fmt: skip
     """Return the call of a layer; raise InputError or UnsupportedError for one that cannot be computed."""
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise InputError(f"scale must be a finite number, got {scale}")
     if frozen is not None:
-        _check_frozen(frozen, value, backend, cache_position, state, query, key, value)
-        slots = _slots(frozen, value, cache_position, state)
+        slots = _slots(frozen, value, backend, cache_position, state, query, key, value)
         live, own = slots[: -frozen.num_frozen], slots[-frozen.num_frozen :]
+    elif backend != "auto":
+        raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
     else:
-        if backend != "auto":
-            raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
         live, own = _ordinary_slots(query, value), ()
     _check_shapes(query, key, value, live)
     check_kernel(kernel)
-    left_pad = _checked_padding(value, left_pad, cache_position)
-    call = Call(query, key, value, frozen, live, own, scale, left_pad, cache_position, kernel, state)
+    position = _position(value, query.shape[-2], left_pad, cache_position)
+    call = Call(query, key, value, frozen, live, own, position, scale, kernel, state)
     if frozen is not None and live and BACKENDS[frozen.backend].mixes_live:
         if left_pad is not None or not call.whole or kernel != "auto":
             raise UnsupportedError(
@@ -383,52 +336,49 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[i
     raise InputError(f"query, key and value {problem}, got {tuple(q)}, {tuple(k)}, {tuple(v)}")
 
 
-def _check_frozen(
-    frozen: FrozenHeads, value: Tensor, backend: str, cache_position: CachePosition | None,
-    state: RecurrentState | None, *operands: Tensor,
-) -> None:  # fmt: skip
-    """Raise InputError or UnsupportedError for values, a backend or a cache that frozen heads cannot take."""
-    if not isinstance(frozen, FrozenHeads):
-        raise InputError(f"frozen must be a FrozenHeads, made by FrozenHeads.from_patterns; got {shown(frozen)}")
-    frozen.check_values(value, backend)
-    own = BACKENDS[frozen.backend]
-    if not own.in_autograd and has_tangent(*operands):
-        raise UnsupportedError(
-            "frozen heads have no derivatives in forward mode; use torch.autograd.grad, or backend='reference'"
-        )
-    if cache_position is not None and state is None and (frozen.trainable or own.mixes_live):
-        why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
-        raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
+def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position: CachePosition | None) -> CachePosition:
+    """Return where the queries stand: the last `rows` positions without a cache of fixed size.
 
-
-def _checked_padding(value: Tensor, left_pad: Tensor | None, cache_position: CachePosition | None) -> Tensor | None:
-    """Return `left_pad` where the values are, contiguous, as kernels read it; raise InputError where it cannot be."""
-    if left_pad is None:
-        return None
-    check_left_pad(left_pad, value.shape[0], value.shape[2], wait=False)
-    if cache_position is not None:
-        raise InputError("cache_position includes padding; leave left_pad out")
-    return left_pad.to(value.device).contiguous()
+    `left_pad` goes where the values are, contiguous, as kernels read it. Raises InputError where it cannot be.
+    """
+    if left_pad is not None:
+        check_left_pad(left_pad, value.shape[0], value.shape[2], wait=False)
+        if cache_position is not None:
+            raise InputError("cache_position includes padding; leave left_pad out")
+        left_pad = left_pad.to(value.device).contiguous()
+    if cache_position is None:
+        return CachePosition(value.shape[-2] - rows, rows, left_pad)
+    return cache_position._replace(count=rows)
 
 
 def _ordinary_slots(query: Tensor, value: Tensor) -> tuple[int, ...]:
     """Return the value head of each head of a layer without frozen ones: consecutive heads share one."""
     count, heads = query.shape[1], value.shape[1]
-    if not count:
-        raise InputError(f"query has no heads, and none is frozen; got {list(query.shape)}: leave such a layer out")
-    if not heads or count % heads:
-        raise InputError(f"query heads must be a multiple of value's {heads}; got {count}")
+    if not heads or not count or count % heads:
+        raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
     return tuple(slot // (count // heads) for slot in range(count))
 
 
 def _slots(
-    frozen: FrozenHeads, value: Tensor, cache_position: CachePosition | None, state: RecurrentState | None
-) -> tuple[int, ...]:
+    frozen: FrozenHeads, value: Tensor, backend: str, cache_position: CachePosition | None,
+    state: RecurrentState | None, *operands: Tensor,
+) -> tuple[int, ...]:  # fmt: skip
     """Return which head of `value` each slot reads, live ones first; -1 for slots that decode from a state.
 
-    A cache of fixed size, and values beside a state, have their heads in `cached_order`.
+    A cache of fixed size, and values beside a state, have their heads in `cached_order`. Raises InputError or
+    UnsupportedError for values, a backend or a cache that frozen heads cannot take.
     """
-    heads = frozen.kv_head
+    frozen.check_values(value, backend)
+    own, heads = BACKENDS[frozen.backend], frozen.kv_head
+    if not own.in_autograd and has_tangent(*operands):
+        raise UnsupportedError(
+            "frozen heads have no derivatives in forward mode; use torch.autograd.grad, or backend='reference'"
+        )
+    if state is not None and torch.is_grad_enabled() and state.value.requires_grad:
+        raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
+    if cache_position is not None and state is None and (frozen.trainable or own.mixes_live):
+        why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
+        raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
     if heads is None:  # one to one
         if state is not None:
             raise InputError("frozen heads with a recurrent state need kv_head; pass it to FrozenHeads.from_patterns")

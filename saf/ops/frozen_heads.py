@@ -1,6 +1,5 @@
 """`FrozenHeads`: the patterns of one layer's frozen heads and the tables by which a backend executes them."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -215,22 +214,11 @@ class FrozenHeads(nn.Module):
     def extra_repr(self) -> str:
         """Describe the heads when the model is printed, with those executed as T x T matrices instead of tables."""
         words = [f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"]
-        for (dtype, name), static in self._static.items():
-            kinds = [self.patterns[self.groups[name][slot]].kind for slot in static.get("stored", ())]
-            reasons = {"dense": "dense", "compact": "it cannot hold as tables"}
-            counts = [f"{kinds.count(kind)} {why}" for kind, why in reasons.items() if kind in kinds]
-            if counts:
-                words.append(f"stored as T x T for {str(dtype).removeprefix('torch.')}: {', '.join(counts)}")
+        stored = {dtype: len(static.get("stored", ())) for (dtype, _), static in self._static.items()}
+        words += [
+            f"{count} stored as T x T for {str(d).removeprefix('torch.')}" for d, count in stored.items() if count
+        ]
         return ", ".join(words)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenHeads":
-        patterns = [copy.deepcopy(one, memo) if one.trainable else one for one in self.patterns]
-        twin = FrozenHeads(patterns, self.backend, self.max_length, self.kv_head)
-        twin.dtypes = self.dtypes
-        for key in self._names:
-            # By memo: a tensor that is two tables stays one buffer, as averages of buffers pair them by their order.
-            twin._add_tables(*key, {name: copy.deepcopy(table, memo) for name, table in self.tables(*key).items()})
-        return twin.train(self.training)
 
 
 def beyond_patterns(length: int, longest: int) -> str:

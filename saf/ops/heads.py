@@ -4,12 +4,13 @@ Heads are named by tuples of ints, so that nothing is indexed by tensors that th
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.ops.positions import QueryRows
+from saf.ops.positions import CachePosition
 
 MOST_ROWS, HELD_WEIGHTS = 128, 1 << 26
 """Rows, and weights of all heads, that are held at once beside a cache: 256 MiB in float32. Chosen, not measured."""
@@ -133,37 +134,45 @@ def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)
 
 
-def dense_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return the `weights_of` of `row_product` for stored patterns, `weights [F, T, T]` of the tables."""
-    weights = tables["weights"]
-    return lambda query, key, _: weights[:, query[:, :, None], key[:, None, :]]
+def pattern_rows(value: Tensor, heads: tuple[int, ...], tables: dict[str, Any], position: CachePosition) -> Tensor:
+    """Return rows of `P V` of fixed patterns, `[B, F, count, D]`; slot f reads `heads[f]` of `value [B, H_kv, T, D]`.
+
+    Tables hold `weights [S, T, T]` of the slots in `stored`, and of those in `convolved` `distance`, `key_scale` and
+    `row_scale`, exp(rho), exp(alpha) and 1/Z, `[C, T]` each.
+    """
+    parts = []
+    for slots, weights_of in ((tables["stored"], _dense_weights), (tables["convolved"], _compact_weights)):
+        if slots:
+            read = tuple(heads[slot] for slot in slots)
+            parts.append((slots, _row_product(partial(weights_of, tables), value, read, position)))
+    return merge_slots(parts)
 
 
-def compact_rows(tables: dict[str, Any]) -> Callable[..., Tensor]:
-    """Return the `weights_of` of `row_product` for compact patterns: `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
-    distance, key_scale, row_scale = tables["distance"], tables["key_scale"], tables["row_scale"]
-
-    def weights(query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
-        far = distance[:, lag].to(row_scale.dtype)[:, None]
-        return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
-
-    return weights
+def _dense_weights(tables: dict[str, Any], query: Tensor, key: Tensor, _: Tensor) -> Tensor:
+    return tables["weights"][:, query[:, :, None], key[:, None, :]]
 
 
-def row_product(
-    weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...], rows: QueryRows
-) -> Tensor:
-    """Return rows of `P V` of frozen slots that read `heads` of `value [B, H_kv, T, D]`: `[B, F, rows.count, D]`.
+def _compact_weights(tables: dict[str, Any], query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
+    """Return `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
+    key_scale, row_scale = tables["key_scale"], tables["row_scale"]
+    far = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
+    return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
 
-    `weights_of(query, key, lag)` returns the weights `[F, B or 1, count, T]` at what `QueryRows.positions` returns.
-    Autograd differentiates the products; no value head is copied.
+
+def _row_product(
+    weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...],
+    position: CachePosition,
+) -> Tensor:  # fmt: skip
+    """Return rows of `P V`, block by block, so that autograd differentiates them; no value head is copied.
+
+    `weights_of(query, key, lag)` returns weights `[F, B or 1, count, T]` at what `CachePosition.in_pattern` returns.
     """
     parts, most = [], MOST_ROWS
     if not torch.compiler.is_compiling():  # where lengths may be open
-        row = len(heads) * value.shape[-2] * (1 if rows.left_pad is None else max(1, len(value)))
+        row = len(heads) * value.shape[-2] * (1 if position.left_pad is None else max(1, len(value)))
         most = max(1, min(most, HELD_WEIGHTS // row))
-    for block in rows.blocks(most):
-        *at, seen = block.positions(value.shape[-2], value.device)
+    for block in position.blocks(most):
+        *at, seen = block.in_pattern(value.shape[-2], value.device)
         weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
         parts.append(_weighed(weights, value, heads))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

@@ -9,7 +9,7 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saf.errors import InputError, UnsupportedError, did_you_mean
+from saf.errors import UnsupportedError, check_name
 
 FLASH_PACKAGES = {
     "fa3": ("FA3", "flash_attn_interface", "FlashAttention-3, built from hopper/ of Dao-AILab/flash-attention"),
@@ -86,10 +86,8 @@ def pinned(kernel: str, device: torch.device):
 
 def check_kernel(kernel: str) -> None:
     """Raise InputError for an unknown kernel."""
-    names = sorted([*KERNELS, FLASH_DECODE])
-    if kernel not in ("auto", *names):
-        near = did_you_mean(kernel, names)
-        raise InputError(f"unknown attention kernel {kernel!r}; expected 'auto' or one of {names}{near}")
+    if kernel != "auto":  # every call asks
+        check_name("attention kernel", kernel, ("auto", *KERNELS, FLASH_DECODE))
 
 
 def live_attention(

@@ -38,11 +38,15 @@ def product_precision(dtype: torch.dtype) -> str:
     return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
 
 
-def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
+def operator(
+    name: str, *, fake: Callable[..., Any], gradient: Callable[..., Any] | None = None,
+    context: Callable[..., None] | None = None, mutates: tuple[str, ...] = (),
+) -> Callable[[Callable], Any]:  # fmt: skip
     """Register a function as the operator `saf::name`, for every device, and return the operator.
 
-    `fake` returns empty tensors of the result's true shape, strides and dtype. The function may change only arguments
-    that it `mutates`, and returns none of its arguments.
+    `fake` returns empty tensors of the result's true shape, strides and dtype. `gradient(ctx, *gradients)` returns the
+    gradients to its arguments, from what `context(ctx, inputs, output)` has put into `ctx`. The function may change
+    only arguments that it `mutates`, and returns none of its arguments.
     """
 
     # What `torch.library.custom_op` does without its checks in every call: these take the host longer than all else
@@ -51,6 +55,8 @@ def operator(name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ())
         torch.library.define(f"saf::{name}", torch.library.infer_schema(function, mutates_args=mutates))
         torch.library.impl(f"saf::{name}", "default", function)
         torch.library.register_fake(f"saf::{name}", fake)
+        if gradient is not None:
+            torch.library.register_autograd(f"saf::{name}", gradient, setup_context=context)
         return getattr(torch.ops.saf, name).default
 
     return register

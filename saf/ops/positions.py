@@ -1,4 +1,4 @@
-"""Positions of a batch: left padding, and where queries stand in a cache of fixed size."""
+"""Positions of a batch: left padding, and where the queries of a pass stand, in a cache of fixed size too."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -75,25 +75,49 @@ def _shift_rows(x: Tensor, by: Tensor) -> Tensor:
     return x.gather(2, index) * inside[:, None, :, None]
 
 
-class QueryRows(NamedTuple):
-    """The rows of a pattern that a pass computes: those of `count` queries, one after another.
+class CachePosition(NamedTuple):
+    """Where the queries of a pass stand among T positions: `count` of them, one after another, from `first` on.
+
+    In a cache of fixed size only the device knows where that is, so that a CUDA graph of one step serves the next.
+    Positions behind the last query are not filled yet and count for nothing; value heads lie in `cached_order` there.
 
     Attributes:
-        first: position of the first query; a tensor of one integer, `[]`, where only the device knows it.
-        count: how many.
+        first: position of the first query; in a cache of fixed size a tensor of one integer, `[]`.
+        count: how many queries.
         left_pad: `[B]` first real position of each row of the batch, or None.
+        visible: in a cache of fixed size, which positions each query sees, bool `[B or 1, 1, Tq, T]`; None elsewhere.
     """
 
     first: int | Tensor
     count: int
     left_pad: Tensor | None
+    visible: Tensor | None = None
 
-    def blocks(self, most: int) -> "Iterator[QueryRows]":
-        """Yield the same rows, at most `most` at a time; of none one block of none."""
+    @classmethod
+    def of(cls, first: Tensor, rows: int, length: int, left_pad: Tensor | None = None) -> "CachePosition":
+        """Return the positions of `rows` queries from `first` on, in a cache of `length` places, for all its layers."""
+        key = torch.arange(length, device=first.device)
+        query = (key[:rows] + first)[:, None]
+        visible = (key <= query)[None, None]
+        if left_pad is not None:
+            left_pad = left_pad.to(first.device).contiguous()  # as kernels read it
+            # A query of the padding sees itself alone, so that no row is empty.
+            visible = visible & ((key >= left_pad[:, None, None, None]) | (key == query))
+        return cls(first, rows, left_pad, visible)
+
+    @property
+    def real(self) -> Tensor | None:
+        """Return which queries in a cache of fixed size are no padding, `[B, Tq]`; None without any."""
+        if self.left_pad is None:
+            return None
+        return torch.arange(self.count, device=self.left_pad.device) + self.first >= self.left_pad[:, None]
+
+    def blocks(self, most: int) -> "Iterator[CachePosition]":
+        """Yield the same queries, at most `most` at a time; of none one block of none."""
         for row in range(0, max(1, self.count), most):
-            yield QueryRows(self.first + row, min(most, self.count - row), self.left_pad)
+            yield CachePosition(self.first + row, min(most, self.count - row), self.left_pad)
 
-    def positions(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def in_pattern(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return positions in each row's own pattern: of queries, of keys, their distances, and which keys are seen.
 
         Queries `[B or 1, count]`, keys `[B or 1, length]`, distances `[count, length]`, none below 0; seen
@@ -105,39 +129,3 @@ class QueryRows(NamedTuple):
         pad = key.new_zeros(1, 1) if self.left_pad is None else self.left_pad.to(device)[:, None]
         seen = (lag >= 0) & (key >= pad)[:, None]
         return (query - pad).clamp(min=0), (key - pad).clamp(min=0), lag.clamp(min=0), seen
-
-
-class CachePosition(NamedTuple):
-    """Where the queries of a pass stand among the T positions of a cache of fixed size, for all layers alike.
-
-    Positions behind the last query are not filled yet and count for nothing. Only the device knows where that is, so
-    that a CUDA graph of one step serves the next. Value heads lie in `cached_order` there.
-
-    Attributes:
-        first: position of the first query, `[]`.
-        left_pad: `[B]` first real position of each row, or None.
-        visible: which positions each query sees, bool `[B or 1, 1, Tq, T]`.
-    """
-
-    first: Tensor
-    left_pad: Tensor | None
-    visible: Tensor
-
-    @property
-    def real(self) -> Tensor | None:
-        """Return which of the queries are no padding, `[B, Tq]`; None without any."""
-        if self.left_pad is None:
-            return None
-        return torch.arange(self.visible.shape[2], device=self.first.device) + self.first >= self.left_pad[:, None]
-
-    @classmethod
-    def of(cls, first: Tensor, rows: int, length: int, left_pad: Tensor | None = None) -> "CachePosition":
-        """Return the positions of `rows` queries from `first` on, among `length`."""
-        key = torch.arange(length, device=first.device)
-        query = (key[:rows] + first)[:, None]
-        visible = (key <= query)[None, None]
-        if left_pad is not None:
-            left_pad = left_pad.to(first.device).contiguous()  # as kernels read it
-            # A query of the padding sees itself alone, so that no row is empty.
-            visible = visible & ((key >= left_pad[:, None, None, None]) | (key == query))
-        return cls(first, left_pad, visible)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.heads import dense_product, dense_rows, row_product, take_heads
-from saf.ops.positions import QueryRows, unpadded
+from saf.ops.heads import dense_product, take_heads
+from saf.ops.positions import unpadded
 from saf.patterns import CompactPattern, Pattern
 
 
@@ -17,30 +17,19 @@ class Reference(Backend):
     trains = True
     in_autograd = True
 
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None if dtype.is_floating_point else f"values must be floating point, got {dtype}"
-
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
-    ) -> dict[torch.dtype, Tables]:
-        exact = [_weights(one) for one in patterns]
-        return {dtype: {"weights": torch.stack([p.to(device=device, dtype=dtype) for p in exact])} for dtype in dtypes}
+    ) -> dict[torch.dtype, Tables]:  # fmt: skip
+        exact, slots = [_weights(one) for one in patterns], {"stored": tuple(range(len(patterns))), "convolved": ()}
+        stacked = {dtype: torch.stack([p.to(device=device, dtype=dtype) for p in exact]) for dtype in dtypes}
+        return {dtype: {"weights": weights, **slots} for dtype, weights in stacked.items()}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return unpadded(lambda x: dense_product(tables["weights"], x), take_heads(value, heads), left_pad)
-
-    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        return row_product(dense_rows(tables), value, heads, rows)
-
-    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-        return None
 
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
         """P is computed in float64, the product in float32 at least, and autograd does the rest."""

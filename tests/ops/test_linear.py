@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops import FrozenHeads, TrainablePattern, frozen_attention
+from saf.ops import FrozenHeads, frozen_attention
 from saf.ops.linear.op import linear_product
 from saf.ops.linear.tables import exact_tables, linear_tables
-from saf.patterns import DensePattern, ExponentialPattern
+from saf.patterns import DensePattern, ExponentialPattern, TrainablePattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns
 from tests.ops.kernels.recurrent import CASES, run

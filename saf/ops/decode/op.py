@@ -14,7 +14,7 @@ from saf.ops.backend import Tables
 from saf.ops.heads import cached_order, unit_stride
 from saf.ops.live import score_scale
 from saf.ops.operator import has_tangent, operator, product_precision, uses_triton
-from saf.ops.positions import QueryRows
+from saf.ops.positions import CachePosition
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of values: float32 keys and values of a stretch do not fit into a multiprocessor's shared memory together."""
@@ -82,7 +82,7 @@ def unsupported_reason(
 
 def flash_decode(
     query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], frozen_slots: tuple[int, ...],
-    tables: Tables, rows: QueryRows, scale: float | None,
+    tables: Tables, position: CachePosition, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
 
@@ -90,7 +90,7 @@ def flash_decode(
     frozen head; `tables` are those of the layer. Positions that the device alone knows are those of a cache of fixed
     size, whose value heads lie in `cached_order`.
     """
-    used, moves = sorted(set(live_slots)), isinstance(rows.first, Tensor)
+    used, moves = sorted(set(live_slots)), isinstance(position.first, Tensor)
     even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
     # A cache of fixed size has first what live heads read.
     live_read = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
@@ -107,9 +107,9 @@ def flash_decode(
         readers,
         min(frozen_slots) if frozen_slots else 0,
         *patterns,
-        rows.first if isinstance(rows.first, Tensor) else None,
-        0 if isinstance(rows.first, Tensor) else rows.first,
-        rows.left_pad,
+        position.first if isinstance(position.first, Tensor) else None,
+        0 if isinstance(position.first, Tensor) else position.first,
+        position.left_pad,
         parts,
         score_scale(scale, query.shape[-1]),
     )

@@ -24,24 +24,20 @@ class Fused(Backend):
     """Execute frozen heads as the paper does, in one launch with live ones; its tables are those of `fused_tables`."""
 
     mixes_live = True
+    dtypes = TRITON_DTYPES
 
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if not has_triton():
-            return "Triton is not installed"
-        if device.type != "cuda":
-            return f"it needs a CUDA device, got {device.type}"
-        return None if dtype in TRITON_DTYPES else f"values must be one of {[str(d) for d in TRITON_DTYPES]}"
+        if device.type != "cuda" or not has_triton():
+            return f"it needs a CUDA device and Triton, got {device.type}"
+        return super().unsupported_reason(device, dtype)
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
-    ) -> dict[torch.dtype, Tables]:
+    ) -> dict[torch.dtype, Tables]:  # fmt: skip
         return {dtype: fused_tables(patterns, dtype, device, kv_head) for dtype in dtypes}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
@@ -145,27 +141,6 @@ def mix_few(
 # --- the operator and its gradients
 
 
-def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
-    batch, live, length, _ = query.shape
-    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
-
-
-@operator("fused", fake=_product_like)
-def fused_product(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
-    grouped: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
-
-    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
-    `PATTERNS`; `counts` of live, compact and dense heads.
-    """
-    from saf.ops.fused.kernels import fused_forward
-
-    query, key, value = (unit_stride(x) for x in (query, key, value))
-    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
-
-
 def _gradients_like(
     gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale
 ) -> tuple[Tensor, ...]:
@@ -194,7 +169,7 @@ def _keep_operands(ctx, inputs, output) -> None:
     ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
 
 
-def _operand_gradients(ctx, gradient: Tensor, _):
+def operand_gradients(ctx, gradient: Tensor, _):
     """Return the gradients to query, key and value; tables have none."""
     forbid_second_derivative()
     query, key, value, output, log_sums, *tables = ctx.saved_tensors
@@ -204,4 +179,22 @@ def _operand_gradients(ctx, gradient: Tensor, _):
     return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
 
 
-torch.library.register_autograd("saf::fused", _operand_gradients, setup_context=_keep_operands)
+def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
+    batch, live, length, _ = query.shape
+    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+
+
+@operator("fused", fake=_product_like, gradient=operand_gradients, context=_keep_operands)
+def fused_product(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
+    grouped: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
+
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
+    `PATTERNS`; `counts` of live, compact and dense heads.
+    """
+    from saf.ops.fused.kernels import fused_forward
+
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)

@@ -1,6 +1,6 @@
 """Frozen heads with exponential patterns in linear time, by the chunked sum (S.32), see `saf.ops.linear.tables`.
 
-`linear_product` is P V; its gradient `dV = P^T dO` is the same operator with time reversed, see `_value_gradient`.
+`linear_product` is P V; its gradient `dV = P^T dO` is the same operator with time reversed, see `value_gradient`.
 Decoding goes on from a `RecurrentState` in place of all earlier values.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.decode.op import decode_tables
-from saf.ops.heads import compact_rows, heads_like, row_product, take_heads, unit_stride
+from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.linear.tables import (
     LinearTables,
     chunk_sums,
@@ -23,10 +23,8 @@ from saf.ops.linear.tables import (
     turn,
 )
 from saf.ops.operator import operator, product_precision, uses_triton
-from saf.ops.positions import QueryRows
+from saf.ops.positions import CachePosition
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-"""Dtypes of values. Sums of poles in float16 would need a range that it does not have."""
 STEP_ROWS = 16
 """Rows that the kernel of steps computes, one after another; more are computed chunk by chunk."""
 
@@ -38,8 +36,8 @@ class Linear(Backend):
     `[F, T]`; the value heads that slots read, `heads` and, on the device, `sources`.
     """
 
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
+    # Sums of poles in float16 would need a range that it does not have.
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
 
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         how = "in Triton" if uses_triton(device, dtype) else "as matrix products in PyTorch"
@@ -54,16 +52,14 @@ class Linear(Backend):
         for dtype in dtypes:
             chunked, keys, rows = linear_tables(exact, dtype)
             tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
-            tables |= {"distance": exact.distance.to(dtype), "heads": heads, "sources": sources}
+            tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
+            tables |= {"heads": heads, "sources": sources}
             tables |= decode_tables(kv_head, count, device) if uses_triton(device, dtype) else {}
             prepared[dtype] = tables
         return prepared
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return _mixed(value, heads, tables, left_pad)
-
-    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        return row_product(compact_rows(tables), value, heads, rows)
 
 
 def _mixed(value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
@@ -82,11 +78,27 @@ def _chunked(tables: Tables) -> list[Tensor]:
 # --- the product and its gradient
 
 
+def _keep_tables(ctx, inputs, output) -> None:
+    """Keep the tables alone: the gradient does not depend on the values."""
+    _, ctx.heads, sources, tables, before, after, left_pad, ctx.count, ctx.transpose = inputs
+    ctx.save_for_backward(sources, before, after, left_pad, *tables)
+
+
+def value_gradient(ctx, gradient: Tensor):
+    """Return dV = P^T dO (section 3.3 of the paper).
+
+    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): time reversed, the scalings exchanged (S.15).
+    """
+    sources, before, after, left_pad, *tables = ctx.saved_tensors
+    rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
+    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None
+
+
 def _product_like(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
     return heads_like(x, count if transpose else len(heads))
 
 
-@operator("linear", fake=_product_like)
+@operator("linear", fake=_product_like, gradient=value_gradient, context=_keep_tables)
 def linear_product(
     x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
     left_pad: Tensor | None, count: int, transpose: bool,
@@ -123,25 +135,6 @@ def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
     return total
 
 
-def _keep_tables(ctx, inputs, output) -> None:
-    """Keep the tables alone: the gradient does not depend on the values."""
-    _, ctx.heads, sources, tables, before, after, left_pad, ctx.count, ctx.transpose = inputs
-    ctx.save_for_backward(sources, before, after, left_pad, *tables)
-
-
-def _value_gradient(ctx, gradient: Tensor):
-    """Return dV = P^T dO (section 3.3 of the paper).
-
-    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): time reversed, the scalings exchanged (S.15).
-    """
-    sources, before, after, left_pad, *tables = ctx.saved_tensors
-    rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
-    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None
-
-
-torch.library.register_autograd("saf::linear", _value_gradient, setup_context=_keep_tables)
-
-
 # --- decoding
 
 
@@ -171,14 +164,15 @@ class RecurrentState(NamedTuple):
         ring = value.new_zeros(batch, heads, reach + 1, rows, dim)
         return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
 
-    def mix(self, tables: Tables, rows: QueryRows, whole: bool) -> Tensor:
+    def mix(self, tables: Tables, position: CachePosition, whole: bool) -> Tensor:
         """Return rows of `P V`, `[B, F, rows, D]`: `whole` sequences fill the state, later rows go on from it."""
         known = list(tables["heads"]), tables["sources"], _chunked(tables), tables["key_scale"]
         if whole:
-            fill_state(self.value, *known, rows.left_pad, self.ring, self.sums)
-            return _mixed(self.value, tables["heads"], tables, rows.left_pad)
-        where = (rows.first, 0) if isinstance(rows.first, Tensor) else (None, rows.first)
-        return step_state(self.value, *known, tables["row_scale"], *where, rows.left_pad, self.ring, self.sums)
+            fill_state(self.value, *known, position.left_pad, self.ring, self.sums)
+            return _mixed(self.value, tables["heads"], tables, position.left_pad)
+        first = position.first
+        where = (first, 0) if isinstance(first, Tensor) else (None, first)
+        return step_state(self.value, *known, tables["row_scale"], *where, position.left_pad, self.ring, self.sums)
 
 
 def _nothing(x, heads, sources, tables, before, left_pad, ring, sums) -> None:

@@ -1,7 +1,7 @@
 """Frozen heads as a batch-shared causal convolution: `P V = diag(1/Z) Toeplitz(exp rho) diag(exp alpha) V` (S.13).
 
 One Toeplitz tile serves every batch element and every channel, so the product is a plain matrix product. Its gradient
-`dV = P^T dO` is the same product transposed, see `_value_gradient`. A pattern that the value dtype cannot hold in this
+`dV = P^T dO` is the same product transposed, see `value_gradient`. A pattern that the value dtype cannot hold in this
 form, or a dense one, is executed as a stored matrix. Trainable patterns take the same product, with tables from the
 logits in every call, and gradients by Eq. (S.17), see `pattern_gradient`.
 """
@@ -17,21 +17,11 @@ from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.fused.op import few_tables, serves_few
-from saf.ops.heads import (
-    compact_rows,
-    dense_product,
-    dense_rows,
-    heads_like,
-    merge_slots,
-    row_product,
-    take_heads,
-    unit_stride,
-)
+from saf.ops.heads import dense_product, heads_like, merge_slots, take_heads, unit_stride
 from saf.ops.operator import operator, product_precision, uses_triton
-from saf.ops.positions import QueryRows, unpadded
+from saf.ops.positions import unpadded
 from saf.ops.toeplitz.tables import (
     BLOCK,
-    DTYPES,
     balance,
     blocked_product,
     causal_convolution,
@@ -54,21 +44,15 @@ class Toeplitz(Backend):
 
     trains = True
 
-    def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None if dtype in DTYPES else f"values must be one of {[str(d) for d in DTYPES]}, got {dtype}"
-
     def describe(self, device: torch.device, dtype: torch.dtype) -> str:
         how = "Triton" if uses_triton(device, dtype) else "PyTorch"
         few = "; few tokens without gradients: one launch with live heads" if serves_few(device, dtype) else ""
         return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
 
     def prepare(
-        self,
-        patterns: Sequence[Pattern],
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
-    ) -> dict[torch.dtype, Tables]:
+    ) -> dict[torch.dtype, Tables]:  # fmt: skip
         compact = {slot: own for slot, one in enumerate(patterns) if (own := one.compact()) is not None}
         logits = None
         if compact:
@@ -79,14 +63,6 @@ class Toeplitz(Backend):
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return unpadded(lambda x: _mixed(x, tables), take_heads(value, heads), left_pad)
-
-    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, rows: QueryRows) -> Tensor:
-        parts = []
-        for slots, weights_of in ((tables["stored"], dense_rows), (tables["convolved"], compact_rows)):
-            if slots:
-                read = tuple(heads[slot] for slot in slots)
-                parts.append((slots, row_product(weights_of(tables), value, read, rows)))
-        return merge_slots(parts)
 
     def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         if dtype == torch.float16:
@@ -136,7 +112,26 @@ def _mixed(value: Tensor, tables: Tables) -> Tensor:
 # --- the product and its gradient
 
 
-@operator("toeplitz", fake=lambda x, table, before, after, transpose: heads_like(x, x.shape[1]))
+def _keep_tables(ctx, inputs, output) -> None:
+    """Keep the tables alone: the gradient does not depend on the values."""
+    _, table, before, after, ctx.transpose = inputs
+    ctx.save_for_backward(table, before, after)
+
+
+def value_gradient(ctx, gradient: Tensor):
+    """Return dV = P^T dO (section 3.3 of the paper).
+
+    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): G transposed, the scalings exchanged (S.15).
+    """
+    table, before, after = ctx.saved_tensors
+    return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
+
+
+def _product_like(x, table, before, after, transpose) -> Tensor:
+    return heads_like(x, x.shape[1])
+
+
+@operator("toeplitz", fake=_product_like, gradient=value_gradient, context=_keep_tables)
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Return `diag(after) G diag(before) x` (S.13), `[B, F, T, D]`, or with `transpose` by G^T; stored `[B, T, F, D]`.
 
@@ -148,24 +143,6 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
         precision = product_precision(x.dtype)
         return toeplitz_matmul(unit_stride(x), table, before, after, transpose=transpose, precision=precision)
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
-
-
-def _keep_tables(ctx, inputs, output) -> None:
-    """Keep the tables alone: the gradient does not depend on the values."""
-    _, table, before, after, ctx.transpose = inputs
-    ctx.save_for_backward(table, before, after)
-
-
-def _value_gradient(ctx, gradient: Tensor):
-    """Return dV = P^T dO (section 3.3 of the paper).
-
-    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): G transposed, the scalings exchanged (S.15).
-    """
-    table, before, after = ctx.saved_tensors
-    return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
-
-
-torch.library.register_autograd("saf::toeplitz", _value_gradient, setup_context=_keep_tables)
 
 
 # --- trainable patterns

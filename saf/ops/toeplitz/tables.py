@@ -11,8 +11,6 @@ from torch.nn.functional import pad
 from saf.ops.heads import heads_like
 from saf.ops.operator import has_triton, uses_triton
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of values that patterns can be held for."""
 BLOCK = 128
 GPU_BLOCK = 512
 """Positions a block on a CPU, and on a GPU, which wants large products even when a layer has few frozen heads.
