@@ -59,7 +59,7 @@ def test_a_package_that_is_missing_broken_or_too_late_is_refused(operands, monke
     def broken():
         raise RuntimeError("built for another PyTorch")
 
-    with pytest.raises(InputError, match="attention kernel must be one of .*got 'fa5'"):
+    with pytest.raises(InputError, match=r"attention kernel must be one of .*got 'fa5'"):
         live_attention(*operands, kernel="fa5")
     with pytest.raises(UnsupportedError, match="'fa3' cannot run: it needs CUDA tensors"):
         live_attention(*operands, kernel="fa3")
