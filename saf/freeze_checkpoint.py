@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.checkpoint import save_checkpoint
-from saf.data import calibration_windows, check_separate
+from saf.data import TextData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
 from saf.freeze_report import FreezeReport
@@ -201,6 +201,8 @@ def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Te
     Raises DataError where the event would read text on which the run is reported.
     """
     data, most = source.data(settings.data), source.state["model"]["max_length"]
+    if isinstance(data, TextData):
+        raise InputError(f"data of a checkpoint must be a folder by `saf data prepare`, got {data.folder}")
     length = settings.calibration_length(source.settings.get("length") or most, most=most)
     trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
-from saf.data import TokenData
+from saf.data import TextData, TokenData
 from saf.errors import DataError, InputError
 from saf.evaluate.passes import PARENT
 from saf.machine import Device, pick_device
@@ -106,6 +106,8 @@ class ModelFolder:
     def data(self, path: Path | None) -> TokenData:
         """Open the data for the model: `path`, or the data that it was trained on when None.
 
+        A file of text is read by the tokenizer of the training data.
+
         Raises:
             InputError: No folder is given and none is recorded, or the examples of a task are.
             DataError: The folder's tokenizer is not the one that the model was trained with, or that one is unknown.
@@ -114,6 +116,10 @@ class ModelFolder:
         if path is None and (recorded is None or task != "text"):
             got = "records no data" if recorded is None else f"was trained on {task}, which is no held-out text"
             raise InputError(f"{self.folder} {got}; give --data, a folder by `saf data prepare` with its tokenizer")
+        if path is not None and path.is_file():
+            if (trained := self.trained_data()) is None:
+                raise DataError(f"{path} needs the tokenizer of the training data, {recorded}, which is not there")
+            return TextData(path, trained.tokenizer())
         data = TokenData.open(path or Path(str(recorded)))
         if data.fingerprint == self.state.get("data_fingerprint", data.fingerprint):
             return data

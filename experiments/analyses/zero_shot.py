@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments import paper
 from experiments.analyses.common import Computing, Part, Record, check_rates, header, say, subplots, table
-from saf.data import ShuffledWindows, TextData, TokenData, calibration_windows, sequential_windows
+from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
 from saf.errors import InputError
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.passes import precision_in_use
@@ -145,7 +145,7 @@ def _texts(settings: Settings, opened: OpenedModel) -> dict[str, TokenData]:
         return {}
     texts = {"calibration": data}
     if (path := settings.other) is not None:
-        texts["other"] = TextData([path], data.tokenizer()) if path.is_file() else TokenData.open(path)
+        texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
     return texts
 
 
@@ -233,8 +233,8 @@ class Study:
         if self.settings.heal:
             assert opened.data is not None
             text, seed = opened.data.tokens("train"), self.settings.calibration_seed
-            windows = ShuffledWindows(text, length=self.longest, seed=seed)
-            windows = windows.batch(0, max(1, self.settings.heal // self.longest))
+            count = max(1, self.settings.heal // self.longest)
+            windows = shuffled_windows(text, 0, count, length=self.longest, seed=seed)
             heal_(opened.model, self._begun(opened, windows), precision=self.settings.precision)
             states["healed"] = self._measured(opened, f"{title}, healed")
         return states

@@ -58,8 +58,8 @@ Command = Prepare | Info
 FIRST = {
     Prepare: ("sources", "out", "overwrite", "json", "settings"),
     PrepareConfig: (
-        *("tokenizer", "vocab_size", "heldout", "heldout_fraction", "calibration_from", "split_characters"),
-        *("text_field", "max_bytes", "seed"),
+        *("tokenizer", "vocab_size", "heldout", "heldout_fraction", "report_only", "calibration_from"),
+        *("split_characters", "text_field", "max_bytes", "seed"),
     ),
 }
 """The settings that `saf data prepare --help` shows."""
@@ -78,8 +78,7 @@ def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any
         "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
         "too few": _calibration(index),
         "left out": f"{duplicates['repeated']:,} repeated, {duplicates['also_held_out']:,} also held out, "
-        f"{duplicates['nearly_held_out']:,} nearly (but for white space and case), {duplicates['empty']:,} empty "
-        "documents",
+        f"{duplicates['empty']:,} empty documents",
         "fingerprint": index["fingerprint"],
     }
     parts = [Table.of(folder, head, rows), Table.facts("", facts)]
@@ -100,6 +99,8 @@ def _partition(name: str, info: Mapping[str, Any]) -> list[Any]:
 
 def _calibration(index: Mapping[str, Any]) -> str | None:
     """Say for which presets' contexts freezing would find too few calibration windows; None where for none."""
+    if not index["partitions"]["train"]["tokens"]:
+        return None
     source = "train" if index["calibration_from"] == "train" else "calibration"
     needed, tokens = TrainConfig.calibration_sequences, index["partitions"][source]["tokens"]
     lengths = sorted({shape.max_length for shape in PRESETS.values()})

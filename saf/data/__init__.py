@@ -2,14 +2,14 @@
 
 from saf.data.loader import (
     PARTITIONS,
-    RandomWindows,
-    ShuffledWindows,
     TextData,
     TokenData,
     begun_with,
     calibration_windows,
     check_separate,
+    random_windows,
     sequential_windows,
+    shuffled_windows,
 )
 from saf.data.prepare import PrepareConfig, prepare
 from saf.data.tokenizer import Tokenizer, train_bpe
@@ -17,8 +17,6 @@ from saf.data.tokenizer import Tokenizer, train_bpe
 __all__ = [
     "PARTITIONS",
     "PrepareConfig",
-    "RandomWindows",
-    "ShuffledWindows",
     "TextData",
     "TokenData",
     "Tokenizer",
@@ -26,6 +24,8 @@ __all__ = [
     "calibration_windows",
     "check_separate",
     "prepare",
+    "random_windows",
     "sequential_windows",
+    "shuffled_windows",
     "train_bpe",
 ]

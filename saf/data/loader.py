@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -140,18 +141,18 @@ class TokenData:
 
 
 class TextData(TokenData):
-    """The tokens of files of text, for measurements without a prepared folder: every partition is all of them."""
+    """The tokens of one file of text, for measurements without a prepared folder: every partition is all of them."""
 
-    def __init__(self, files: Sequence[Path], tokenizer: Tokenizer):
-        """Read and tokenise the files; raise DataError as `saf.data.prepare` would."""
-        texts = (text for file in files for text in Source(str(file)).documents())
+    def __init__(self, file: Path, tokenizer: Tokenizer):
+        """Read and tokenise the file; raise DataError as `saf.data.prepare` would."""
+        texts = Source(str(file)).documents()
         ids = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eot_id)]
         self._tokenizer, self._ids = tokenizer, np.asarray(ids, dtype="<i8")
         facts = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
         fingerprint = sha256(tokenizer.fingerprint.encode() + self._ids.tobytes()).hexdigest()
         index = {"fingerprint": fingerprint, "tokenizer": facts, "calibration_from": "heldout"}
         index["partitions"] = {name: {"tokens": len(ids)} for name in PARTITIONS}
-        super().__init__(files[0] if len(files) == 1 else files[0].parent, index)
+        super().__init__(file, index)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -185,10 +186,8 @@ def _count_windows(tokens: np.ndarray, length: int) -> int:
         raise InputError(f"length must be at least 1, got {length}")
     if (windows := (len(tokens) - 1) // length) < 1:
         name = getattr(tokens, "filename", "the text")
-        raise DataError(
-            f"a window of length {length} needs {length + 1} tokens, {name} has {len(tokens):,}; give more text or a "
-            "smaller length"
-        )
+        least = f"a window of length {length} needs {length + 1} tokens, {name} has {len(tokens):,}"
+        raise DataError(f"{least}; give more text, or a length of {max(len(tokens) - 1, 1)} at most")
     return windows
 
 
@@ -200,52 +199,33 @@ def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> 
     return torch.from_numpy(out)
 
 
-class ShuffledWindows:
-    """Non-overlapping windows, each once an epoch, in an order drawn from (seed, epoch).
+@lru_cache(maxsize=2)
+def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of `count` items in an epoch, remembered for the next batch."""
+    return generator(stream, seed, epoch).permutation(count)
 
-    A window has `length + 1` tokens: inputs are `w[:, :-1]`, targets `w[:, 1:]`. Windows start every `length` tokens,
-    so a token shared by two neighbours is a target once and an input once.
 
-    >>> windows = ShuffledWindows(np.arange(9), length=2, seed=0)
-    >>> windows.num_windows, windows.batch(0, 3).shape
-    (4, torch.Size([3, 3]))
+def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
+    """Windows number `position` to `position + size - 1` of training, int64 `[size, length + 1]`.
+
+    Every epoch visits each window once, in an order drawn from (seed, epoch). Inputs are `w[:, :-1]`, targets
+    `w[:, 1:]`. Windows start every `length` tokens, so neighbours share a token: a target once, and an input once.
+
+    >>> shuffled_windows(np.arange(9), 0, 3, length=2, seed=0).shape
+    torch.Size([3, 3])
     """
-
-    def __init__(self, tokens: np.ndarray, *, length: int, seed: int):
-        """Raise DataError when there are fewer tokens than one window."""
-        self.num_windows = _count_windows(tokens, length)
-        self.tokens, self.length, self.seed = tokens, length, seed
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
-
-    def batch(self, position: int, size: int) -> Tensor:
-        """Windows number `position` to `position + size - 1`, int64 `[size, length + 1]`.
-
-        `position` counts windows since the beginning of training, over all epochs.
-        """
-        starts = []
-        for number in range(position, position + size):
-            epoch, place = divmod(number, self.num_windows)
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._order = generator(_SHUFFLED, self.seed, epoch).permutation(self.num_windows)
-            starts.append(int(self._order[place]) * self.length)
-        return _read(self.tokens, starts, self.length + 1)
+    windows = _count_windows(tokens, length)
+    places = (divmod(number, windows) for number in range(position, position + size))
+    starts = [int(permutation(_SHUFFLED, seed, epoch, windows)[place]) * length for epoch, place in places]
+    return _read(tokens, starts, length + 1)
 
 
-class RandomWindows:
-    """Windows that start anywhere, each start drawn from (seed, position); an epoch is only a count of tokens."""
-
-    def __init__(self, tokens: np.ndarray, *, length: int, seed: int):
-        """Raise DataError when there are fewer tokens than one window."""
-        self.num_windows = _count_windows(tokens, length)
-        self.tokens, self.length, self.seed = tokens, length, seed
-
-    def batch(self, position: int, size: int) -> Tensor:
-        """Windows number `position` to `position + size - 1`, int64 `[size, length + 1]`."""
-        most = len(self.tokens) - self.length
-        numbers = range(position, position + size)
-        starts = [int(generator(_RANDOM, self.seed, number).integers(most)) for number in numbers]
-        return _read(self.tokens, starts, self.length + 1)
+def random_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
+    """Windows that start anywhere, each start drawn from (seed, number); otherwise as `shuffled_windows`."""
+    _count_windows(tokens, length)
+    numbers, most = range(position, position + size), len(tokens) - length
+    starts = [int(generator(_RANDOM, seed, number).integers(most)) for number in numbers]
+    return _read(tokens, starts, length + 1)
 
 
 def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:

@@ -6,14 +6,13 @@ in the order of their keys, balanced by tokens. So nearly all held-out documents
 
 import heapq
 import platform
-import struct
 import sys
 import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, sha256
 from importlib.metadata import version
 from itertools import chain
@@ -44,8 +43,8 @@ _LONGEST_HELD_OUT, _ENOUGH_HELD_OUT = (1 / 8, 1 / 3), 0.9
 _MANY_HELD_OUT = 200
 # Margin of the pool of few documents: it is measured in bytes, and tokens have more or fewer by document.
 _MARGIN = 1.25
-_DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?"), ("digest", "16u1"), ("loose", "16u1")])
-"""A distinct document: its key in the seeded order, size, group, digest, and digest without white space and case."""
+_DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?"), ("digest", "V16")])
+"""A distinct document: its key in the seeded order, its size, whether it is of a held-out source, and its digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,8 @@ class PrepareConfig:
     """Take held-out text from these sources; by default a fraction of the documents is held out."""
     heldout_fraction: float | None = None
     """Hold out this share of all tokens, in (0, 0.5]; by default 0.05, without held-out sources."""
+    report_only: bool = False
+    """Put all text into the report partition: to evaluate models on it, with the --tokenizer of their data."""
     heldout_shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Divide held-out tokens over calibration, controller and report in these proportions."""
     calibration_from: Literal["heldout", "train"] = "heldout"
@@ -78,15 +79,14 @@ class PrepareConfig:
     """Random seed for the order of documents and for the choice of those held out."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "tokenizer_bytes", "max_bytes", "split_characters"):
+        for name in ("max_bytes", "split_characters"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        for name in ("vocab_size", "tokenizer_bytes"):
-            if self.tokenizer != "bpe" and getattr(self, name) != getattr(PrepareConfig, name):
-                raise InputError(f"--{name.replace('_', '-')} must be left out with --tokenizer {self.tokenizer}")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed must be in [0, 2^63), got {self.seed}")
+        if self.tokenizer != "bpe" and self.vocab_size != PrepareConfig.vocab_size:
+            raise InputError(f"--vocab-size must be left out with --tokenizer {self.tokenizer}")
         check_name("--calibration-from", self.calibration_from, ("heldout", "train"))
+        if self.report_only and (self.tokenizer == "bpe" or self.heldout_fraction is not None):
+            raise InputError("--report-only needs the --tokenizer of a model's data, and no --heldout-fraction")
         if self.heldout and self.heldout_fraction is not None:
             raise InputError("--heldout-fraction must be left out with --heldout, got both")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction <= 0.5:
@@ -102,6 +102,8 @@ class PrepareConfig:
     @property
     def shares(self) -> tuple[float, float, float]:
         """Shares of held-out tokens for calibration, controller and report, summing to one."""
+        if self.report_only:
+            return (0.0, 0.0, 1.0)
         calibration, controller, report = self.heldout_shares
         calibration = 0.0 if self.calibration_from == "train" else calibration
         total = calibration + controller + report
@@ -118,10 +120,9 @@ def prepare(
 ) -> TokenData:
     """Make a data folder of tokens from text and return it.
 
-    The four partitions share no document; repeated documents are kept once, and one that is also held out, or differs
-    from one held out in white space and case alone, is dropped from training. Within a partition documents follow one
-    another in a seeded order, each ended by the end-of-text token. The result depends on the text, the settings and
-    the tokenizer alone.
+    The four partitions share no document: a repeated one is kept once, and one that is also held out is dropped from
+    training. Within a partition documents follow one another in a seeded order, each ended by the end-of-text token.
+    The result depends on the text, the settings and the tokenizer alone.
 
     Args:
         sources: one or several names that `Source` describes: `python`, files, folders, datasets.
@@ -138,9 +139,11 @@ def prepare(
     config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
     if not (names := _names(sources)):
         raise InputError("sources must name at least one source of text, got none")
+    if config.report_only:
+        config, names = replace(config, heldout=names), ()
     out = Path(out).resolve()
     groups = {
-        group: [Source(name, text_field=config.text_field, max_bytes=config.max_bytes) for name in members]
+        group: [Source(name, text_field=config.text_field) for name in members]
         for group, members in (("heldout", config.heldout), ("train", names))
     }
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
@@ -186,11 +189,10 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     bar.add_task("writing", total=None)
     documents = np.frombuffer(corpus.rows, _DOCUMENT)
     partition = _assign(documents, np.array(corpus.tokens), config)
-    near = _leave_out_near_(partition, documents["loose"])
     partitions = {}
     for number, name in enumerate(PARTITIONS):
         members = np.flatnonzero(partition == number)
-        order = members[np.lexsort((documents["digest"][members, 0], documents["key"][members]))]
+        order = members[np.argsort(documents["key"][members], kind="stable")]
         digests = documents["digest"][order].tobytes()
         (folder / f"{name}.digests").write_bytes(digests)
         partitions[name] = {
@@ -214,7 +216,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         "calibration_from": config.calibration_from,
         "sources": corpus.sources["train"],
         "heldout": corpus.sources["heldout"],
-        "duplicates": {**corpus.skipped, "nearly_held_out": near},
+        "duplicates": dict(corpus.skipped),
         "left_out": left_out,
         "settings": {**asdict(config), "heldout_fraction": config.fraction},
         "versions": {name: version(name) for name in ("numpy", "tokenizers")} | {"python": platform.python_version()},
@@ -258,9 +260,8 @@ class _Corpus:
                     self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
                     continue
                 seen[digest] = group
-                loose = _digest("".join(text.split()).casefold())
-                row = (_order_key(digest, config.seed), size, group == "heldout", digest, loose)
-                self.rows += struct.pack("<Qq?16s16s", *row)
+                row = (_order_key(digest, config.seed), size, group == "heldout", digest)
+                self.rows += np.array(row, _DOCUMENT).tobytes()
                 yield text
 
     def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
@@ -288,9 +289,8 @@ def _read(
     for source in sources:
         facts.append({"source": source.name, "documents": 0, "bytes": 0})
         for whole in source.documents():
-            if len(whole) > longest == _LONGEST_DOCUMENT:
-                reason = f"documents longer than {longest:,} characters were cut (--split-characters)"
-                source.left_out[source.name] = reason
+            if config.max_bytes is not None and len(data := whole.encode()) > config.max_bytes:
+                whole = data[: config.max_bytes].decode(errors="ignore")
             for text in split_text(whole, longest):
                 if not text.strip():
                     skipped["empty"] += 1
@@ -417,11 +417,12 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     partition = np.zeros(len(keys), dtype=np.int8)
     partition[where] = 1 + _divide(keys[where], tokens[where], config.shares)
     counts = np.bincount(partition, minlength=len(PARTITIONS))
-    for name, count, share in zip(PARTITIONS, counts, (1.0, *config.shares), strict=True):
+    shares = (1.0 - config.report_only, *config.shares)
+    for name, count, share in zip(PARTITIONS, counts, shares, strict=True):
         if share > 0 and count == 0:
             raise DataError(
                 f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give more "
-                "(a file of text is one), a larger --heldout-fraction, or cut long ones with --split-characters"
+                "(a file of text is one), cut long ones with --split-characters, or evaluate with --report-only"
             )
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
@@ -429,20 +430,6 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
         message += "training; cut them with --split-characters, or name --heldout sources"
         warnings.warn(message, SafWarning, stacklevel=4)
     return partition
-
-
-def _leave_out_near_(partition: np.ndarray, loose: np.ndarray) -> int:
-    """Put -1 for training documents that equal held-out ones but for white space and case; return how many.
-
-    `partition` is `[documents]`, `loose` their loose digests `[documents, 16]`.
-    """
-    heldout = {bytes(row) for row in loose[partition > 0]}
-    train = np.flatnonzero(partition == 0)
-    near = train[np.array([bytes(row) in heldout for row in loose[train]], dtype=bool)]
-    if len(near) == len(train):
-        raise DataError("every training document is also held out, apart from white space and case; give other text")
-    partition[near] = -1
-    return len(near)
 
 
 # --- the tokenizer

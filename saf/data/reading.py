@@ -3,7 +3,6 @@
 An error names the file, and the line where there are lines. JSON Lines and tables are streamed, a record at a time.
 """
 
-import codecs
 import csv
 import gzip
 import importlib
@@ -15,13 +14,12 @@ import sysconfig
 import tokenize
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from saf.errors import DataError, SafError
-from saf.records.run import kind_of
+from saf.errors import DataError
 
 Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line or row numbers."""
@@ -77,14 +75,14 @@ def _package(name: str, reader: Path | str) -> Any:
         raise DataError(f"{reader}: reading it needs the package {name}: pip install 'saf[data]'") from error
 
 
-def read_text(path: Path, *, limit: int | None = None) -> str:
-    """Read a UTF-8 text file as one string, without a byte order mark; with a `limit`, its first bytes."""
+def read_text(path: Path) -> str:
+    """Read a UTF-8 text file as one string, without a byte order mark."""
     with _open(path) as file:
-        data = file.read(-1 if limit is None else limit + 8).removeprefix(_BOM)
+        data = file.read().removeprefix(_BOM)
     if (at := data.find(b"\0")) >= 0:
         raise DataError(f"{path}: not text: a NUL byte at {at:,}; convert UTF-16 to UTF-8")
     try:
-        return codecs.getincrementaldecoder("utf-8")().decode(data, final=limit is None or len(data) < limit)
+        return data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(f"{path}: not UTF-8 at byte {error.start:,} (line {line}); convert it to UTF-8") from error
@@ -186,11 +184,11 @@ def _text_of(record: dict[str, Any], place: str, field: str) -> str:
     return text
 
 
-def _file_documents(path: Path, field: str, limit: int | None) -> Iterator[str]:
-    """Yield the documents of one file: the `field` of each record; other text whole, or its first bytes."""
+def _file_documents(path: Path, field: str) -> Iterator[str]:
+    """Yield the documents of one file: the `field` of each record, or the whole of other text."""
     records = read_records(path, field)
     if records is None:
-        yield read_text(path, limit=limit)
+        yield read_text(path)
         return
     unit = "row" if bare_suffix(path) == ".parquet" else "line"
     yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
@@ -206,19 +204,18 @@ class Source:
     dataset on the hub. Raises DataError when there is nothing of that name.
     """
 
-    def __init__(self, name: str, *, text_field: str = "text", max_bytes: int | None = None):
-        self.name, self.text_field, self.max_bytes = name, text_field, max_bytes
+    def __init__(self, name: str, *, text_field: str = "text"):
+        self.name, self.text_field = name, text_field
         self.left_out: dict[str, str] = {}
-        """Files that were not read, or not whole, with the reason; complete once all documents were read."""
+        """Files of a folder that are no text, with the reason; complete once all documents were read."""
         self._files: list[Path] = []
         path = Path(name)
         if name == "python":
             self._read = _python_documents
         elif name and _is_saved_dataset(path):
             self._read = self._dataset_documents
-        elif name and (path.exists() or path.is_symlink()):
-            self._read = self._files_documents
-            self._files = [path] if path.is_file() else list(self._walk(path)) if path.is_dir() else []
+        elif name and path.exists():
+            self._read, self._files = self._files_documents, _files(path)
         elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
             self._read = self._dataset_documents
         else:
@@ -234,35 +231,17 @@ class Source:
         any_text = False
         for text in self._read():
             any_text = any_text or bool(text.strip())
-            if self.max_bytes is not None and len(data := text.encode()) > self.max_bytes:
-                self.left_out[self.name] = f"a document was read to its first {self.max_bytes:,} bytes (--max-bytes)"
-                text = data[: self.max_bytes].decode(errors="ignore")
             yield text
         if not any_text:
             reasons = "".join(f"; {file}: {reason}" for file, reason in list(self.left_out.items())[:3])
             raise DataError(f"{self.name}: no text in it; expected {_EXPECTED}{reasons}")
-
-    def _walk(self, folder: Path) -> Iterator[Path]:
-        """Yield the files below a folder in sorted order; note those that are skipped."""
-        try:
-            paths = sorted(folder.iterdir())
-        except OSError as error:
-            self.left_out[str(folder)] = f"a folder that cannot be opened: {error.strerror}"
-            return
-        for path in paths:
-            if reason := _skip_reason(path):
-                self.left_out[str(path)] = reason
-            elif path.is_dir():
-                yield from self._walk(path)
-            else:
-                yield path
 
     def _files_documents(self) -> Iterator[str]:
         """Yield the documents of each file; a folder's file that turns out to be no text is skipped."""
         for file in self._files:
             begun = False
             try:
-                for text in _file_documents(file, self.text_field, self.max_bytes):
+                for text in _file_documents(file, self.text_field):
                     begun = True
                     yield text
             except DataError as error:
@@ -287,20 +266,12 @@ class Source:
             ) from error
 
 
-def _skip_reason(path: Path) -> str | None:
-    """Say why a file or folder inside a source is not read; None where it is."""
-    if path.name.startswith("."):
-        return "hidden"
+def _files(path: Path) -> list[Path]:
+    """The file, or the files below a folder, sorted, without hidden ones."""
     if not path.is_dir():
-        return None if path.is_file() else "not a file that can be read to its end"
-    if path.is_symlink():
-        return "a link to a folder"
-    if _is_saved_dataset(path):
-        return "a saved dataset, no text"
-    with suppress(SafError, OSError):
-        if kind := kind_of(path):
-            return f"a {kind}, no text"
-    return None
+        return [path]
+    below = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
 
 
 def _is_saved_dataset(folder: Path) -> bool:

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from saf.data import (
-    ShuffledWindows,
     TextData,
     TokenData,
     Tokenizer,
     begun_with,
     calibration_windows,
     sequential_windows,
+    shuffled_windows,
 )
 from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
 from saf.evaluate.passes import PARENT, precision_in_use
@@ -144,7 +144,7 @@ class TransformersFolder:
             raise InputError(f"{self.name} needs --data: a file of text, or a folder made by {advice}")
         own = Tokenizer.load(self.folder)
         if path.is_file():
-            return TextData([path], own)
+            return TextData(path, own)
         data = TokenData.open(path)
         if not own.same(data.tokenizer()):
             raise DataError(
@@ -265,7 +265,7 @@ def _training_windows(
             raise InputError(f"--heal must have text beside the {used} sequences that are measured: give more text")
         windows = free.repeat(-(-count // len(free)), 1)[:count]
     else:
-        windows = ShuffledWindows(data.tokens("train"), length=length, seed=seed).batch(0, count)
+        windows = shuffled_windows(data.tokens("train"), 0, count, length=length, seed=seed)
     return windows if bos is None else begun_with(windows, bos)
 
 

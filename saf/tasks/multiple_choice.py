@@ -10,16 +10,15 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from saf.data import Tokenizer
-from saf.data.loader import generator
+from saf.data.loader import generator, permutation
 from saf.data.reading import JSON_LINES, bare_suffix, read_json_lines, read_records
 from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
@@ -266,12 +265,6 @@ def pad(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Ten
     return inputs, targets
 
 
-@lru_cache(maxsize=2)
-def _order(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of examples in an epoch, remembered for the next micro-batch."""
-    return generator(stream, seed, epoch).permutation(count)
-
-
 def _examples_hash(examples: Sequence[Encoded]) -> str:
     digest = hashlib.sha256()
     for each in examples:
@@ -397,7 +390,7 @@ class FinetuneTask(Task):
         """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
         total, seed = len(self.examples), self.settings.seed
         places = (divmod(number, total) for number in range(position, position + count))
-        return [int(_order(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
+        return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
 
     def batch(self, position: int, size: int) -> Tensor:
         """The examples from `position` on, padded to the longest of them; only answers are targets."""
@@ -422,7 +415,7 @@ class FinetuneTask(Task):
                 f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}; ask for "
                 "fewer, or give more examples"
             )
-        order = _order(_CALIBRATION, self.settings.seed, 0, len(examples))
+        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
         chosen = [examples[place] for place in order[:count]]
         longest = max(examples, key=lambda each: len(each.sequence))
         if all(len(each.sequence) < len(longest.sequence) for each in chosen):

@@ -4,17 +4,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, sequential_windows
+from saf.data import TokenData, calibration_windows, random_windows, sequential_windows, shuffled_windows
 from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT
 from saf.tasks.base import Task
 
-SAMPLERS = {"shuffled": ShuffledWindows, "random": RandomWindows}
+SAMPLERS = {"shuffled": shuffled_windows, "random": random_windows}
 
 
 class TextTask(Task):
@@ -49,12 +50,12 @@ class TextTask(Task):
                 )
 
     @cached_property
-    def _windows(self) -> ShuffledWindows | RandomWindows:
-        sampler = SAMPLERS[self.settings.sampler]
-        return sampler(self.data.tokens("train"), length=self.length, seed=self.settings.seed)
+    def _tokens(self) -> np.ndarray:
+        return self.data.tokens("train")
 
     def batch(self, position: int, size: int) -> Tensor:
-        windows = self._windows.batch(position, size)
+        sample = SAMPLERS[self.settings.sampler]
+        windows = sample(self._tokens, position, size, length=self.length, seed=self.settings.seed)
         return torch.stack([windows[:, :-1], windows[:, 1:]])
 
     def calibration(self) -> list[Tensor]:

@@ -52,7 +52,7 @@ def record(folder):
 
 def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
     tokenizer = Tokenizer.load(folder / "model")
-    data = TextData([folder / "text.txt"], tokenizer)
+    data = TextData(folder / "text.txt", tokenizer)
     ids = list(calibration_windows(data, length=LENGTH, count=6, seed=0).split(8))
     encoder = Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
     ordinary = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)

@@ -26,6 +26,18 @@ def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
         assert (losses - losses_again).abs().max() < 1e-4
 
 
+def test_other_text_is_measured_as_a_file_or_prepared_whole(saf, saf_json, arms, text_data, tmp_path):
+    (tmp_path / "other.txt").write_text("A head looks back at every token before it, and mixes values. " * 40)
+    saf_json("data", "prepare", tmp_path / "other.txt", "--tokenizer", text_data, "--report-only",
+             "--out", tmp_path / "other")  # fmt: skip
+    words = ("evaluate", arms[0], "--device", "cpu", "--data")
+    text, folder = (saf_json(*words, tmp_path / name) for name in ("other.txt", "other"))
+    assert text["windows_hash"] == folder["windows_hash"]
+    assert text["loss"] == folder["loss"]
+    code, _, err = saf("freeze", arms[0], "--data", tmp_path / "other.txt", "--rate", 0.2, "--out", tmp_path / "x")
+    assert (code, "must be a folder by `saf data prepare`" in err) == (2, True)
+
+
 def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp_path):
     (tmp_path / "file").write_text("x")
     for out, word in ((arms[0], "did not write"), (text_data, "did not write"), (tmp_path / "file", "is a file")):

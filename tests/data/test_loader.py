@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,11 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.data import RandomWindows, ShuffledWindows, TokenData, calibration_windows, prepare, sequential_windows
+from saf.data import (
+    TokenData,
+    calibration_windows,
+    prepare,
+    random_windows,
+    sequential_windows,
+    shuffled_windows,
+)
 from saf.errors import DataError, InputError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
-KINDS = [ShuffledWindows, RandomWindows]
+SAMPLERS = [shuffled_windows, random_windows]
 
 
 @pytest.fixture
@@ -91,33 +99,29 @@ def test_folders_that_cannot_be_used(folder, tmp_path, from_train):
         TokenData.open(folder).tokenizer()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sample", SAMPLERS)
 @given(position=st.integers(0, 10**7), size=st.integers(1, 70))
-def test_a_batch_is_a_pure_function_of_its_position(kind, position, size):
-    used = kind(TOKENS, length=16, seed=3)
-    used.batch(position // 2, 5)
-    used.batch(position + 100, 5)
-    batch = kind(TOKENS, length=16, seed=3).batch(position, size)
+def test_a_batch_is_a_pure_function_of_its_position(sample, position, size):
+    batch = sample(TOKENS, position, size, length=16, seed=3)
+    sample(TOKENS, position // 2, 5, length=16, seed=3)
     assert (batch.dtype, batch.shape) == (torch.int64, (size, 17))
-    assert torch.equal(batch, used.batch(position, size))
-    assert torch.equal(batch[size // 2 :], used.batch(position + size // 2, size - size // 2))
+    assert torch.equal(batch, sample(TOKENS, position, size, length=16, seed=3))
+    half = sample(TOKENS, position + size // 2, size - size // 2, length=16, seed=3)
+    assert torch.equal(batch[size // 2 :], half)
 
 
 @pytest.mark.parametrize("epoch", [0, 12345])
 def test_an_epoch_visits_each_window_once(epoch):
-    windows = ShuffledWindows(TOKENS, length=10, seed=0)
-    assert windows.num_windows == 99
-    batch = windows.batch(99 * epoch, 99)
+    batch = shuffled_windows(TOKENS, 99 * epoch, 99, length=10, seed=0)
     assert sorted(batch[:, 0].tolist()) == list(range(0, 990, 10))
     assert sorted(batch[:, 1:].flatten().tolist()) == list(range(1, 991)), "every token is a target once"
 
 
 def test_the_order_never_changes_between_versions():
     """Runs resume by position alone, so the order is part of the format."""
-    shuffled = ShuffledWindows(TOKENS, length=10, seed=1337).batch(95, 8)[:, 0]
-    randomly = RandomWindows(TOKENS, length=10, seed=1337).batch(95, 8)[:, 0]
-    assert shuffled.tolist() == [760, 830, 520, 90, 780, 870, 370, 710]
-    assert randomly.tolist() == [547, 473, 810, 142, 701, 537, 15, 190]
+    shuffled, randomly = (sample(TOKENS, 95, 8, length=10, seed=1337)[:, 0].tolist() for sample in SAMPLERS)
+    assert shuffled == [760, 830, 520, 90, 780, 870, 370, 710]
+    assert randomly == [547, 473, 810, 142, 701, 537, 15, 190]
 
 
 def test_sequential_windows_are_in_order():
@@ -128,13 +132,13 @@ def test_sequential_windows_are_in_order():
     assert len(sequential_windows(TOKENS, 100, limit=400)) == 9
 
 
-@pytest.mark.parametrize("make", [*KINDS, lambda tokens, length, seed: sequential_windows(tokens, length)])
-def test_fewer_tokens_than_one_window(make):
-    with pytest.raises(DataError, match="a window of length 10 needs 11 tokens, the text has 10"):
-        make(np.arange(10), length=10, seed=0)
-    with pytest.raises(InputError, match="length must be at least 1"):
-        make(np.arange(10), length=0, seed=0)
-    make(np.arange(11), length=10, seed=0)
+def test_fewer_tokens_than_one_window():
+    for windows in (*(partial(sample, position=0, size=1, seed=0) for sample in SAMPLERS), sequential_windows):
+        with pytest.raises(DataError, match=r"length 10 needs 11 tokens, the text has 10; .* a length of 9 at most"):
+            windows(np.arange(10), length=10)
+        with pytest.raises(InputError, match="length must be at least 1"):
+            windows(np.arange(10), length=0)
+        assert len(windows(np.arange(11), length=10)) == 1
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +164,7 @@ def test_calibration_windows_do_not_overlap(name, partition, request):
     assert not torch.equal(windows, calibration_windows(data, length=64, count=12, seed=1))
     assert torch.equal(windows[:5], calibration_windows(data, length=64, count=5, seed=0))
     # With one seed for both, calibration is not the first windows of training.
-    training = ShuffledWindows(data.tokens(partition), length=64, seed=0).batch(0, 12)[:, :-1]
+    training = shuffled_windows(data.tokens(partition), 0, 12, length=64, seed=0)[:, :-1]
     assert not torch.equal(training, windows)
 
 

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import os
 import signal
-import sys
 from itertools import chain
 from pathlib import Path
 
@@ -96,37 +95,33 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
 
 def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
     heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
-    near = [texts[0].upper(), " \n".join(texts[1].split(" "))]
-    train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], *near, "  "])
+    train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], "  "])
     data = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300)
-    assert data.index["duplicates"] == {"also_held_out": 10, "repeated": 10, "empty": 1, "nearly_held_out": 2}
+    assert data.index["duplicates"] == {"also_held_out": 10, "repeated": 10, "empty": 1}
     assert sorted(heldout_documents(data)) == sorted(texts[:40])
     assert sorted(partition_documents(data, "train")) == sorted(texts[40:])
-    with pytest.raises(DataError, match="every training document is also held out"):
-        prepare(jsonl(tmp_path / "near.jsonl", near), tmp_path / "none", heldout=heldout, vocab_size=300)
     with pytest.raises(DataError, match=r"none.txt: no such file"):
         prepare(train, tmp_path / "none", heldout=tmp_path / "none.txt")
+
+
+def test_text_to_evaluate_on_is_one_partition_by_the_tokenizer_of_other_data(prepared, texts, tmp_path):
+    (tmp_path / "one.txt").write_text(texts[0])
+    data = prepare(tmp_path / "one.txt", tmp_path / "data", tokenizer=str(prepared), report_only=True)
+    assert partition_documents(TokenData.open(tmp_path / "data", verify=True), "report") == texts[:1]
+    assert [data.num_tokens(name) for name in PARTITIONS[:3]] == [0, 0, 0]
+    assert data.tokenizer_hash == TokenData.open(prepared).tokenizer_hash
 
 
 def test_limits(source, texts, tmp_path):
     options = {"vocab_size": 257, "heldout_fraction": 0.4}
     (read,) = prepare(source, tmp_path / "b", max_bytes=20_000, **options).index["sources"]
     assert 20_000 <= read["bytes"] <= 20_000 + max(map(len, texts))
-    (tmp_path / "one.txt").write_text("\n\n".join(texts))
+    (tmp_path / "one.txt").write_text("é" + "\n\n".join(texts))
     with pytest.raises(DataError, match=r"got no document: 1 documents in all.*--split-characters"):
         prepare(tmp_path / "one.txt", tmp_path / "c", **options)
-    data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, **options)
+    data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, max_bytes=9_000, **options)
+    assert data.index["sources"][0]["bytes"] == 9_000
     assert max(map(len, [*heldout_documents(data), *partition_documents(data, "train")])) <= 400
-
-
-def test_documents_too_long_to_tokenise_at_once_are_cut_and_listed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["saf.data.prepare"], "_LONGEST_DOCUMENT", 1_000)  # 8 million take a minute
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{n} {"word " * 500}"}}\n' for n in range(20)))
-    data = prepare(tmp_path / "a.jsonl", tmp_path / "data", vocab_size=270, heldout_fraction=0.4)
-    documents = [*heldout_documents(data), *partition_documents(data, "train")]
-    assert max(map(len, documents)) <= 1_000
-    assert sum(text.split()[0].isdigit() for text in documents) == 20
-    assert "longer than 1,000 characters were cut" in data.index["left_out"][0]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -136,10 +131,10 @@ def test_documents_too_long_to_tokenise_at_once_are_cut_and_listed(tmp_path, mon
         ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "got both"),
         ({"heldout_shares": (1, 0, 1)}, "three positive numbers"),
         ({"max_bytes": 0}, "--max-bytes must be at least 1"),
-        ({"seed": -1}, "--seed must be in"),
         ({"calibration_from": "text"}, "--calibration-from must be"),
         ({"vocab_size": 100}, "at least 257"),
         ({"tokenizer": "gpt2", "vocab_size": 300}, "--vocab-size must be left out"),
+        ({"report_only": True}, "--report-only needs the --tokenizer"),
     ],
 )
 def test_settings_out_of_range(source, tmp_path, setting, message):
