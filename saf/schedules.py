@@ -8,7 +8,7 @@ first in `SCHEDULES`; the command line takes `schedule:NAME` and the flags of it
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from numbers import Integral, Real
 from statistics import fmean, linear_regression
@@ -80,7 +80,7 @@ class Outcome:
 class Proposer(ABC):
     """The state machine of one run. Fields without a default are its settings, the others its state.
 
-    A run calls `observe` once an update, saves a checkpoint, then calls `propose` until it returns nothing. It applies
+    A run calls `observe` once an update, saves a checkpoint, then calls `propose` until it returns None. It applies
     each event and reports the outcome to `done`. The checkpoint holds `state_dict()` from before the events, so that a
     run killed during an event proposes it again.
     """
@@ -99,8 +99,8 @@ class Proposer(ABC):
         """Take the training loss (nats per target) of an update."""
 
     @abstractmethod
-    def propose(self, update: int) -> list[Event]:
-        """Return the events that are due after `update` updates; calling it changes nothing."""
+    def propose(self, update: int) -> Event | None:
+        """Return the event that is due after `update` updates; calling it changes nothing."""
 
     @abstractmethod
     def done(self, event: Event, outcome: Outcome) -> None:
@@ -124,8 +124,38 @@ class Proposer(ABC):
 
 
 def _tuples(value: Any) -> Any:
-    """Replace the lists of a JSON value by tuples."""
+    """Replace the lists in a JSON value by tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+# --- moments: a number of updates, or a share of all updates of the schedule
+
+
+def _moment(value: float, updates: int) -> float:
+    """Return a moment in updates, before rounding: 1.0 is the end of all, 1 the first."""
+    return float(value) if isinstance(value, Integral) else value * updates
+
+
+def _update_of(name: str, value: float, updates: int) -> int:
+    """Return the update of a moment; raise InputError for one past the last."""
+    if (update := round(_moment(value, updates))) > updates:
+        raise InputError(f"schedule.{name} must be a share in [0, 1] or an update in [0, {updates}], got {value}")
+    return update
+
+
+def _check_moments(schedule: "Schedule", *names: str) -> None:
+    expected = "a whole number of updates from 0, or a share in [0, 1]"
+    _check(schedule, expected, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), *names)
+
+
+def _check(schedule: "Schedule", expected: str, usable: Callable[[Any], bool], *names: str) -> None:
+    """Raise InputError unless settings are usable finite numbers: NaN would silently never fire."""
+    for name in names:
+        value = getattr(schedule, name)
+        if not (isinstance(value, Real) and math.isfinite(value) and usable(value)):
+            raise InputError(f"schedule.{name} must be {expected}, got {value!r}")
 
 
 # --- fixed moments: one, or those of Eq. S.20 of docs/method.md
@@ -144,15 +174,16 @@ class TimedProposer(Proposer):
     def finished(self) -> bool:
         return self.groups == len(self.moments) or (self.groups > 0 and not self.waiting)
 
-    def propose(self, update: int) -> list[Event]:
-        if self.finished or update < self.moments[self.groups]:
-            return []
-        total, moment = len(self.moments), f"update {self.moments[self.groups]} is done"
+    def propose(self, update: int) -> Event | None:
+        if self.finished or update < (moment := self.moments[self.groups]):
+            return None
+        total = len(self.moments)
         if total == 1:
-            return [Freeze(reason=f"{self.name}: {moment}")]
-        size = math.ceil((len(self.waiting) if self.groups else self.limit) / (total - self.groups))
-        choice: dict[str, Any] = {"among": self.waiting[:size]} if self.groups else {"first": size}
-        return [Freeze(**choice, reason=f"{self.name}: group {self.groups + 1} of {total}, {moment}")]
+            return Freeze(reason=f"{self.name}: update {moment} is done")
+        reason = f"{self.name}: group {self.groups + 1} of {total}, update {moment} is done"
+        if not self.groups:
+            return Freeze(first=math.ceil(self.limit / total), reason=reason)
+        return Freeze(among=self.waiting[: math.ceil(len(self.waiting) / (total - self.groups))], reason=reason)
 
     def done(self, event: Event, outcome: Outcome) -> None:
         assert isinstance(event, Freeze)
@@ -165,8 +196,6 @@ class OneTime:
     """Freeze once, at a fixed moment: the paper's default."""
 
     name: ClassVar[str] = "one_time"
-    chooses_once: ClassVar[bool] = True
-    several_events: ClassVar[bool] = False
     at: int | float = 0.5
     """Freeze after this number of updates, or this share of all updates of the schedule."""
 
@@ -174,7 +203,7 @@ class OneTime:
         _check_moments(self, "at")
 
     def first_update(self, updates: int) -> int:
-        return _update_at("at", self.at, updates)
+        return _update_of("at", self.at, updates)
 
     def start(self, *, updates: int, heads: int, limit: int) -> TimedProposer:
         return TimedProposer(name=self.name, moments=(self.first_update(updates),), limit=limit)
@@ -188,8 +217,6 @@ class Gradual:
     """
 
     name: ClassVar[str] = "gradual"
-    chooses_once: ClassVar[bool] = True
-    several_events: ClassVar[bool] = True
     begin: int | float = 0.5
     """Freeze the first group after this number of updates, or this share of all."""
     end: int | float = 0.6
@@ -199,31 +226,40 @@ class Gradual:
 
     def __post_init__(self):
         _check_moments(self, "begin", "end")
-        _check(self, lambda value: isinstance(value, int) and value >= 1, "a whole number from 1", "groups")
-        if type(self.begin) is type(self.end) and self.begin > self.end:
-            raise InputError(f"schedule.end must be at least begin, got {self}")
-
-    def events(self, updates: int) -> tuple[int, ...]:
-        """Return the update of each group.
-
-        >>> Gradual(begin=0.5, end=0.6, groups=5).events(5_000)
-        (2500, 2625, 2750, 2875, 3000)
-        """
-        begin, end = self.first_update(updates), _update_at("end", self.end, updates)
-        if begin > end:
-            raise InputError(f"schedule.end must be at least begin, update {begin}, got update {end}")
-        # Shares are rounded once, at each event: rounded ends would move the groups between them.
-        first, last = _exact(self.begin, updates), _exact(self.end, updates)
-        steps = max(self.groups - 1, 1)
-        return tuple(round(first + (last - first) * group / steps) for group in range(self.groups))
+        _check(self, "a whole number from 1", lambda value: isinstance(value, int) and value >= 1, "groups")
 
     def first_update(self, updates: int) -> int:
-        return _update_at("begin", self.begin, updates)
+        return _update_of("begin", self.begin, updates)
 
     def start(self, *, updates: int, heads: int, limit: int) -> TimedProposer:
+        """Return the proposer of a run.
+
+        >>> Gradual(begin=0.5, end=0.6, groups=5).start(updates=5_000, heads=144, limit=36).moments
+        (2500, 2625, 2750, 2875, 3000)
+        """
+        begin, end = self.first_update(updates), _update_of("end", self.end, updates)
+        if begin > end:
+            raise InputError(f"schedule.end must be at least begin, update {begin}, got update {end}")
         if self.groups > limit:
             raise InputError(f"schedule.groups must be at most the {limit} heads to freeze, got {self.groups}")
-        return TimedProposer(name=self.name, moments=self.events(updates), limit=limit)
+        # Shares are rounded once, at each event: rounded ends would move the groups between them.
+        first, last = _moment(self.begin, updates), _moment(self.end, updates)
+        steps = max(self.groups - 1, 1)
+        moments = tuple(round(first + (last - first) * group / steps) for group in range(self.groups))
+        return TimedProposer(name=self.name, moments=moments, limit=limit)
+
+
+# --- small groups, frozen at several events and undone where they cost too much
+
+CAP = 0.5
+"""Largest share of all heads that these schedules may be asked to freeze."""
+
+
+def _group_size(share: float, heads: int, limit: int) -> int:
+    """Return the number of heads in a group; raise InputError where more heads are to be frozen than the cap allows."""
+    if limit > CAP * heads:
+        raise InputError(f"this schedule freezes at most half of {heads} heads, got {limit} to freeze: lower the rate")
+    return max(1, round(share * heads))
 
 
 # --- validation budget: Eq. S.21
@@ -241,8 +277,6 @@ class ValidationBudget:
     """
 
     name: ClassVar[str] = "validation_budget"
-    chooses_once: ClassVar[bool] = False
-    several_events: ClassVar[bool] = True
     budget: float = 0.01
     """Largest increase of perplexity that all groups together may cost, as a share: 0.01 is one percent."""
     begin: int | float = 0.5
@@ -251,35 +285,33 @@ class ValidationBudget:
     """Distance of two checks, as a number of updates or a share of all; no check follows the last update."""
     group: float = 0.02
     """Heads proposed at a check, as a share of all, at least one."""
-    cap: float = 0.5
-    """Largest share of all heads that the settings of freezing may ask for."""
 
     def __post_init__(self):
-        _check(self, lambda value: value >= 0, "at least 0", "budget")
+        _check(self, "at least 0", lambda value: value >= 0, "budget")
         _check_moments(self, "begin", "every")
-        _check(self, lambda value: value > 0, "above 0", "every")
-        _check(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
-
-    def checks(self, updates: int) -> tuple[int, ...]:
-        """Return the update of each check, none after the last: heads frozen then would not be trained with.
-
-        >>> ValidationBudget(budget=0.01).checks(5_000)[:3]
-        (2500, 2750, 3000)
-        """
-        first = self.first_update(updates)
-        if first >= updates:
-            raise InputError(f"schedule.begin must be before the last of {updates} updates, got update {first}")
-        begin, every = _exact(self.begin, updates), max(_exact(self.every, updates), 1.0)
-        later = (round(begin + number * every) for number in range(1, math.ceil((updates - begin) / every) + 1))
-        return tuple(sorted({first, *(moment for moment in later if moment < updates)}))
+        _check(self, "above 0", lambda value: value > 0, "every")
+        _check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "group")
 
     def first_update(self, updates: int) -> int:
-        return _update_at("begin", self.begin, updates)
+        return _update_of("begin", self.begin, updates)
 
     def start(self, *, updates: int, heads: int, limit: int) -> "ValidationBudgetProposer":
-        group, checks = _group_within_cap(self, heads, limit), self.checks(updates)
-        nats = math.log1p(self.budget)
-        return ValidationBudgetProposer(name=self.name, limit=limit, checks=checks, allowed=nats, group=group)
+        """Return the proposer of a run; no check follows the last update, as nothing would train with its heads.
+
+        >>> ValidationBudget(budget=0.01).start(updates=5_000, heads=144, limit=36).checks[:3]
+        (2500, 2750, 3000)
+        """
+        if (first := self.first_update(updates)) >= updates:
+            raise InputError(f"schedule.begin must be before the last of {updates} updates, got update {first}")
+        begin, every = _moment(self.begin, updates), max(_moment(self.every, updates), 1.0)
+        moments = {round(begin + number * every) for number in range(math.ceil((updates - begin) / every))}
+        return ValidationBudgetProposer(
+            name=self.name,
+            limit=limit,
+            checks=tuple(sorted(moment for moment in moments if moment < updates)),
+            allowed=math.log1p(self.budget),
+            group=_group_size(self.group, heads, limit),
+        )
 
 
 @dataclass(kw_only=True)
@@ -302,27 +334,26 @@ class ValidationBudgetProposer(Proposer):
     def finished(self) -> bool:
         return self.undo is None and (self.check == len(self.checks) or self.frozen >= self.limit)
 
-    def propose(self, update: int) -> list[Event]:
+    def propose(self, update: int) -> Event | None:
         if self.undo is not None:
-            return [Undo(**self.undo, batches=BATCHES)]
+            return Undo(**self.undo, batches=BATCHES)
         if self.finished or update < self.checks[self.check]:
-            return []
+            return None
         spent = f"{self.spent:.3g} of {self.allowed:.3g} nats are spent"
         reason = f"{self.name}: check {self.check + 1} of {len(self.checks)}, {spent}"
-        return [Freeze(count=min(self.group, self.limit - self.frozen), batches=BATCHES, reason=reason)]
+        return Freeze(count=min(self.group, self.limit - self.frozen), batches=BATCHES, reason=reason)
 
     def done(self, event: Event, outcome: Outcome) -> None:
+        cost = outcome.loss_after - outcome.loss_before
         if isinstance(event, Undo):
             self.undo = None
-        else:
-            cost = outcome.loss_after - outcome.loss_before
-            # Not "> allowed": a group whose cost is NaN never stays.
-            if not self.spent + cost <= self.allowed:  # Eq. S.21
-                reason = f"{self.name}: {cost:.3g} nats after {self.spent:.3g} exceed {self.allowed:.3g}"
-                self.undo = {"event": outcome.number, "reason": reason}
-                return
+        elif self.spent + cost <= self.allowed:  # Eq. S.21; false for a cost that is NaN
             self.spent += cost
             self.frozen += len(outcome.heads)
+        else:
+            reason = f"{self.name}: {cost:.3g} nats after {self.spent:.3g} exceed {self.allowed:.3g}"
+            self.undo = {"event": outcome.number, "reason": reason}
+            return
         self.check += 1
 
 
@@ -350,25 +381,21 @@ class TrainLoss:
     """
 
     name: ClassVar[str] = "train_loss"
-    chooses_once: ClassVar[bool] = False
-    several_events: ClassVar[bool] = True
     multiplier: float = 3.0
     """Number of standard deviations of the averaged loss that a change must exceed to count. A larger one detects a
     plateau earlier and lets a step pass as absorbed more easily."""
     group: float = 0.02
     """Heads proposed at a time, as a share of all, at least one."""
-    cap: float = 0.5
-    """Largest share of all heads that the settings of freezing may ask for."""
 
     def __post_init__(self):
-        _check(self, lambda value: value > 0, "above 0", "multiplier")
-        _check(self, lambda value: 0 < value <= 1, "above 0 and at most 1", "group", "cap")
+        _check(self, "above 0", lambda value: value > 0, "multiplier")
+        _check(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "group")
 
     def first_update(self, updates: int) -> None:
         """Return None: the loss decides."""
 
     def start(self, *, updates: int, heads: int, limit: int) -> "TrainLossProposer":
-        group = _group_within_cap(self, heads, limit)
+        group = _group_size(self.group, heads, limit)
         return TrainLossProposer(name=self.name, limit=limit, multiplier=self.multiplier, updates=updates, group=group)
 
 
@@ -397,7 +424,7 @@ class Averages:
         """The gap g of Eq. S.22, positive while the loss falls."""
         return self.slow - self.fast
 
-    def take(self, loss: float, *, fast: float, slow: float, burn_in: int) -> None:
+    def add(self, loss: float, *, fast: float, slow: float, burn_in: int) -> None:
         """Add a loss, with these coefficients of the averages."""
         if not self.seen:
             self.last = self.fast = self.slow = loss
@@ -410,11 +437,11 @@ class Averages:
         self.since_peak += 1
         if self.gap > self.peak:
             self.peak, self.since_peak = self.gap, 0
-        if self.seen <= burn_in:
-            self.first = (*self.first, loss)
-        else:
+        if self.seen > burn_in:
             # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them.
             self.variance += fast * (change**2 / 2 - self.variance)
+            return
+        self.first = (*self.first, loss)
         if self.seen == burn_in:
             self.variance, self.first = _noise(self.first), ()
 
@@ -427,17 +454,6 @@ def _noise(losses: Sequence[float]) -> float:
     return fmean(one**2 for one in residuals) * len(residuals) / (len(residuals) - 2) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A group that was frozen and is not yet absorbed, with the averages at its event."""
-
-    event: int
-    lowest_score: float | None
-    seen: int
-    fast: float
-    descent: float
-
-
 @dataclass(kw_only=True)
 class TrainLossProposer(Proposer):
     """Propose a group at a plateau of the training loss, and its undoing where the loss does not recover in time."""
@@ -446,7 +462,12 @@ class TrainLossProposer(Proposer):
     updates: int
     group: int
     averages: Averages = field(default_factory=Averages)
-    step: Step | None = None
+    step: Averages | None = None
+    """The averages when the last group was frozen; None once it is absorbed or undone."""
+    event: int = 0
+    """Number of that event."""
+    lowest_score: float | None = None
+    """Lowest score of that group."""
     update: int = 0
     armed: bool = True
     """Whether a plateau may be answered: at first, and again once the loss fell after an event."""
@@ -478,26 +499,23 @@ class TrainLossProposer(Proposer):
 
     @property
     def finished(self) -> bool:
+        """Whether all is frozen or given up, or fewer updates remain than the mean recovery takes."""
         ended = self.stopped or self.undone >= _MAX_UNDONE or self.frozen >= self.limit
-        return self.step is None and (ended or self.too_late(self.update))
-
-    def too_late(self, update: int) -> bool:
-        """Return whether fewer updates remain than the mean recovery time."""
-        return self.updates - update < (fmean(self.recoveries) if self.recoveries else self.patience)
+        recovery = fmean(self.recoveries) if self.recoveries else self.patience
+        return self.step is None and (ended or self.updates - self.update < recovery)
 
     def observe(self, update: int, loss: float) -> None:
         if not math.isfinite(loss):
             raise InputError(f"a training loss must be finite, got {loss} at update {update}")
         self.update = update
-        self.averages.take(loss, fast=self._fast, slow=self._slow, burn_in=self.burn_in)
+        self.averages.add(loss, fast=self._fast, slow=self._slow, burn_in=self.burn_in)
         if self.averages.seen < self.burn_in:
             return
+        self.armed = self.armed or self.averages.gap > self.tolerance
         if self.step is not None:
             self._follow(self.step)
-        if self.averages.gap > self.tolerance:
-            self.armed = True
 
-    def _follow(self, step: Step) -> None:
+    def _follow(self, step: Averages) -> None:
         """Decide whether a step is absorbed or must be undone, Eq. S.24."""
         elapsed = self.averages.seen - step.seen
         # Before one half-life most of the average is of losses before the event: nearly any step would pass.
@@ -510,103 +528,55 @@ class TrainLossProposer(Proposer):
         elif elapsed > self.patience:
             self.undo = (
                 f"{self.name}: after {elapsed} updates the loss is {excess:.5f} nats above its path before "
-                f"event {step.event}, more than {self.tolerance:.5f}"
+                f"event {self.event}, more than {self.tolerance:.5f}"
             )
 
-    def propose(self, update: int) -> list[Event]:
+    def propose(self, update: int) -> Event | None:
         if self.step is not None:
-            return [] if self.undo is None else [Undo(event=self.step.event, reason=self.undo)]
-        if self.finished or self.averages.seen < self.burn_in or self.too_late(update) or not self._level():
-            return []
+            return None if self.undo is None else Undo(event=self.event, reason=self.undo)
+        # Eq. S.23: a plateau, and before the first event power and a peak that is past.
+        plateau, powerful = self.averages.gap < self.tolerance, self.averages.peak >= self.tolerance
+        ready = self.armed if self.events else powerful and self.averages.since_peak >= self.half_life
+        if self.finished or self.averages.seen < self.burn_in or not (plateau and ready):
+            return None
         fall = f"the averaged loss fell by {self.averages.gap:.5f} nats, less than {self.tolerance:.5f}"
         count = min(self.group, self.limit - self.frozen)
-        return [Freeze(count=count, below=self.below, reason=f"{self.name}: {fall}")]
-
-    def _level(self) -> bool:
-        """Return whether the loss is at a plateau; the first event needs all three tests of Eq. S.23."""
-        plateau = self.averages.gap < self.tolerance
-        if self.events:
-            return plateau and self.armed
-        return plateau and self.tolerance <= self.averages.peak and self.averages.since_peak >= self.half_life
+        return Freeze(count=count, below=self.below, reason=f"{self.name}: {fall}")
 
     def done(self, event: Event, outcome: Outcome) -> None:
         self.armed = False
         if isinstance(event, Undo):
-            assert self.step is not None
             self.frozen -= len(outcome.heads)
             self.undone += 1
-            self.below, self.step, self.undo = self.step.lowest_score, None, None
+            self.below, self.step, self.undo = self.lowest_score, None, None
             return
         self.events += 1
+        self.frozen += len(outcome.heads)
         self.stopped = not len(outcome.heads)
-        if not self.stopped:
-            self.frozen += len(outcome.heads)
-            now = {name: getattr(self.averages, name) for name in ("seen", "fast", "descent")}
-            self.step = Step(event=outcome.number, lowest_score=outcome.lowest_score, **now)
+        self.step = None if self.stopped else replace(self.averages)
+        self.event, self.lowest_score = outcome.number, outcome.lowest_score
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.averages = Averages(**{name: _tuples(value) for name, value in state["averages"].items()})
-        self.step = None if state["step"] is None else Step(**state["step"])
-
-
-# --- moments and checks
-
-
-def setting_of_moment(schedule: "Schedule") -> str:
-    """Return the name of the setting that fixes a schedule's first event, as its flag is called."""
-    return next((f"schedule.{name}" for name in ("at", "begin") if hasattr(schedule, name)), "schedule")
-
-
-def _exact(value: float, updates: int) -> float:
-    """Return a moment in updates before rounding: 1.0 is the end of all, 1 the first."""
-    return float(value) if isinstance(value, Integral) else value * updates
-
-
-def _update_at(name: str, value: float, updates: int) -> int:
-    """Return the update of a moment; raise InputError for one past the last."""
-    moment = round(_exact(value, updates))
-    if moment > updates:
-        raise InputError(f"schedule.{name} must be a share in [0, 1] or an update in [0, {updates}], got {value}")
-    return moment
-
-
-def _check_moments(schedule: "Schedule", *names: str) -> None:
-    expected = "a whole number of updates from 0, or a share in [0, 1]"
-    _check(schedule, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), expected, *names)
-
-
-def _check(schedule: "Schedule", usable: Callable[[Any], bool], expected: str, *names: str) -> None:
-    """Raise InputError unless settings are usable finite numbers: NaN would silently never fire."""
-    for name in names:
-        value: Any = getattr(schedule, name)
-        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        if not (math.isfinite(number) and usable(value)):
-            raise InputError(f"schedule.{name} must be {expected}, got {value!r}")
-
-
-def _group_within_cap(schedule: ValidationBudget | TrainLoss, heads: int, limit: int) -> int:
-    """Return the number of heads in a group; raise InputError where more are to be frozen than the cap allows."""
-    if limit > schedule.cap * heads:
-        raise InputError(
-            f"heads to freeze must be at most schedule.cap={schedule.cap:g} of {heads}, got {limit}; lower the rate or "
-            "raise it"
-        )
-    return max(1, round(schedule.group * heads))
+        self.averages = Averages(**_tuples(state["averages"]))
+        self.step = None if state["step"] is None else Averages(**_tuples(state["step"]))
 
 
 # --- the registry
 
 Schedule = OneTime | Gradual | ValidationBudget | TrainLoss
-"""A schedule is a frozen dataclass of JSON values with these members:
+"""A schedule is a frozen dataclass of JSON values with a `name` and two methods:
 
-`chooses_once`: its first event chooses all heads, which conditions on all of them (such as most per layer) need;
-`several_events`: heads may change more than once, so that a run of "auto" is compiled by layers on a GPU;
 `first_update(updates)`: the update of the first event, where an ordinary arm saves a checkpoint; None if losses decide;
 `start(updates=, heads=, limit=)`: the proposer of a run that freezes at most `limit` of the model's `heads`.
 Both raise InputError for settings that do not fit the run.
 """
 SCHEDULES: dict[str, type[Schedule]] = {each.name: each for each in (OneTime, Gradual, ValidationBudget, TrainLoss)}
+
+
+def setting_of_moment(schedule: Schedule) -> str:
+    """Return the name of the setting that fixes a schedule's first event, as its flag is called."""
+    return next((f"schedule.{name}" for name in ("at", "begin") if hasattr(schedule, name)), "schedule")
 
 
 def schedule_to_dict(schedule: Schedule) -> dict[str, Any]:

@@ -224,9 +224,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         run = self._run
         assert run is not None
         run.updater.optimizer = optimizer
-        while events := run.proposer.propose(update):
-            for proposed in events:
-                run.proposer.done(proposed, self._apply_(run, resolve_event(proposed, run.config), update))
+        while event := run.proposer.propose(update):
+            run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
 
     def _apply_(self, run: _Run, event: Any, update: int) -> Outcome:
         """Apply one event, in all processes or in none, and record it with the first process's measurements."""

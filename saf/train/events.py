@@ -19,7 +19,18 @@ from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend
 from saf.records.events import STATE_AFTER, EventRecord
-from saf.schedules import Event, Freeze, OneTime, Outcome, Proposer, Prune, Schedule, Undo, setting_of_moment
+from saf.schedules import (
+    Event,
+    Freeze,
+    Gradual,
+    OneTime,
+    Outcome,
+    Proposer,
+    Prune,
+    Schedule,
+    Undo,
+    setting_of_moment,
+)
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -99,7 +110,6 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     """Freeze or prune the event's share of heads by the recipe that the settings describe."""
     freeze, schedule = trainer.config.freeze, trainer.config.schedule
     assert freeze is not None
-    several = schedule is not None and schedule.several_events
     batches = trainer.task.calibration()
     inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
     if "outputs" in freeze.needs:
@@ -118,7 +128,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
             accept_loss=accepts,
             score_inputs=inputs,
             max_heads=event.first,
-            allow_empty=event.below is not None or several or freeze.asks_for_none,
+            allow_empty=event.below is not None or not isinstance(schedule, OneTime) or freeze.asks_for_none,
         )
     return Change(
         heads=report.heads,
@@ -166,7 +176,7 @@ def check_freeze(config: EventSettings, execution: Execution) -> None:
     freeze, schedule = config.freeze, config.schedule
     if freeze is None:
         return
-    if schedule is not None and not schedule.chooses_once:
+    if schedule is not None and not isinstance(schedule, OneTime | Gradual):
         names = ("heads", "match", "match_heads", "max_per_layer", "below")
         if wrong := [name for name in names if getattr(freeze, name) is not None]:
             raise InputError(

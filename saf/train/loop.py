@@ -35,7 +35,7 @@ from saf.ops.live import pinned
 from saf.records.events import inherit_events, keep_events_, read_events
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
 from saf.records.table import byte_size
-from saf.schedules import Event, Outcome, Proposer, setting_of_moment
+from saf.schedules import Event, OneTime, Outcome, Proposer, setting_of_moment
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import TrainConfig, check_same_run, context_length, model_config, read_run_config, run_config
 from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
@@ -146,12 +146,11 @@ def apply_due_events_(run: Run, *, saved: bool = False) -> None:
     budget, proposer = run.budget_share(), run.proposer
     if budget is not None and budget > 1:
         return
-    while proposer and (events := proposer.propose(run.update)):
+    while proposer and (event := proposer.propose(run.update)):
         if not saved:
             run.save()
         saved = True
-        for event in events:
-            proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
+        proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
         if not needs_gradient(run.config, proposer):
             run.updater.gradient = None
 
@@ -257,7 +256,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
             precision=config.precision,
             compile=config.compile,
             activation_checkpointing=config.activation_checkpointing,
-            several_events=bool(config.freeze and config.schedule and config.schedule.several_events),
+            several_events=bool(config.freeze) and not isinstance(config.schedule, OneTime),
         )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)

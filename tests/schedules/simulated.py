@@ -64,15 +64,14 @@ class Simulated:
         return self
 
     def _events(self, update: int) -> None:
-        while proposed := self.proposer.propose(update):
-            assert self.proposer.propose(update) == proposed
-            for event in proposed:
-                self._restart()
-                number = len(self.events) + 1
-                outcome = self._undo(number, event) if isinstance(event, Undo) else self._freeze(number, update, event)
-                self.proposer.done(event, outcome)
-                self.events.append((update, event, outcome))
-                self._restart()
+        while event := self.proposer.propose(update):
+            assert self.proposer.propose(update) == event
+            self._restart()
+            number = len(self.events) + 1
+            outcome = self._undo(number, event) if isinstance(event, Undo) else self._freeze(number, update, event)
+            self.proposer.done(event, outcome)
+            self.events.append((update, event, outcome))
+            self._restart()
 
     def _freeze(self, number: int, update: int, event) -> Outcome:
         among = self.live if event.among is None else [head for head in self.live if head in event.among]

@@ -378,7 +378,7 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
         ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
-        ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most schedule.cap=0.5 of 8"),
+        ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most half of 8 heads"),
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
         ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
         ({"freeze": FreezeConfig(rate=1.0, operation="prune")}, "pruning must leave the model a head"),
