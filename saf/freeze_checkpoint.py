@@ -14,7 +14,7 @@ from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
 from saf.checkpoint import save_checkpoint
 from saf.data import TextData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.freeze_config import FreezeConfig, calibration_collect, check_heads
+from saf.freeze_config import FreezeConfig, check_heads
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.heldout import GUARD_SEQUENCES
@@ -181,10 +181,10 @@ def freeze_opened(
     **options: Any,
 ) -> FreezeReport:
     """Freeze heads of an open model as the settings and the `options` of `freeze_` say; tell first what is held."""
-    config, inputs = settings.config, options.get("score_inputs", {})
+    config = settings.config
     limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(pick_device(settings.device), settings.precision):
-        plan = plan_calibration(model, batches, collect=calibration_collect(config, inputs), capture_bytes=limit)
+        plan = plan_calibration(model, batches, collect=config.collect, capture_bytes=limit)
         say(str(plan))
         if names := collect_for(config.pattern, config.storage):
             shape = {"sequences": plan.sequences, "length": plan.length}

@@ -1,11 +1,12 @@
-"""`FreezeConfig` holds the settings of one event that freezes or prunes heads; `check_heads` holds them to a model."""
+"""`FreezeConfig` holds the settings of one event; `head_order` is the order in which it tries a model's heads."""
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from saf.calibration import COLLECTIONS
 from saf.errors import InputError, check_name
@@ -13,15 +14,15 @@ from saf.fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.backends import BACKENDS
 from saf.records.events import STATE_AFTER
-from saf.scores import SCORES, HeadOutputs, Score, required_inputs, score_name
-from saf.selection import budget, existing
+from saf.scores import SCORES, Score, required_inputs, score_name
+from saf.selection import Chooser, budget, existing, select
 from saf.targets import FITTED, TARGETS, Seed, Storage, check_options, seed_of
 
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that set the number of heads; one of them counts."""
 _HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 _WITHOUT_EFFECT = {
-    "heads": ("count", "exclude", "only", "below", "max_per_layer", "match", "match_heads"),
+    "heads": ("count", "exclude", "only", "below", "max_per_layer", "match", "match_heads", "whole_groups"),
     "match_heads": ("count", "max_per_layer", "match"),
     "match": ("max_per_layer",),
 }
@@ -29,8 +30,10 @@ _WITHOUT_EFFECT = {
 _NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
 _OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
 _OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
-COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto")
+_COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change")
 """Scores of how attention differs between sequences: nothing but rounding where all sequences are alike."""
+CANDIDATES = 3
+"""Heads of lowest score that are tried for each one that joint cost may take."""
 Operation = Literal["freeze", "prune"]
 
 
@@ -156,7 +159,7 @@ class FreezeConfig:
 
     def check_calibration(self, *, sequences: int) -> None:
         """Raise InputError where so many different sequences are too few."""
-        names = [name for name in (self.score, self.match) if name in COMPARING] if self.heads is None else []
+        names = [name for name in (self.score, self.match) if name in _COMPARING] if self.heads is None else []
         if names and sequences < 2:
             raise InputError(
                 f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
@@ -190,14 +193,20 @@ class FreezeConfig:
         return not self.requested(1_000_000)
 
     @property
+    def score_names(self) -> tuple[str | Score, ...]:
+        """Return the score by which heads are chosen and the one whose counts by layer are matched, if any."""
+        return tuple(dict.fromkeys(name for name in (self.score, self.match) if name is not None))
+
+    @property
     def needs(self) -> frozenset[str]:
         """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
 
     @property
-    def score_names(self) -> tuple[str | Score, ...]:
-        """Return the score by which heads are chosen and the one whose counts by layer are matched, if any."""
-        return tuple(dict.fromkeys(name for name in (self.score, self.match) if name is not None))
+    def collect(self) -> tuple[str, ...]:
+        """Return what the calibration measures for the scores beside the statistics."""
+        rows = {"mean_rows"} if "outputs" in self.needs else set[str]()
+        return tuple(sorted(rows | (self.needs & COLLECTIONS.keys())))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -206,52 +215,53 @@ class FreezeConfig:
         return asdict(self) | pairs | {"score": score_name(self.score)}
 
 
-def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
-    """Raise InputError unless a model with these layers has the heads that the settings ask for.
+# --- the heads of a model
 
-    With `allow_empty`, as in later events of a run, limits may leave no head, and the settings may ask for none.
+
+def head_order(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int = 1) -> Chooser:
+    """Return the order in which heads are tried, by ascending score `[L, H]`, within the settings' number and limits.
+
+    Frozen and pruned heads score NaN. With `whole_groups` heads come by KV groups, of `group_size` heads each.
+    """
+    ranked = scores[config.score]
+    if config.heads is not None:
+        return Chooser(ranked, count=len(config.heads), only=config.heads)
+    high = [] if config.below is None else map(tuple, (ranked >= config.below).nonzero().tolist())
+    limits: dict[str, Any] = {"only": config.only, "group_size": group_size if config.whole_groups else 1}
+    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
+    if config.jointly:
+        total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
+    if config.match_heads is not None:
+        total = {"match": config.match_heads}
+    elif config.match is not None:
+        total = {"match": select(scores[config.match], **total, **limits, exclude=config.exclude)}
+    else:
+        total["max_per_layer"] = config.max_per_layer
+    return Chooser(ranked, **total, **limits, exclude={*config.exclude, *high})
+
+
+def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
+    """Raise InputError unless a model with these layers has the heads that the settings ask for, whatever they score.
+
+    With `allow_empty`, as in later events of a run, there may be none to choose.
     """
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
-    for heads in (config.exclude, config.only, config.match_heads):
-        existing(live, heads or ())
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen or pruned already; name live heads")
-    num_live, total = int(live.sum()), live.numel()
-    if not num_live:
-        raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
+    num_live, total, size = int(live.sum()), live.numel(), layouts[0].num_heads // layouts[0].num_kv_heads
+    equal = torch.zeros(live.shape).masked_fill(~live, math.nan)
+    order = head_order(dict.fromkeys(config.score_names, equal), replace(config, below=None), group_size=size)
+    available = sum(map(len, order.propose()))
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")
-    k, num_slots = config.requested(total), sum(layout.num_slots for layout in layouts)
-    if config.whole_groups and 0 < k < (smallest := _smallest_group(layouts)):
-        raise InputError(
-            f"whole_groups freezes at least {smallest} heads, got {k}: raise rate or count, or leave it out"
-        )
-    if config.operation == "prune" and min(k, num_live) == num_slots:
-        raise InputError(f"pruning must leave the model a head, got {k} of {total}: ask for less than all {num_slots}")
-    if not k and not allow_empty:
-        number = f"count {config.count}" if config.count is not None else f"rate {config.rate:g}"
-        raise InputError(f"rate or count must ask for at least 1 of {total} heads, got {number}; raise it")
-    if config.heads is not None or config.match_heads is not None or allow_empty:
+    most = min(available, config.requested(total))
+    if config.operation == "prune" and most == sum(layout.num_slots for layout in layouts):
+        raise InputError(f"pruning must leave the model a head, got all {most} to prune: ask for fewer")
+    if (available or allow_empty) and not (config.strict and not order.attained(available)):
         return
-    allowed = {(layer, head) for layer, layout in enumerate(layouts) for head in layout.live} - {*config.exclude}
-    allowed = allowed if config.only is None else allowed & {*config.only}
-    most = config.max_per_layer or total
-    room = sum(min(count, most) for count in Counter(layer for layer, _ in allowed).values())
-    if not room or (config.strict and room < k and not config.whole_groups):  # a group may end beyond a budget
-        raise InputError(
-            f"{k} heads are to be {config.kind}, and only, exclude and max_per_layer leave {room}: ask for fewer, or "
-            "leave more to choose from"
-        )
-
-
-def _smallest_group(layouts: Sequence[HeadLayout]) -> int:
-    """Return the least number of live heads in a KV group that has any."""
-    size = layouts[0].num_heads // layouts[0].num_kv_heads
-    return min(count for layout in layouts for count in Counter(head // size for head in layout.live).values())
-
-
-def calibration_collect(config: FreezeConfig, inputs: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what the calibration keeps beside the statistics, for scores whose `inputs` are not complete."""
-    measured = isinstance(inputs.get("outputs"), HeadOutputs)
-    rows = {"mean_rows"} if "outputs" in config.needs and not measured else set()
-    return tuple(sorted(rows | (config.needs & COLLECTIONS.keys() - inputs.keys())))
+    if not num_live:
+        raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
+    raise InputError(
+        f"at least 1 of {total} heads must be {config.kind}, and all {order.total} if strict: rate or count, only, "
+        f"exclude, max_per_layer and whole_groups leave {available}"
+    )

@@ -19,6 +19,11 @@ from saf.records.table import Table, markdown_of, number, signed
 from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"
+_KNOWN = (
+    *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
+    *("loss_before", "loss_after", "worst_layer"),
+)
+"""Values of a report that a model's configuration keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -36,8 +41,8 @@ class FreezeReport:
     """Heads skipped because their KL was above the limit, with it."""
     requested: int
     """k, the number of heads that the settings request."""
-    before: dict[str, int] = field(default_factory=dict)
-    """Numbers of heads that were frozen and pruned before the event, by these words."""
+    in_all: dict[str, int]
+    """Numbers of heads that are frozen and pruned after the event, by these words, with those of events before it."""
     deferred: tuple[Head, ...] = ()
     """Heads chosen and accepted with them but left live, by ascending score: those after `max_heads`."""
     scores: Tensor
@@ -47,7 +52,7 @@ class FreezeReport:
     seconds: dict[str, float]
     """Wall-clock seconds of capture, statistics, score, select, fit, install or prune, and held-out loss."""
     certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
-    """Of each fit, rejected ones included: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
+    """Of each fit, rejected ones too: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """With exponential storage, of each frozen head the numbers of `saf.fit.ExponentialFit`: `extra_kl`,
     `cancellation`, `worst_row`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
@@ -72,11 +77,6 @@ class FreezeReport:
     def kind(self) -> str:
         """Return what the event made of the heads: frozen or pruned."""
         return STATE_AFTER[self.config["operation"]]
-
-    @property
-    def in_all(self) -> dict[str, int]:
-        """Return how many heads are frozen and how many pruned after this event, with those of events before it."""
-        return self.before | {self.kind: self.before.get(self.kind, 0) + len(self.heads)}
 
     @property
     def summary(self) -> str:
@@ -119,32 +119,25 @@ class FreezeReport:
             "exponential": [{"head": list(head), **each} for head, each in self.exponential.items()],
             "lengths": list(self.statistics.lengths),
             "deferred": [list(head) for head in self.deferred],
-            "joint_cost": {} if self.joint_cost is None else self.joint_cost.to_dict(),
-            "healing": {} if self.healing is None else asdict(self.healing),
+            "joint_cost": self.joint_cost and self.joint_cost.to_dict(),
+            "healing": self.healing and asdict(self.healing),
+            "worst_layer": self.worst_layer and list(self.worst_layer),
         }
-        return values | {name: value for name, value in optional.items() if value} | self._losses()
-
-    def _losses(self) -> dict[str, Any]:
-        worst = self.worst_layer and list(self.worst_layer)
-        losses = {"loss_before": self.loss_before, "loss_after": self.loss_after, "worst_layer": worst}
-        return {name: value for name, value in losses.items() if value is not None}
+        if self.loss_before is not None:
+            values |= {"loss_before": self.loss_before, "loss_after": self.loss_after}
+        return values | {name: value for name, value in optional.items() if value}
 
     def known(self) -> dict[str, Any]:
-        """Return the part of `to_dict` that a model's configuration keeps: its heads, and how they were chosen."""
+        """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
         # A rate has its default where another setting sets the number.
         by_rate = all(self.config[name] is None for name in ("count", "heads", "match_heads"))
-        return {
+        choice = {
             "kind": self.kind,
             "pattern": self.config["pattern"],
             "named": self.config["heads"] is not None,
             "rate": self.config["rate"] if by_rate else None,
-            "heads": self.heads.to_list(),
-            "requested": self.requested,
-            "score_name": self.config["score"],
-            "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
-            **{name: getattr(self.statistics, name) for name in ("num_sequences", "length", "sequences_hash")},
-            **self._losses(),
         }
+        return choice | {name: value for name, value in self.to_dict().items() if name in _KNOWN}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
@@ -169,7 +162,7 @@ class FreezeReport:
 
     @property
     def cost(self) -> str:
-        """Say what the event cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
+        """Return what the event cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
         rise = "not measured: there is no held-out text"
         if self.loss_before is not None:
             losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"

@@ -1,16 +1,16 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
-The file follows the algorithm, whose line numbers stand beside the code: what may be frozen, scores (lines 4 to 6),
-fits and their acceptance (7 to 20), installation (21). The caller trains before (1 to 3) and after (22 to 26). Settings
-are in saf/freeze_config.py, the record of an event in saf/freeze_report.py, and what heads cost on held-out text in
-saf/heldout.py.
+The file follows the algorithm, whose line numbers stand beside the code: scores (lines 4 to 6), fits and their
+acceptance (7 to 20), installation (21). The caller trains before (1 to 3) and after (22 to 26). Settings and the order
+of heads are in saf/freeze_config.py, the record of an event in saf/freeze_report.py, and what heads cost on held-out
+text in saf/heldout.py.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,17 +31,19 @@ from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options
-from saf.freeze_config import COMPARING, FreezeConfig, calibration_collect, check_heads
+from saf.freeze_config import FreezeConfig, check_heads, head_order
 from saf.freeze_report import FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.heldout import (
     GUARD_SEQUENCES,
     MAX_RISE,
     JointCost,
+    Trial,
     accept_jointly,
     halves,
     heldout_loss,
     perplexity_rise,
+    within_budget,
     worst_layer,
 )
 from saf.machine import Stopwatch
@@ -49,15 +51,13 @@ from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
 from saf.patterns import Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
-from saf.selection import Chooser, ranking, select
+from saf.selection import Chooser
 from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
-CANDIDATES = 3
-"""Heads of lowest score that are tried for each one that joint cost may take."""
-_REPLACING = ("residual_cosine", "relative_output_change")
-"""Scores of how the mean pattern changes held-out sequences: nothing where these are the calibration's one sequence."""
+AT_CALLER = {"category": SafWarning, "stacklevel": 5}
+"""Warnings show the line that called `freeze_`, past a function here, its lambda and `on_rank0`."""
 
 
 def freeze_(
@@ -112,62 +112,69 @@ def freeze_(
         SelectionError: No head that may be chosen and fits; with `strict`, fewer than k. The model is unchanged.
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
     """
-    config = FreezeConfig() if config is None else config
+    config, inputs = config or FreezeConfig(), score_inputs or {}
     check_editable(model, optimizer)  # now, not after the whole measurement
-    adapter, inputs = adapter_for(model), score_inputs or {}
+    adapter = adapter_for(model)
     timer = Stopwatch(adapter.device)
     choosing, reporting = _texts(heldout, config)
     sequences = on_rank0(lambda: _read(adapter, batches, config, reporting, allow_empty))
-    if reporting is None and optimizer is None:
+    own_text = reporting is None and optimizer is None
+    if own_text:
         reporting = _own_text(adapter, sequences)
 
     # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
-    options = {"collect": calibration_collect(config, inputs), "capture_bytes": capture_bytes, "progress": progress}
+    options = {"collect": config.collect, "capture_bytes": capture_bytes, "progress": progress}
     statistics = on_rank0(lambda: calibrate(model, sequences, timer=timer, **options))
-    loss_before = _loss(model, reporting, timer)
+    loss_before = loss_after = worst = None
+    if reporting is not None:
+        with timer("loss"):
+            loss_before = loss_after = on_rank0(lambda: heldout_loss(model, reporting))
 
     # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
     with timer("score"):
         scores = on_rank0(lambda: _scores(adapter, sequences, statistics, config, choosing, inputs))
     with timer("select"):
         layout = adapter.sites()[0].layout
-        order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads, allow_empty=allow_empty)
+        order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
 
     # Lines 7 to 20: fit head after head until k are within the tolerance; fewer are refused or warned of.
     fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
     fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
-    editor = Editor(model, config, optimizer, fits)
+    edit_ = partial(_edit_, model, fits=fits, config=config, optimizer=optimizer)
+    undo_ = partial(uninstall_, model, optimizer=optimizer)
+    trial = partial(_trial, edit_, undo_)
 
     # Past the paper: of more candidates than k, accept those that cost least together.
     joint = None
     if config.jointly:
+        texts = choosing, reporting, loss_before
         with timer("joint cost"):
-            texts = choosing, (reporting, loss_before)
-            joint = on_rank0(lambda: _within_budget(editor, *texts, joint_progress, allow_empty=allow_empty))
+            joint = on_rank0(lambda: _jointly(model, fits, config, texts, trial, joint_progress, allow_empty))
     accepted = fits if joint is None else joint.accepted
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
 
-    # Line 21: install the patterns; value and output weights and the optimiser's state stay.
-    before = {kind: count for kind in EDITED if (count := len(adapter.heads(kind)))}
-    loss_after, worst = loss_before, None
-    if len(heads):
-        with timer("prune" if config.operation == "prune" else "install"), _undone_unless_all_edit(editor, heads):
-            editor.edit_(heads)
-    # Past the paper: measure what it costs, and undo it where that is too much and no training follows.
+    # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
     if len(heads) and loss_before is not None:
-        accept = {"accept": accept_loss, "refuse": heldout is not None}
-        loss_after, worst = _guard(editor, heads, reporting, loss_before, timer, **accept)
+        rules = {"accept": accept_loss, "training": optimizer is not None, "own_text": own_text}
+        with timer("loss"):
+            loss_after, worst = on_rank0(lambda: _cost(model, heads, reporting, loss_before, trial, **rules))
+
+    # Line 21: install the patterns; value and output weights and the optimiser's state stay.
+    if len(heads):
+        with timer("prune" if config.operation == "prune" else "install"):
+            _on_all_ranks_(edit_, undo_, heads)
 
     own = {head: fits[head] for head in heads if fits[head].pattern is not None}
     tried = {head: fits[head] for head in accepted} | rejected
+    counts = {kind: len(adapter.heads(kind)) for kind in EDITED}
     report = FreezeReport(
         heads=heads,
         patterns=_stacked([fit.pattern for fit in own.values() if fit.pattern is not None]),
         fit_kl={head: fit.fit_kl for head, fit in own.items()},
         rejected={head: fit.fit_kl for head, fit in rejected.items()},
-        requested=order.total if joint is None else config.requested(statistics.variance.numel()),
-        before=before,
+        requested=config.requested(statistics.variance.numel()),
+        in_all={kind: count for kind, count in counts.items() if count or kind == config.kind},
         deferred=deferred,
         scores=scores[config.score],
         statistics=statistics,
@@ -190,12 +197,14 @@ def freeze_(
 
 def _texts(heldout: Iterable[Batch] | None, config: FreezeConfig) -> tuple[Any, Any]:
     """Return the held-out text that scores and joint cost read, and that on which the loss is reported."""
-    if heldout is None and config.jointly:
-        raise InputError("joint cost is measured on held-out text: give heldout= sequences")
-    text = heldout if heldout is None or isinstance(heldout, Tensor | Mapping) else list(heldout)
+    if heldout is None:
+        if config.jointly:
+            raise InputError("joint cost is measured on held-out text: give heldout= sequences")
+        return None, None
+    text = heldout if isinstance(heldout, Tensor | Mapping) else list(heldout)
     if isinstance(text, list) and not text:
         raise InputError("heldout must have at least one sequence, got none; give text beyond the calibration's")
-    return halves(text) if text is not None and config.jointly else (text, text)
+    return halves(text) if config.jointly else (text, text)
 
 
 def _read(
@@ -210,8 +219,7 @@ def _read(
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: "
             f"{shorter if length < longest else longer}; calibrate on {longest} tokens unless this is meant",
-            SafWarning,
-            stacklevel=5,  # the caller of freeze_, past on_rank0
+            **AT_CALLER,
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
@@ -239,7 +247,7 @@ def _own_text(adapter: Adapter, sequences: Sequences) -> list[Tensor] | None:
     return [row[None] for row in sequences.tokens[:GUARD_SEQUENCES] if len(row) > 1] or None
 
 
-# --- lines 5 and 6: scores, and the order in which heads are tried
+# --- lines 5 and 6: scores
 
 
 def _scores(
@@ -250,9 +258,9 @@ def _scores(
     heldout: Iterable[Batch] | None,
     inputs: Mapping[str, Any],
 ) -> dict[str | Score, Tensor]:
-    """Return every score that the settings name, `[L, H]`; raise InputError for one that tells no heads apart.
+    """Return every score that the settings name, `[L, H]`; raise InputError for one that is the same for all heads.
 
-    What scores read beside the statistics is in `inputs`, or measured here: gates on the calibration batches (paper,
+    What scores read beyond the statistics is in `inputs`, or measured here: gates on the calibration batches (paper,
     appendix C), outputs on the held-out ones.
     """
     scores: dict[str | Score, Tensor] = {}
@@ -260,78 +268,18 @@ def _scores(
         needed: dict[str, Any] = {"seed": config.seed} if name == "random" else {}
         for key in required_inputs(name):
             source = inputs.get(key, heldout if key == "outputs" else None)
-            if key == "gates" and source is None:
+            if isinstance(source, QKGradient):
+                source = source.scores()
+            elif key == "gates" and source is None:
                 source = gate_gradients(adapter.model, sequences)
             elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
-                texts = read_sequences(source)
-                together = [row[None] for row in [*sequences.tokens, *texts.tokens]]
-                if name in _REPLACING and read_sequences(together).num_different < 2:
-                    raise InputError(f"score {name!r} compares sequences: two must differ, got copies of one")
-                source = head_outputs(adapter.model, texts, statistics)
-            elif isinstance(source, QKGradient):
-                source = source.scores()
+                source = head_outputs(adapter.model, read_sequences(source), statistics)
             needed[key] = source
         scores[name] = score(statistics, name, **needed)
-        if config.heads is None:
-            _check_ranks(name, scores[name], statistics, adapter.dtype)
+        live = scores[name][~scores[name].isnan()]
+        if config.heads is None and len(live) > 1 and bool((live == live[0]).all()):
+            raise InputError(f"score {score_name(name)!r} must differ between heads, got {live[0]:.2g} for all of them")
     return scores
-
-
-def _check_ranks(name: str | Score, values: Tensor, statistics: AttentionStatistics, dtype: torch.dtype) -> None:
-    """Raise InputError for a score `[L, H]` that is the same for all heads, or differs by rounding alone.
-
-    Of N equal patterns a mean in precision eps misses each entry p by at most N eps p. Squares of a row's entries sum
-    to 1 at most, so Eq. (1) is at most N/(N-1) (N eps)^2 / T; logarithms add 2 eps |log p| to Eq. (2), whose rows are
-    at most eps (N + 2 log T). A float64 model is measured in float64.
-    """
-    live = values[~values.isnan()]
-    same = len(live) > 1 and bool((live == live[0]).all())
-    if not same and name in COMPARING:
-        eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-        count, length = statistics.num_sequences, statistics.length
-        if name == "forward_kl":
-            measured, rounding = statistics.forward_kl, eps * (count + 2 * math.log(length))
-        else:
-            measured, rounding = statistics.variance, count / max(count - 1, 1) * (count * eps) ** 2 / length
-        same = bool((measured[statistics.measured] <= rounding).all())
-    if same:
-        raise InputError(
-            f"score {score_name(name)!r} must differ between heads, got {live[0].item():.2g} for all of them but for "
-            "rounding; calibrate on sequences that differ"
-        )
-
-
-def head_order(
-    scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int = 1, allow_empty: bool = False
-) -> Chooser:
-    """Return the order of heads by the configured score, within its budget and limits; KV groups have `group_size`.
-
-    Raises SelectionError where the settings' `below` is why no head may be chosen.
-    """
-    ranked = scores[config.score]
-    limits: dict[str, Any] = {"group_size": group_size if config.whole_groups else 1}
-    if config.heads is not None:
-        return Chooser(ranked, count=len(config.heads), only=config.heads, **limits)
-    too_high = [] if config.below is None else (ranked >= config.below).nonzero().tolist()
-    options: dict[str, Any] = {"only": config.only, "exclude": {*config.exclude, *map(tuple, too_high)}, **limits}
-    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
-    if config.jointly:
-        total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
-    if config.match_heads is not None:
-        order = Chooser(ranked, match=config.match_heads, **options)
-    elif config.match is not None:
-        matched = select(scores[config.match], **total, **{**options, "exclude": config.exclude})
-        order = Chooser(ranked, match=matched, **options)
-    else:
-        order = Chooser(ranked, **total, max_per_layer=config.max_per_layer, **options)
-    lowest = ranking(ranked, config.exclude, only=config.only)[:1]
-    if config.below is not None and order.is_empty and lowest and not allow_empty:
-        unit = "KV group" if config.whole_groups else "head"
-        raise SelectionError(
-            f"no {unit} that may be {config.kind} scores below {config.below:g} by {score_name(config.score)}: the "
-            f"lowest score is {float(ranked[lowest[0]]):.6g}. Raise below, or leave it out"
-        )
-    return order
 
 
 # --- lines 7 to 20: fits, and which are accepted
@@ -365,9 +313,7 @@ def accept_fits(
     fits: dict[Head, FittedHead] = {}
     rejected: dict[Head, FittedHead] = {}
     proposed = order.propose()
-    available = sum(map(len, proposed))
-    # Named heads are exactly those; a budget may end inside a KV group.
-    if strict and (available < order.total if named else not order.attained(available)):
+    if strict and not order.attained(available := sum(map(len, proposed))):
         raise SelectionError(f"the event asks for {order.total} heads; {available} can be {config.kind}")
     while proposed:  # lines 7 to 10: none is proposed once k are accepted
         fits |= fit(HeadSet(head for unit in proposed for head in unit))
@@ -386,13 +332,11 @@ def accept_fits(
             )
         proposed = order.propose()  # line 19: the next heads
     if not order.attained(len(order)) and (not config.jointly or not len(order)):  # line 20
-        reason = (
-            f"no further head fits within {config.max_fit_kl} nats" if rejected else f"no other may be {config.kind}"
-        )
+        below = "" if config.below is None else f" and scores below {config.below:g}"
+        reason = f"no other fits within {config.max_fit_kl} nats" if rejected else f"no other may be chosen{below}"
         if not len(order) and not allow_empty:
             raise SelectionError(f"at least 1 head must be {config.kind}, got 0 of {order.total}: {reason}")
-        message = f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}"
-        warnings.warn(message, SafWarning, stacklevel=5)  # the caller of freeze_, past on_rank0
+        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **AT_CALLER)
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
@@ -450,81 +394,106 @@ def _fit(
     return fits
 
 
-def _within_budget(
-    editor: "Editor",
-    text: Any,
-    reporting: tuple[Any, float | None],
-    progress: Callable[[int, int], None] | None,
+# --- joint cost, the guard and installation
+
+
+def _edit_(
+    model: nn.Module,
+    heads: HeadSet,
     *,
+    fits: Mapping[Head, FittedHead],
+    config: FreezeConfig,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Install the heads' patterns, or remove the heads where the settings prune."""
+    if config.operation == "prune":
+        prune_(model, heads, optimizer=optimizer)
+        return
+    patterns: Any = [fits[head].pattern for head in heads]
+    install_(model, heads, patterns, optimizer=optimizer, backend=config.backend, trainable=config.trainable)
+
+
+@contextmanager
+def _trial(edit_: Callable[[HeadSet], None], undo_: Callable[[HeadSet], None], heads: HeadSet) -> Iterator[None]:
+    """Edit heads within the block."""
+    edit_(heads)
+    try:
+        yield
+    finally:
+        undo_(heads)
+
+
+def _on_all_ranks_(edit_: Callable[[HeadSet], None], undo_: Callable[[HeadSet], None], heads: HeadSet) -> None:
+    """Edit heads on every rank, or on none: where the edit of one rank fails, the others undo theirs."""
+    edited = False
+    try:
+        with all_ranks_or_raise():
+            edit_(heads)
+            edited = True
+    except Exception:
+        if edited:
+            undo_(heads)
+        raise
+
+
+def _jointly(
+    model: nn.Module,
+    fits: Mapping[Head, FittedHead],
+    config: FreezeConfig,
+    texts: tuple[Any, Any, Any],
+    trial: Trial,
+    progress: Callable[[int, int], None] | None,
     allow_empty: bool,
 ) -> JointCost:
     """Return which of the fitted heads cost least together, within the budget; raise SelectionError where none is.
 
-    `text` decides their order and, with the text and loss of `reporting`, how many there are.
+    The texts are that by which heads are accepted, and another one with its loss, on which the budget must hold, too.
     """
-    config, sites = editor.config, adapter_for(editor.model).sites()
-    most = config.requested(sum(site.layout.num_heads for site in sites))
+    choosing, reporting, loss = texts
+    most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
     budget = math.inf if config.budget is None else config.budget
-    edits: dict[str, Any] = {"edit_": editor.edit_, "undo_": editor.undo_}
-    joint = accept_jointly(editor.model, editor.fits, text, most, budget=budget, progress=progress, **edits)
-    if joint.accepted and config.budget is not None:
-        joint = _confirmed(editor, joint, *reporting)
-    if joint.accepted or allow_empty:
-        return joint
-    least = perplexity_rise(0.0, min(joint.alone.values()))
-    raise SelectionError(
-        f"at least 1 head must keep perplexity within {100 * budget:+.3g}% on both halves of the text, got none of "
-        f"{len(joint.alone)}: the cheapest costs {100 * least:+.3g}% alone where heads are chosen; raise budget"
-    )
+    joint = accept_jointly(model, fits, choosing, most, trial=trial, budget=budget, progress=progress)
+    if config.budget is not None:
+        joint = within_budget(joint, model, reporting, loss, budget=budget, trial=trial)
+    if not joint.accepted and not allow_empty:
+        least = perplexity_rise(0.0, min(joint.alone.values()))
+        raise SelectionError(
+            f"at least 1 head must keep perplexity within {100 * budget:+.3g}% on both halves of the text, got none of "
+            f"{len(joint.alone)}: the cheapest costs {100 * least:+.3g}% alone where heads are chosen; raise budget"
+        )
+    return joint
 
 
-def _confirmed(editor: "Editor", joint: JointCost, text: Any, loss: float | None) -> JointCost:
-    """Return the first of the accepted heads that keep the budget on other text, too.
+def _cost(
+    model: nn.Module,
+    heads: HeadSet,
+    text: Any,
+    before: float,
+    trial: Trial,
+    *,
+    accept: bool | None,
+    training: bool,
+    own_text: bool,
+) -> tuple[float, tuple[int, float] | None]:
+    """Return the loss with the heads frozen, and the worst layer of a rise beyond the limit that no training follows.
 
-    Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096 tokens lower perplexity there
-    by 0.3% and raise it by 3.4% elsewhere.
+    A rise that is not accepted raises LossError: by default one on held-out text; on calibration text it warns.
     """
-
-    def within(count: int) -> bool:
-        heads = HeadSet(joint.accepted[:count])
-        editor.edit_(heads)
-        try:
-            return perplexity_rise(loss, heldout_loss(editor.model, text)) <= (editor.config.budget or 0.0)
-        finally:
-            editor.undo_(heads)
-
-    few, middle, many = 0, len(joint.accepted), len(joint.accepted) + 1  # `few` keep the budget, `many` do not
-    while many - few > 1:
-        few, many = (middle, many) if within(middle) else (few, middle)
-        middle = (few + many) // 2
-    refused = joint.refused + joint.accepted[few:]
-    return replace(joint, accepted=joint.accepted[:few], rises=joint.rises[:few], refused=refused)
-
-
-# --- line 21: installation, and the loss around it
-
-
-@dataclass(frozen=True)
-class Editor:
-    """Freezes or prunes heads of a model as the settings of an event say, and undoes it."""
-
-    model: nn.Module
-    config: FreezeConfig
-    optimizer: torch.optim.Optimizer | None
-    fits: Mapping[Head, FittedHead]
-
-    def edit_(self, heads: HeadSet) -> None:
-        """Install the heads' patterns, or remove the heads."""
-        if self.config.operation == "prune":
-            prune_(self.model, heads, optimizer=self.optimizer)
-            return
-        execution = {"backend": self.config.backend, "trainable": self.config.trainable}
-        patterns: Any = [self.fits[head].pattern for head in heads]
-        install_(self.model, heads, patterns, optimizer=self.optimizer, **execution)
-
-    def undo_(self, heads: HeadSet) -> None:
-        """Make the heads live again, exactly as they were."""
-        uninstall_(self.model, heads, optimizer=self.optimizer)
+    with trial(heads):
+        after = heldout_loss(model, text)
+    rise = perplexity_rise(before, after)
+    if rise <= MAX_RISE or (training and accept is not False):  # a rise that is NaN is never within the limit
+        return after, None
+    layer, alone = worst_layer(model, heads, text, trial)
+    words = f"layer {layer} costs most ({len(heads.in_layer(layer))} heads, alone {alone:.1%}): freeze fewer there"
+    if accept is False or (accept is None and not own_text):
+        raise LossError(
+            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}; {words}, or pass "
+            "accept_loss=True (--accept-loss)"
+        )
+    if accept is None:
+        warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text; {words}, or train on", **AT_CALLER)
+    return after, (layer, alone)
 
 
 def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:
@@ -533,65 +502,3 @@ def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:
         return list(patterns) or None
     kind: Any = type(patterns[0])
     return kind.stack(patterns)
-
-
-@contextmanager
-def _undone_unless_all_edit(editor: Editor, heads: HeadSet) -> Iterator[None]:
-    """Let an edit succeed in every process of the group; where one fails, undo it in the others."""
-    edited = False
-    try:
-        with all_ranks_or_raise():
-            yield
-            edited = True
-    except Exception:
-        if edited:
-            editor.undo_(heads)
-        raise
-
-
-def _loss(model: nn.Module, text: Iterable[Batch] | None, timer: Stopwatch) -> float | None:
-    """Return the loss of the held-out text, nats a token, measured in the first process; None without text."""
-    if text is None:
-        return None
-    with timer("loss"):
-        return on_rank0(lambda: heldout_loss(model, text))
-
-
-def _guard(
-    editor: Editor,
-    heads: HeadSet,
-    text: Any,
-    before: float,
-    timer: Stopwatch,
-    *,
-    accept: bool | None,
-    refuse: bool,
-) -> tuple[float | None, tuple[int, float] | None]:
-    """Return the loss after the event, and the worst layer of a rise beyond the limit that no training follows.
-
-    A rise that is not accepted is undone and raises LossError: by default one on held-out text; on calibration text it
-    warns.
-    """
-    model, training = editor.model, editor.optimizer is not None
-    try:
-        after = _loss(model, text, timer)
-    except Exception:
-        editor.undo_(heads)
-        raise
-    rise = perplexity_rise(before, after)
-    # Not "rise > MAX_RISE": a loss that is NaN is never within it.
-    if rise <= MAX_RISE or (training and accept is not False):
-        return after, None
-    editor.undo_(heads)
-    layer, alone = on_rank0(lambda: worst_layer(model, heads, text, editor.edit_, editor.undo_))
-    words = f"layer {layer} costs most ({len(heads.in_layer(layer))} heads, alone {alone:.1%}): freeze fewer there"
-    if accept is False or (accept is None and refuse):
-        raise LossError(
-            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}; {words}, or pass "
-            "accept_loss=True (--accept-loss)"
-        )
-    editor.edit_(heads)
-    if accept is None:
-        message = f"perplexity rose by {rise:.1%} on the calibration text; {words}, or train on"
-        warnings.warn(message, SafWarning, stacklevel=3)
-    return after, (layer, alone)

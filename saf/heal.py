@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from saf.calibration import Batch
-from saf.errors import InputError
-from saf.heldout import heldout_loss, perplexity_rise, rows_at_once
+from saf.errors import InputError, LossError
+from saf.heldout import MAX_RISE, heldout_loss, perplexity_rise, rows_at_once
 from saf.machine import Precision, autocast
 from saf.models.adapter import language_model
 
@@ -40,27 +40,35 @@ class Healing:
         return perplexity_rise(self.loss_twin, self.loss_healed)
 
 
-def heal_beside_twin(
+def heal_and_compare(
     frozen: nn.Module,
     ordinary: nn.Module,
     windows: Tensor,
     heldout: Iterable[Batch],
     *,
+    accept_loss: bool = False,
     precision: Precision = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Healing:
     """Train both models alike on windows `[N, T + 1]`, and measure them on held-out text before and after.
 
-    `progress` is called with (updates done, updates), of both models.
+    `progress` is called with (updates done, updates), of both models. Raises LossError where the healed model stays too
+    far above the ordinary one, unless `accept_loss`.
     """
-    heldout = list(heldout)
-    before = [heldout_loss(model, heldout) for model in (ordinary, frozen)]
-    for number, model in enumerate((frozen, ordinary)):
-        show = progress and (lambda done, updates, number=number: progress(number * updates + done, 2 * updates))
-        heal_(model, windows, precision=precision, progress=show)
-    twin, healed = (heldout_loss(model, heldout) for model in (ordinary, frozen))
-    tokens = windows[:, 1:].numel()
-    return Healing(tokens=tokens, loss_ordinary=before[0], loss_frozen=before[1], loss_healed=healed, loss_twin=twin)
+    heldout, losses = list(heldout), dict[str, float]()
+    with autocast(language_model(frozen).device, precision):
+        losses["loss_ordinary"], losses["loss_frozen"] = (heldout_loss(model, heldout) for model in (ordinary, frozen))
+        for number, model in enumerate((frozen, ordinary)):
+            show = progress and (lambda done, updates, number=number: progress(number * updates + done, 2 * updates))
+            heal_(model, windows, precision=precision, progress=show)
+        losses["loss_healed"], losses["loss_twin"] = (heldout_loss(model, heldout) for model in (frozen, ordinary))
+    healing = Healing(tokens=windows[:, 1:].numel(), **losses)
+    if not (accept_loss or healing.rise <= MAX_RISE):  # a rise that is NaN is never within the limit
+        raise LossError(
+            f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got "
+            f"{healing.rise:.1%}: freeze fewer heads, heal longer, or pass --accept-loss"
+        )
+    return healing
 
 
 def heal_(

@@ -23,16 +23,16 @@ from saf.data import (
     sequential_windows,
     shuffled_windows,
 )
-from saf.errors import CheckpointError, DataError, InputError, LossError, SafError
+from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.passes import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_new, freeze_opened, no_countdown
 from saf.freeze_report import FreezeReport
-from saf.heal import heal_beside_twin
-from saf.heldout import MAX_RISE, halves
+from saf.heal import heal_and_compare
+from saf.heldout import halves
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders
-from saf.machine import autocast, device_name, pick_device
+from saf.machine import device_name, pick_device
 from saf.models.adapter import adapter_for, longest_input
 from saf.opening import Encoder
 from saf.records.files import new_folder, read_json, write_json
@@ -193,8 +193,11 @@ def freeze_folder(
     if settings.heal is not None:
         ordinary = source.model(device, dtype)
         windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)
+        options = {"accept_loss": settings.accept_loss, "precision": settings.precision}
+        text = halves(heldout)[1] if config.jointly else heldout
         progress = countdown("healing", "updates")
-        report = _healed(settings, (model, ordinary), windows, heldout, report, progress)
+        healing = heal_and_compare(model, ordinary, windows, text, **options, progress=progress)
+        report = replace(report, healing=healing)
         model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
@@ -267,26 +270,6 @@ def _training_windows(
     else:
         windows = shuffled_windows(data.tokens("train"), 0, count, length=length, seed=seed)
     return windows if bos is None else begun_with(windows, bos)
-
-
-def _healed(
-    settings: CheckpointFreezing,
-    models: tuple[nn.Module, nn.Module],
-    windows: Tensor,
-    text: Any,
-    report: FreezeReport,
-    progress: Progress,
-) -> FreezeReport:
-    """Train the frozen and the ordinary model alike; raise LossError where the frozen one stays too far above."""
-    text = halves(text)[1] if settings.config.jointly else text
-    with autocast(pick_device(settings.device), settings.precision):
-        healing = heal_beside_twin(*models, windows, text, precision=settings.precision, progress=progress)
-    if not (settings.accept_loss or healing.rise <= MAX_RISE):
-        raise LossError(
-            f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got "
-            f"{healing.rise:.1%}: freeze fewer heads, heal longer, or pass --accept-loss"
-        )
-    return replace(report, healing=healing)
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:

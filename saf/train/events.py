@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from saf.calibration import COLLECTIONS, QKGradient, plan_calibration
 from saf.distributed import on_rank0
 from saf.errors import InputError
-from saf.freeze_config import FreezeConfig, calibration_collect
+from saf.freeze_config import FreezeConfig
 from saf.freezing import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
@@ -118,7 +118,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     if freeze.jointly and heldout is None:
         heldout = trainer.task.heldout()
     with trainer.execution.autocast():
-        trainer.say(str(plan_calibration(trainer.model, batches, collect=calibration_collect(freeze, inputs))))
+        trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
         report = freeze_(
             trainer.model,
             batches,

@@ -1,6 +1,7 @@
 """With a budget heads are accepted by what they cost together on one half of the held-out text, never beyond it."""
 
 import math
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -28,7 +29,7 @@ def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget
     report = saf.freeze_(model, [tokens()], config(budget), heldout=[text], **options)
     assert steps == sorted(steps)
     assert (steps[0][0], *steps[-1]) == (0, TOTAL + TOTAL // 2, TOTAL + TOTAL // 2)
-    assert runs.count("lowest layer") < runs.count("whole model") / 2  # outputs below a trial are kept
+    assert runs.count("lowest layer") < runs.count("whole model") / 2  # outputs below a trial are cached
     for hook in hooks:
         hook.remove()
     joint = report.joint_cost
@@ -75,8 +76,14 @@ def test_heads_within_the_budget_alone_and_beyond_it_together_are_not_both_taken
 
 def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):
     model = fluent()
-    edit_, undo_ = (lambda _, factor=factor: model.norm.weight.data.mul_(factor) for factor in (0.25, 4.0))
-    search = partial(accept_jointly, model, [(0, 0)], [text], 1, edit_=edit_, undo_=undo_)
+
+    @contextmanager
+    def trial(heads):
+        model.norm.weight.data.mul_(0.25)
+        yield
+        model.norm.weight.data.mul_(4.0)
+
+    search = partial(accept_jointly, model, [(0, 0)], [text], 1, trial=trial)
     rise = search().rise
     assert rise > 0.1
     assert search(budget=1.01 * math.expm1(rise)).accepted
