@@ -72,7 +72,7 @@ class Update(ModelSpeed):
         require(self.graphs == "off" or not self.memory, "memory must be left out with CUDA graphs")
 
     def _parallel(self) -> Parallel:
-        return parallel_of(self.parallel, parameters=0, execution=self.execution, trained_patterns=False)[0]
+        return parallel_of(self.parallel, parameters=0, execution=self.execution, trained_patterns=False)
 
     def variants(self) -> tuple[str, ...]:
         return tuple("update" if way == CALL else f"update {way}" for way in super().variants())

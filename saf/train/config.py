@@ -1,7 +1,7 @@
 """`TrainConfig` holds the settings of a training run; the rest of the file records them and derives branches."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -154,54 +154,43 @@ class TrainConfig:
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
         self.data = absolute_path(self.data)
-        for conditions in (self._bounds, self._conditions):
-            for name, (usable, expected) in conditions().items():
-                if not usable:
-                    raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
+        for name, usable, expected in self._conditions():
+            if not usable:
+                raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
-    def _bounds(self) -> dict[str, tuple[bool, str]]:
-        """Return for each count whether it is large enough, and how it must be."""
-        least: dict[int, tuple[str, ...]] = {
-            0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
-            1: (
-                *("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every"),
-                *("calibration_sequences", "heldout_sequences", "report_tokens"),
-            ),
-        }
-        values = [(name, getattr(self, name), bound) for bound, names in least.items() for name in names]
-        return {name: (value is None or value >= bound, f"at least {bound}") for name, value, bound in values}
-
-    def _conditions(self) -> dict[str, tuple[bool, str]]:
-        """Return for each setting whether its value is right, given the others, and how it must be."""
-        freeze, task, budget = self.freeze, TASKS[self.task], self.time_budget_seconds
-        first = self.freeze_update  # raises for a schedule that does not fit into so many updates
-        questions = isinstance(task, type) and issubclass(task, FinetuneTask)
-        at_end = freeze is not None and first == self.updates
-        fused = freeze is not None and freeze.backend == "fused"
+    def _conditions(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield settings, whether the value of each is right, and how it must be."""
+        counts = ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed")
+        positive = ("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every",
+                    "calibration_sequences", "heldout_sequences", "report_tokens")  # fmt: skip
+        for name in (*counts, *positive):
+            least, value = int(name in positive), getattr(self, name)
+            yield name, value is None or value >= least, f"at least {least}"
+        yield "peak_lr", self.peak_lr > 0, "above 0"
+        yield "clip", self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are"
+        yield "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]"
+        yield "lr_start", self.lr_start < self.updates, f"below updates={self.updates}"
+        yield "save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"
         reports = {each for each in self.report_at if 0 <= each <= self.updates}
-        return {
-            "peak_lr": (self.peak_lr > 0, "above 0"),
-            "clip": (self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are"),
-            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
-            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "lr_start": (self.lr_start < self.updates, f"below updates={self.updates}"),
-            "report_at": (len(reports) == len(self.report_at), f"different updates from 0 to updates={self.updates}"),
-            "save_at": (all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"),
-            "warmup": (0 <= self.warmup < self.updates - self.lr_start if isinstance(self.warmup, int)
-                       else 0 <= self.warmup < 1, "updates or a share, fewer than all"),
-            "time_budget_seconds": (budget is None or (budget > 0 and self.update_budget is None),
-                                    "above 0, or None with update_budget"),
-            "finetuning": (self.finetuning is None or questions, f"left out with task={self.task!r}"),
-            "fresh": (self.parent is not None or not self.fresh, "False without a parent"),
-            "schedule": (freeze is None or self.schedule is not None, "a schedule when freezing"),
-            "freeze": (freeze is None or not freeze.jointly,
-                       "without joint cost, which is for models at rest: use the schedule validation_budget"),
-            "rewarm": (0 <= self.rewarm_updates < self.updates and not (self.rewarm and (freeze is None or at_end)),
-                       "fewer updates than all, and 0 where nothing trains on after an event"),
-            "mqar": (self.task == MQARTask.name or self.mqar == MQARSettings(),
-                     f"left out without task={MQARTask.name!r}"),
-            "kernel": (self.kernel == "auto" or not fused, "auto with backend='fused', which has its own"),
-        }  # fmt: skip
+        yield "report_at", len(reports) == len(self.report_at), f"different updates from 0 to updates={self.updates}"
+        most = self.updates - self.lr_start if isinstance(self.warmup, int) else 1
+        yield "warmup", 0 <= self.warmup < most, "updates or a share, fewer than all"
+        budget = self.time_budget_seconds
+        alone = budget is None or (budget > 0 and self.update_budget is None)
+        yield "time_budget_seconds", alone, "above 0, or None with update_budget"
+        task, freeze = TASKS[self.task], self.freeze
+        questions = isinstance(task, type) and issubclass(task, FinetuneTask)
+        yield "finetuning", self.finetuning is None or questions, f"left out with task={self.task!r}"
+        recall = self.task == MQARTask.name or self.mqar == MQARSettings()
+        yield "mqar", recall, f"left out without task={MQARTask.name!r}"
+        yield "fresh", self.parent is not None or not self.fresh, "False without a parent"
+        yield "schedule", freeze is None or self.schedule is not None, "a schedule when freezing"
+        yield "freeze", freeze is None or not freeze.jointly, "without joint cost: use the schedule validation_budget"
+        trains_on = self.freeze_update != self.updates and freeze is not None
+        rewarms = 0 <= self.rewarm_updates < self.updates and (trains_on or not self.rewarm)
+        yield "rewarm", rewarms, "fewer updates than all, and 0 where nothing trains on after an event"
+        own_kernel = freeze is not None and freeze.backend == "fused"
+        yield "kernel", self.kernel == "auto" or not own_kernel, "auto with backend='fused', which has its own"
 
     @property
     def freeze_update(self) -> int | None:
@@ -350,21 +339,26 @@ _FREE_ON_RESUME = frozenset(
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    now, before = to_json(config.to_dict()), dict(before)
-    for settings in (now, before):
-        if settings["finetuning"]:
-            settings["finetuning"] = {k: v for k, v in settings["finetuning"].items() if k not in PATHS}
-    fixed = sorted(now.keys() - _FREE_ON_RESUME)
-    if changes := "; ".join(change for key in fixed for change in _changes(key, before.get(key), now[key])):
+    records = [{key: value for key, value in each.items() if key not in _FREE_ON_RESUME}
+               for each in (before, to_json(config.to_dict()))]  # fmt: skip
+    for each in records:
+        if each["finetuning"]:
+            each["finetuning"] = {key: value for key, value in each["finetuning"].items() if key not in PATHS}
+    if changes := "; ".join(mismatches(*records)):
         raise InputError(f"cannot resume with other settings ({changes}). Leave them out, or start another run")
 
 
-def _changes(name: str, before: Any, now: Any) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted({*before, *now}):
-            yield from _changes(f"{name}.{key}", before.get(key), now.get(key))
-    elif before != now:
-        yield f"{name}: the run has {before!r}, got {now!r}"
+def mismatches(expected: Any, actual: Any, name: str = "") -> Iterator[str]:
+    """Yield "NAME must be VALUE, got VALUE" for all entries that differ, nested ones by dotted names.
+
+    >>> list(mismatches({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
+    ['b.c must be 2, got 3']
+    """
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for key in sorted({*expected, *actual}):
+            yield from mismatches(expected.get(key), actual.get(key), f"{name}.{key}" if name else key)
+    elif expected != actual:
+        yield f"{name} must be {expected!r}, got {actual!r}"
 
 
 # --- branches
@@ -395,8 +389,6 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
         raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
     fresh, freeze = changes.get("fresh"), changes.get("freeze")
     begin = 0 if fresh else checkpoint.update
-    if (updates := changes.get("updates", settings["updates"])) < begin:
-        raise InputError(f"updates must be at least the {begin:,} that the parent has done, got {updates:,}")
     if freeze is not None:
         settings["schedule"] = OneTime(at=begin)
     elif fresh:  # the parent's may be an update that this run does not have
@@ -404,15 +396,17 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     if fresh:  # another task may have other tokens, the model keeps its own
         vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
         settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
+    moments = {"updates": [changes.get("updates", settings["updates"])], "report_at": changes.get("report_at", ())}
+    _check_moments(begin, moments)
     config = TrainConfig.from_dict({**settings, **changes})
-    moments = {
-        "save_at": [OneTime(at=share).first_update(config.updates) for share in config.save_at],
-        "report_at": list(config.report_at),
-    }
-    moments = {name: updates for name, updates in moments.items() if name in changes}  # the parent's own are over
+    moments = {"save_at": [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())]}
     if freeze is not None and config.schedule is not None and config.freeze_update is not None:
         moments[setting_of_moment(config.schedule)] = [config.freeze_update]
+    _check_moments(begin, moments)
+    return config
+
+
+def _check_moments(begin: int, moments: dict[str, Sequence[int]]) -> None:
     for name, updates in moments.items():
         if (first := min(updates, default=begin)) < begin:
             raise InputError(f"{name} must be at least the parent's update {begin}, got update {first}")
-    return config

@@ -24,7 +24,6 @@ from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, rows_of
 from saf.models.gpt import DecoderLayer
-from saf.records.table import byte_size
 
 Value = TypeVar("Value")
 ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
@@ -288,15 +287,13 @@ def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
         raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
 
 
-def parallel_of(
-    kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool
-) -> tuple[Parallel, str]:
-    """Return how this process trains a model of so many `parameters` beside others, and the reason in words.
+def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool) -> Parallel:
+    """Return how this process trains a model of so many `parameters` beside others.
 
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
     more than half of a GPU's memory: then "fsdp".
     """
-    processes, reason = rank_and_size()[1], "as set"
+    processes = rank_and_size()[1]
     if kind == "none" and processes > 1:
         raise InputError(f"parallel='none' needs one process, got {processes}; start one, or leave it out")
     if kind in ("ddp", "fsdp") and not in_group():
@@ -304,17 +301,16 @@ def parallel_of(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
     if kind == "auto" and processes == 1:
-        kind, reason = "none", "one process"
-    elif kind == "auto" and execution.device.type != "cuda":
-        kind, reason = "ddp", "the model is whole in every process"
+        kind = "none"
     elif kind == "auto":
-        needed, memory = STATE_BYTES * parameters, torch.cuda.get_device_properties(execution.device).total_memory
-        kind = "ddp" if needed <= memory / 2 else "fsdp"
-        reason = f"weights, gradients and moments take {byte_size(needed)} of {byte_size(memory)}"
+        kind = "ddp"
+        if execution.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(execution.device).total_memory
+            kind = "ddp" if STATE_BYTES * parameters <= memory / 2 else "fsdp"
     if kind == "fsdp":
         check_shards(execution, trained_patterns=trained_patterns)
-        return Shards(execution.device), reason
-    return (Replicas() if kind == "ddp" else Parallel()), reason
+        return Shards(execution.device)
+    return Replicas() if kind == "ddp" else Parallel()
 
 
 def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:

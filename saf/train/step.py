@@ -289,51 +289,17 @@ class GraphedPasses:
 
 # --- memory
 
+
+def update_memory(shape: GPTConfig, tokens: int) -> float:
+    """Estimate the bytes of an update of an ordinary model with `tokens` in a micro-batch, in bf16 on one device.
+
+    Peaks measured on an H200 are 0.98 to 1.03 of the estimate for 1B and 124M (results/bench).
+    """
+    of_layer = (4 + 2 * shape.mlp_ratio) * 2 * tokens * shape.hidden_size
+    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+    copies = 2 * shape.num_parameters  # in 16 bits, which autocast keeps through a micro-batch
+    return STATE_BYTES * shape.num_parameters + copies + of_layer * shape.num_layers + logits
+
+
 LOGIT_BYTES = 8
 """Bytes of a logit with its gradient."""
-CERTAIN_SHARE = 0.6
-"""Share of the estimate that an update certainly takes; where heads may be pruned, of the estimate without heads.
-Peaks measured on an H200 are 0.98 to 1.03 of the estimate for 1B and 124M (results/bench), and for 8 layers of 512
-channels 0.9, with half of the heads pruned 0.75 (results/small-75M)."""
-
-
-class UpdateMemory(NamedTuple):
-    """Bytes of an update's memory on one device."""
-
-    state: float
-    """Weights, gradients and moments."""
-    activations: float
-    """Activations and logits of a micro-batch, and copies of weights."""
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations
-
-
-def update_memory(
-    shape: GPTConfig,
-    tokens: int,
-    *,
-    precision: str = "bf16",
-    recomputes: bool = False,
-    shards: int = 1,
-    without_heads: bool = False,
-) -> UpdateMemory:
-    """Estimate the memory of updates of an ordinary model, or one `without_heads`, with `tokens` in a micro-batch.
-
-    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
-    an equal share of the state and gathers a layer at a time, with the next one.
-    """
-    itemsize, widths = 2 if precision == "bf16" else 4, 4 * (not without_heads) + 2 * shape.mlp_ratio
-    of_layer = widths * shape.hidden_size**2
-    parameters = shape.num_parameters - 4 * without_heads * shape.num_layers * shape.hidden_size**2
-    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
-        rest = parameters - shape.num_layers * of_layer
-        copies = (2 * itemsize + 4) * of_layer + 2 * 4 * rest
-    else:  # autocast keeps 16-bit copies through a micro-batch
-        copies = 2 * parameters if precision == "bf16" else 0
-    layer = widths * itemsize * tokens * shape.hidden_size
-    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
-    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
-    layers = layer + inputs if recomputes else layer * shape.num_layers
-    return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)

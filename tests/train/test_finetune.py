@@ -141,7 +141,7 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
     assert "was choosing its epochs; resume it" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--peak-lr", "2e-3", "--keep", "3", "--resume"]) == 2
-    assert "peak-lr: the run has 0.001, got 0.002" in capsys.readouterr().err
+    assert "peak-lr must be 0.001, got 0.002" in capsys.readouterr().err
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--quiet"]) == 0
     assert outcome(tmp_path / "run") == outcome(whole.folder)
     tried = [read_json(folder / "epochs" / "choice.json")["tried"] for folder in (whole.folder, tmp_path / "run")]

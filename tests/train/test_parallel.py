@@ -168,7 +168,10 @@ def test_what_one_rank_refuses_all_do_and_one_says_so(stories):
     assert [len(each["uneven"]) for each in said] == [2, 3]
     for each in said:
         assert each["uneven"][0] == each["alone"][0] == each["unlike"][0] == "InputError"
-        assert "process 1 has batch_size 4 (the first one 2)" in each["unlike"][1]
+        assert (
+            "process 1 must have the settings and data of the first one: batch_size must be 2, got 4"
+            in each["unlike"][1]
+        )
         assert "accumulation=2 and batch_size=3" in each["uneven"][1]
         assert "needs one process, got 2" in each["alone"][1]
         assert each["trained"][0] == "UnsupportedError"

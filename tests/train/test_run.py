@@ -295,7 +295,7 @@ def test_a_time_budget_is_never_exceeded_and_the_rate_follows_it(settings, secon
     assert rates(whole.out)[peak:] == sorted(rates(whole.out)[peak:], reverse=True)
     assert rates(whole.out)[-1] < 4.5e-4
     never = settings("never", time_budget_seconds=200.0, updates=10_000, eval_every=0, freeze=FREEZE)
-    with pytest.warns(UserWarning, match="before its freezing point at update 5000"):
+    with pytest.warns(UserWarning, match="none is recorded until update"):
         result = pretrain(never)
     assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
     assert any("before all events of its schedule" in words for words in result["missing"])
@@ -339,7 +339,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
             assert all(torch.equal(tensor, run.model.state_dict()[name]) for name, tensor in before.items())
 
     monkeypatch.setattr(Run, "run_update", poisoned)
-    with pytest.raises(DivergenceError, match=r"update 8 was not applied.*checkpoint is .*step-6.*lower peak_lr"):
+    with pytest.raises(DivergenceError, match=r"update 8 was not applied.*Go on from .*step-6 with a lower peak_lr"):
         pretrain(config)
     assert before
     assert [line["update"] for line in metrics(config.out)] == list(range(1, 8))
@@ -387,7 +387,6 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"graphs": "on"}, "need a CUDA device"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
         ({"model_overrides": {"vocab_size": 8}}, "vocab_size must be at least"),
-        ({"batch_size": 2**40}, "training needs about"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training_and_leaves_nothing(settings, changes, words):
@@ -401,7 +400,7 @@ def test_parents_that_cannot_be_continued_are_refused(settings, finished):
     folder = finished(settings(), "ordinary") / "checkpoints"
     for changes, words in (
         ({"freeze": FREEZE, "schedule": OneTime(at=0.25)}, "at least the parent's update 6"),
-        ({"updates": 5}, "updates must be at least the 6"),
+        ({"updates": 5}, "updates must be at least the parent's update 6"),
         ({"save_at": (0.25,)}, "save_at must be at least the parent's update 6"),
         ({"report_at": (3,)}, "report_at must be at least the parent's update 6"),
         ({"warmpu": 3}, r"got \['warmpu'\]"),
