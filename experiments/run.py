@@ -147,7 +147,7 @@ class Run:
         """Peak memory of an update of a pretraining, as if all heads were live."""
         size = {"vocab_size": self.scale.vocabulary, "max_length": self.settings["length"]}
         shape = preset(self.settings["model"], **{**size, **self.settings.get("model_overrides", {})})
-        return update_memory(shape, self.micro_batch)
+        return update_memory(shape, self.micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
         """Return its result; None before it ended. Raises InputError where its settings are others."""

@@ -289,17 +289,38 @@ class GraphedPasses:
 
 # --- memory
 
-
-def update_memory(shape: GPTConfig, tokens: int) -> float:
-    """Estimate the bytes of an update of an ordinary model with `tokens` in a micro-batch, in bf16 on one device.
-
-    Peaks measured on an H200 are 0.98 to 1.03 of the estimate for 1B and 124M (results/bench).
-    """
-    of_layer = (4 + 2 * shape.mlp_ratio) * 2 * tokens * shape.hidden_size
-    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
-    copies = 2 * shape.num_parameters  # in 16 bits, which autocast keeps through a micro-batch
-    return STATE_BYTES * shape.num_parameters + copies + of_layer * shape.num_layers + logits
-
-
 LOGIT_BYTES = 8
 """Bytes of a logit with its gradient."""
+
+
+class UpdateMemory(NamedTuple):
+    """Bytes of an update's memory on one device."""
+
+    state: float
+    """Weights, gradients and moments."""
+    activations: float
+    """Activations and logits of a micro-batch, and copies of weights."""
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations
+
+
+def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, shards: int = 1) -> UpdateMemory:
+    """Estimate the memory of updates of an ordinary model in bf16, with `tokens` in a micro-batch.
+
+    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
+    an equal share of the state and gathers a layer at a time, with the next one. Peaks measured on an H200 are 0.98 to
+    1.03 of the estimate for 1B and 124M (results/bench).
+    """
+    widths, parameters = 4 + 2 * shape.mlp_ratio, shape.num_parameters
+    of_layer = widths * shape.hidden_size**2
+    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
+        copies = (2 * 2 + 4) * of_layer + 2 * 4 * (parameters - shape.num_layers * of_layer)
+    else:  # autocast keeps 16-bit copies through a micro-batch
+        copies = 2 * parameters
+    layer = widths * 2 * tokens * shape.hidden_size
+    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
+    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+    layers = layer + inputs if recomputes else layer * shape.num_layers
+    return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)

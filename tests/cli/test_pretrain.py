@@ -119,7 +119,7 @@ def test_resume_takes_the_runs_settings_and_refuses_others(text_data, tmp_path):
         (("--out", first, "--freeze.max-fit-kl", 9), "freeze.max_fit_kl"),
         (("--out", second, "--parent", first / "checkpoints" / "step-3"), "parent"),
     ):
-        with pytest.raises(InputError, match=rf"cannot resume with other settings \({setting}: "):
+        with pytest.raises(InputError, match=rf"cannot resume with other settings \({setting} must be "):
             parse(*words, "--resume").run()
 
 
@@ -134,13 +134,6 @@ def test_help_shows_the_settings_that_words_change(text_data, tmp_path, capsys, 
         assert "(default: 0.03125)" in printed
         assert "(default: num_layers 2" in printed
         assert "(required)" not in printed
-
-
-def test_a_model_that_memory_cannot_hold_is_refused_with_the_numbers(text_data, tmp_path):
-    shape = ("--model-overrides", "num_layers", 1, "num_heads", 2, "hidden_size", 16, "mlp_ratio", 10**9)
-    with pytest.raises(InputError, match=r"training needs about [\d.,]+ GiB of memory .*, got [\d.,]+ GiB free"):
-        parse("--data", text_data, "--out", tmp_path / "run", *SMALL, *shape).run()
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pairs(tmp_path, capsys):
