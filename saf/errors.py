@@ -72,8 +72,12 @@ def check_name(setting: str, value: object, names: Iterable[str]) -> None:
 
 
 def check_keywords(owner: str, options: Iterable[str], function: Callable[..., Any]) -> list[str]:
-    """Return the keyword-only arguments of a function; raise InputError for `options` that are not among them."""
-    known = [each.name for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    """Return the options of a function; raise InputError for `options` that are not among them.
+
+    They are its keyword-only arguments with a default.
+    """
+    keywords = [each for each in signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    known = [each.name for each in keywords if each.default is not each.empty]
     if unknown := [name for name in options if name not in known]:
         raise InputError(f"{owner} takes {', '.join(known) or 'no options'}; got {', '.join(unknown)}")
     return known

@@ -176,7 +176,7 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     if missing := [key for key in advice if key not in inputs]:
         raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
     if isinstance(name, str):
-        check_keywords(f"score {name!r}", inputs, function)
+        check_keywords(f"score {name!r}", inputs.keys() - advice.keys(), function)
     values, shape = function(statistics, **inputs), statistics.variance.shape
     if not isinstance(values, Tensor) or values.shape != shape:
         raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")

@@ -1,4 +1,9 @@
-"""Targets are the patterns that replace attention (paper, section 3.2): dense, or as marginals for a fit."""
+"""Targets are the patterns that replace attention (paper, section 3.2): dense, or as marginals for a fit.
+
+A new pattern is one function `(statistics, heads) -> [F, T, T]` and a line of `TARGETS`. Tensors that calibration
+collects are keyword-only arguments without a default, by their names in `saf.calibration.COLLECTIONS`, `[F, ...]`;
+those with a default are options.
+"""
 
 import operator
 from collections.abc import Callable, Iterable
@@ -11,14 +16,13 @@ from torch import Tensor
 from saf.errors import InputError, check_keywords, check_name
 from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
-from saf.statistics import FLOOR, AttentionStatistics
+from saf.statistics import FLOOR, AttentionStatistics, required_keywords
 
 Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
 FITTED = ("compact", "exponential")
 """Storages whose patterns are fitted to marginals; the others hold every entry."""
 Seed = int | torch.Generator
 """A seed, or a generator that draws one."""
-SHARP_MARGINALS = ("sharp_eta_abs", "sharp_eta_rel", "sharp_row_entropy")
 
 SCALE = 16.0
 """Factor of the moment estimate of Dirichlet concentrations: the paper's."""
@@ -45,12 +49,8 @@ class TargetKind(NamedTuple):
 
     dense: Callable[..., Tensor]
     """Returns the pattern, `[F, T, T]`."""
-    collect: tuple[str, ...] = ()
-    """Inputs of `dense`, names of `COLLECTIONS`."""
     compact: Callable[..., Target] | None = None
     """Returns the target of a compact fit; None takes it from the dense pattern."""
-    collect_compact: tuple[str, ...] = ()
-    """Inputs of `compact`, names of `COLLECTIONS`."""
     exact: Callable[..., CompactPattern] | None = None
     """Returns the pattern itself, `[F]`, where it has key and distance logits and needs no fit."""
 
@@ -58,31 +58,44 @@ class TargetKind(NamedTuple):
 # --- the five patterns
 
 
-def mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
-    """Target of the post-softmax mean: marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
+def mean(statistics: AttentionStatistics, heads: HeadSet, *, mean: Tensor) -> Tensor:
+    """Return the post-softmax mean."""
+    return mean
+
+
+def mean_target(statistics: AttentionStatistics, heads: HeadSet) -> Target:
+    """Return the marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
     layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
     return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
 
 
-def sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Target:
-    """Target of the sharp mean, floored."""
-    return Target(*(statistics.take(name, heads) for name in SHARP_MARGINALS))
+def sharp_mean(statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor) -> Tensor:
+    """Return the softmax of the mean logits, the reverse-KL barycentre."""
+    return causal_softmax(logit_mean)  # Eq. (16)
 
 
-def dense_sharp_mean(statistics: AttentionStatistics, heads: HeadSet) -> Tensor:
-    """Softmax of the mean logits, the reverse-KL barycentre."""
-    return causal_softmax(statistics.take("logit_mean", heads))  # Eq. (16)
+def sharp_mean_target(
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    *,
+    sharp_eta_abs: Tensor,
+    sharp_eta_rel: Tensor,
+    sharp_row_entropy: Tensor,
+) -> Target:
+    """Return the target of the sharp mean, floored."""
+    return Target(sharp_eta_abs, sharp_eta_rel, sharp_row_entropy)
 
 
-def gaussian(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
-    """Softmax of logits drawn with their own means and variances over sequences."""
-    centers, squares = (statistics.take(f"logit_{name}", heads) for name in ("mean", "variance"))
-    causal = causal_mask(centers.shape[-1])
+def gaussian(
+    statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor, logit_variance: Tensor, seed: int = 0
+) -> Tensor:
+    """Draw logits with their own means and variances over sequences, and return their softmax."""
+    causal = causal_mask(logit_mean.shape[-1])
     drawn = []
-    for head, center, square in zip(heads, centers.double(), squares.double(), strict=True):
+    for head, center, square in zip(heads, logit_mean.double(), logit_variance.double(), strict=True):
         noise = torch.from_numpy(stream_of(seed, head).standard_normal(int(causal.sum())))
         center[causal] += square[causal].sqrt() * noise
-        drawn.append(causal_softmax(center).to(centers.dtype))
+        drawn.append(causal_softmax(center).to(logit_mean.dtype))
     return torch.stack(drawn)
 
 
@@ -90,31 +103,32 @@ def dirichlet(
     statistics: AttentionStatistics,
     heads: HeadSet,
     *,
+    mean: Tensor,
+    row_variance: Tensor,
     seed: int = 0,
     scale: float = SCALE,
     bounds: tuple[float, float] = BOUNDS,
 ) -> Tensor:
-    """Rows drawn from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
+    """Draw rows from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
 
     Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
     """
     if not (scale > 0 and 0 < bounds[0] <= bounds[1]):
         raise InputError(f"scale must be above 0 and bounds ascending above 0, got {scale} and {bounds}")
-    means, variances = statistics.take("mean", heads), statistics.take("row_variance", heads)
-    causal = causal_mask(means.shape[-1])
+    causal = causal_mask(mean.shape[-1])
     drawn = []
-    for head, center, spread in zip(heads, means.double(), variances.double(), strict=True):
+    for head, center, spread in zip(heads, mean.double(), row_variance.double(), strict=True):
         strength = (scale * concentration(center, spread)).clamp(*bounds)  # Eq. (18)
         parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
         logits = torch.zeros_like(center)
         logits[causal] = log_gamma_draws(parameters, seed, head)
         fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
-        drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(means.dtype))
+        drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(mean.dtype))
     return torch.stack(drawn)
 
 
 def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> CompactPattern:
-    """Key and distance logits from the standard normal distribution; a shorter T is a prefix of the same draw."""
+    """Draw key and distance logits from the standard normal distribution; a shorter T is a prefix of the same draw."""
     alpha, rho = (
         np.stack([stream_of(seed, head, stream).standard_normal(statistics.length) for head in heads])
         for stream in (0, 1)
@@ -122,15 +136,17 @@ def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: 
     return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
 
 
+def dense_structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
+    """Return the same pattern entry by entry."""
+    return structured_random(statistics, heads, seed=seed).dense()
+
+
 TARGETS: dict[str, TargetKind] = {
-    "mean": TargetKind(lambda statistics, heads: statistics.take("mean", heads), ("mean",), mean),
-    "sharp_mean": TargetKind(dense_sharp_mean, ("logit_mean",), sharp_mean, SHARP_MARGINALS),
-    "gaussian": TargetKind(gaussian, ("logit_mean", "logit_variance")),
-    "dirichlet": TargetKind(dirichlet, ("mean", "row_variance")),
-    "structured_random": TargetKind(
-        lambda statistics, heads, *, seed=0: structured_random(statistics, heads, seed=seed).dense(),
-        exact=structured_random,
-    ),
+    "mean": TargetKind(mean, mean_target),
+    "sharp_mean": TargetKind(sharp_mean, sharp_mean_target),
+    "gaussian": TargetKind(gaussian),
+    "dirichlet": TargetKind(dirichlet),
+    "structured_random": TargetKind(dense_structured_random, exact=structured_random),
 }
 
 
@@ -141,7 +157,7 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return the names that `calibrate(collect=...)` needs for a pattern in a storage."""
     check_name("pattern", name, TARGETS)
     kind = TARGETS[name]
-    return kind.collect_compact if storage in FITTED and kind.compact is not None else kind.collect
+    return required_keywords(kind.compact if storage in FITTED and kind.compact is not None else kind.dense)
 
 
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
@@ -153,8 +169,8 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     """
     options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
-        return kind.compact(statistics, heads, **options)
-    rows = [target_of(kind.dense(statistics, HeadSet([head]), **options)) for head in heads]
+        return _computed(kind.compact, statistics, heads, options)
+    rows = [target_of(_computed(kind.dense, statistics, HeadSet([head]), options)) for head in heads]
     return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
@@ -163,7 +179,7 @@ def exact_pattern(
 ) -> CompactPattern | None:
     """Return the patterns of `heads` where this kind needs no fit, None where it does; options as for `target`."""
     options, exact = check_options(name, options), TARGETS[name].exact
-    return None if exact is None else exact(statistics, HeadSet(heads), **options)
+    return None if exact is None else _computed(exact, statistics, HeadSet(heads), options)
 
 
 def dense_pattern(
@@ -177,8 +193,16 @@ def dense_pattern(
     """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
     options, dense = check_options(name, options), TARGETS[name].dense
     # Head by head: the computation takes several times a pattern's own memory.
-    rows = [dense(statistics, HeadSet([head]), **options).to(dtype) for head in HeadSet(heads)]
+    rows = [_computed(dense, statistics, HeadSet([head]), options).to(dtype) for head in HeadSet(heads)]
     return DensePattern(torch.cat(rows))
+
+
+def _computed(
+    function: Callable[..., Any], statistics: AttentionStatistics, heads: HeadSet, options: dict[str, Any]
+) -> Any:
+    """Call a function of a pattern with the collected tensors that it reads."""
+    collected = {name: statistics.take(name, heads) for name in required_keywords(function)}
+    return function(statistics, heads, **collected, **options)
 
 
 def target_of(weights: Tensor) -> Target:

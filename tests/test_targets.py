@@ -18,9 +18,7 @@ from saf.targets import (
     collect_for,
     concentration,
     dense_pattern,
-    dirichlet,
     exact_pattern,
-    gaussian,
     target,
     target_of,
 )
@@ -68,6 +66,11 @@ def make_statistics(logits: torch.Tensor) -> AttentionStatistics:
     )
 
 
+def pattern_of(actual: AttentionStatistics, heads: Iterable[Head], name: str, **options) -> torch.Tensor:
+    """The entries of patterns in float64."""
+    return dense_pattern(actual, heads, name, dtype=torch.float64, **options).weights
+
+
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize(
     ("count", "length", "dtype"), [(6, 20, torch.float64), (1, 2, torch.float32), (6, 1, torch.bfloat16)]
@@ -101,7 +104,7 @@ def test_a_draw_depends_on_seed_layer_and_head_alone(name):
     last = list(HEADS)[-1]
 
     def draw(heads: Iterable[Head], seed: Seed) -> torch.Tensor:
-        return dense_pattern(actual, heads, name, dtype=torch.float64, seed=seed).weights
+        return pattern_of(actual, heads, name, seed=seed)
 
     whole, other = draw(HEADS, 5), draw(HEADS, 6)
     for number, head in enumerate(HEADS):
@@ -120,7 +123,7 @@ def test_a_draw_depends_on_seed_layer_and_head_alone(name):
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_compact_target_is_that_of_the_dense_pattern(name):
     actual = make_statistics(make_logits())
-    dense = dense_pattern(actual, HEADS, name, dtype=torch.float64, seed=2).weights
+    dense = pattern_of(actual, HEADS, name, seed=2)
     if (exact := exact_pattern(actual, HEADS, name, seed=2)) is not None:
         torch.testing.assert_close(exact.dense(), dense, rtol=0, atol=1e-12)
         return
@@ -168,7 +171,7 @@ def distance_from_normal(values: torch.Tensor) -> float:
 def test_gaussian_logits_have_their_means_and_variances():
     actual = make_statistics(make_logits(length=3))
     head = list(HEADS)[1]
-    drawn = torch.stack([gaussian(actual, [head], seed=seed)[0] for seed in range(DRAWS)])
+    drawn = torch.stack([pattern_of(actual, [head], "gaussian", seed=seed)[0] for seed in range(DRAWS)])
     mean, variance = actual.take("logit_mean", [head])[0], actual.take("logit_variance", [head])[0]
     # Differences of log-probabilities within a row are differences of logits, each drawn by itself.
     for row, one, other in [(1, 0, 1), (2, 0, 1), (2, 1, 2)]:
@@ -185,7 +188,9 @@ def test_dirichlet_rows_have_the_moments_of_eq_18():
     mean, spread = actual.take("mean", [head])[0], actual.take("row_variance", [head])[0]
     strength = concentration(mean, spread)
     for scale in (1.0, 16.0):
-        drawn = torch.stack([dirichlet(actual, [head], seed=seed, scale=scale)[0] for seed in range(DRAWS)])
+        drawn = torch.stack(
+            [pattern_of(actual, [head], "dirichlet", seed=seed, scale=scale)[0] for seed in range(DRAWS)]
+        )
         for row in range(1, 5):
             rows, m, c = drawn[:, row, : row + 1], mean[row, : row + 1], scale * strength[row]
             covariance = (torch.diag(m) - torch.outer(m, m)) / (c + 1)
@@ -204,7 +209,7 @@ def test_a_larger_scale_stays_closer_to_the_mean_within_bounds():
     mean = actual.take("mean", HEADS)
 
     def drawn(**options):
-        return dense_pattern(actual, HEADS, "dirichlet", dtype=torch.float64, **options).weights
+        return pattern_of(actual, HEADS, "dirichlet", **options)
 
     near, far = ((drawn(scale=scale) - mean).square().sum() for scale in (64.0, 4.0))
     assert near < far / 4
@@ -220,7 +225,7 @@ def test_rows_that_are_nearly_deterministic_or_never_vary_are_their_mean():
     logits[:, :, 3, 1] = 16 + logits[:, :, 3].amax(-1)
     logits[:, :, 4] = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, -torch.inf])
     actual = make_statistics(logits)
-    drawn = dirichlet(actual, HEADS)
+    drawn = pattern_of(actual, HEADS, "dirichlet")
     for row in (0, 3, 4):
         assert torch.equal(drawn[:, row], actual.take("mean", HEADS)[:, row])
     assert not torch.equal(drawn[:, 5], actual.take("mean", HEADS)[:, 5])
@@ -259,7 +264,7 @@ def test_the_identities_hold_for_every_pattern(name, count, length, seed):
     logits = make_logits(count, length, seed=seed)
     actual, patterns = make_statistics(logits), logits.softmax(-1)
     fixed = dense_pattern(actual, HEADS, name, dtype=torch.float64)
-    mean, sharp = (dense_pattern(actual, HEADS, each, dtype=torch.float64).weights for each in ("mean", "sharp_mean"))
+    mean, sharp = (pattern_of(actual, HEADS, each) for each in ("mean", "sharp_mean"))
     squared = pattern_distances(mean, fixed)["squared_error"]
     for number, matrix in enumerate(fixed.weights):
         each = patterns[number]
