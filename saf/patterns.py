@@ -464,24 +464,24 @@ class DampedCosines:
         self.block = max(1, round(count**0.5))
         at = torch.arange(max(self.block, -(-count // self.block)), dtype=torch.float64, device=damping.device)
         pole = torch.complex(-damping, frequency)[..., None]
-        self.near = (pole * at[: self.block]).exp()
-        self.far = (pole * (at[: -(-count // self.block)] * self.block)).exp()
+        self.near = (pole * at[: self.block]).exp()  # [N, P, B]
+        self.far = (pole * (at[: -(-count // self.block)] * self.block)).exp()  # [N, P, n / B]
+        real, imaginary = self.far.real, self.far.imag
+        # c cos + s sin = Re((c - is) far near): the factors of both parts of `near`, by amplitude [N, 2, 2, P, n / B].
+        self._factors = torch.stack([torch.stack([real, -imaginary], -3), torch.stack([imaginary, real], -3)], -4)
+        self._parts = torch.cat([self.near.real, self.near.imag], -2)  # [N, 2P, B]
 
     def sum(self, amplitudes: Tensor) -> Tensor:
         """Return `[N, n]`."""
-        cosine, sine = amplitudes.chunk(2, -1)
-        far = torch.complex(cosine, -sine)[..., None] * self.far
-        product = far.real.mT @ self.near.real - far.imag.mT @ self.near.imag
-        return product.flatten(-2)[..., : self.count]
+        by_amplitude = amplitudes.unflatten(-1, (2, 1, -1, 1))
+        factors = (by_amplitude * self._factors).sum(-4).flatten(-3, -2)
+        return (factors.mT @ self._parts).flatten(-2)[..., : self.count]
 
     def transposed(self, values: Tensor) -> Tensor:
         """Return, for values `[N, n]`, their products with all cosines and sines, `[N, 2P]`."""
         filled = pad(values, (0, self.near.shape[-1] * self.far.shape[-1] - self.count))
-        tiles = filled.unflatten(-1, (-1, self.block))  # [N, far, near]
-        real, imaginary = tiles @ self.near.real.mT, tiles @ self.near.imag.mT  # [N, far, P]
-        far_real, far_imaginary = self.far.real.mT, self.far.imag.mT
-        cosines = (real * far_real - imaginary * far_imaginary).sum(-2)
-        return torch.cat([cosines, (real * far_imaginary + imaginary * far_real).sum(-2)], -1)
+        parts = self._parts @ filled.unflatten(-1, (-1, self.block)).mT  # [N, 2P, n / B]
+        return (parts.unflatten(-2, (1, 2, -1)) * self._factors).sum((-3, -1)).flatten(-2)
 
     def atoms(self) -> Tensor:
         """Return every damped cosine and sine, `[N, n, 2P]`."""

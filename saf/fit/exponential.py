@@ -79,7 +79,7 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
     fits = _in_groups(compact, *targets, band=band, pairs=pairs, short=False)
     stacked = ExponentialPattern.stack([cast(ExponentialPattern, full.pattern) for full, _ in fits])
-    return stacked._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
+    return stacked.to(device=eta_abs.device)._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
 
 
 def fit_exponential_heads(
@@ -149,7 +149,7 @@ def _fit(
         fits = [ExponentialFit(same[head], 0.0, 1.0, 0.0, 0, length) for head in range(len(same))]
         return list(zip(fits, fits, strict=True))
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
-    mass = _sums(compact.alpha.exp(), compact.rho.exp())[2]
+    mass = _sums(torch.stack([compact.alpha, compact.rho]))[1][1]
     poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
     model = _Model(compact, eta_abs, eta_rel, band, poles)
     point = model.optimise(model.start())
@@ -160,18 +160,17 @@ def _fit(
     return list(zip(full, fewer.measure(fewer.optimise(fewer.start_from(model, point)), compact), strict=True))
 
 
-def _sums(keys: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Z, column sums and diagonal sums of the patterns with factors `exp(alpha)` and `g`, `[N, T]` each.
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Z `[N, T]`, and column and diagonal sums `[2, N, T]`, of patterns with such logits `[2, N, T]`.
 
     By FFT in float64, whose errors are relative to the largest row: good for a step of a fit. Reported and executed
     numbers are computed without it.
     """
-    length = keys.shape[-1]
-    keys_f, weights_f = torch.fft.rfft(keys, 2 * length), torch.fft.rfft(weights, 2 * length)
-    rows = torch.fft.irfft(keys_f * weights_f, 2 * length)[:, :length].clamp(min=1e-300)
-    inverse = torch.fft.rfft(1 / rows, 2 * length)
-    columns = torch.fft.irfft(weights_f.conj() * inverse, 2 * length)[:, :length] * keys
-    return rows, columns, torch.fft.irfft(keys_f.conj() * inverse, 2 * length)[:, :length] * weights
+    length, factors = logits.shape[-1], logits.exp()
+    spectra = torch.fft.rfft(factors, 2 * length)
+    rows = torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length].clamp(min=1e-300)
+    seen = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
+    return rows, seen.flip(0) * factors
 
 
 def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
@@ -232,36 +231,28 @@ class _Model:
         self, compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, poles: tuple[Tensor, Tensor],
         *, short: bool = False,
     ):  # fmt: skip
-        self.eta_abs, self.eta_rel, self.band, self.length = eta_abs, eta_rel, band, compact.length
-        self.alpha, self.rho = compact.alpha, compact.rho
+        self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
         self.poles = DampedCosines(*poles, compact.length - band)
-        self.free_keys = SINKS if short else compact.length
-        later = torch.arange(self.length - self.free_keys, dtype=torch.float64, device=eta_abs.device)
-        trends = torch.tensor([*TRENDS, math.inf], dtype=torch.float64, device=eta_abs.device)
-        self.trends = (-later / trends[:, None]).exp() if short else later.new_zeros(0, 0)
-        if short:
-            self.alpha = self._projected(compact.alpha)
-        self.key_scale = eta_abs[:, : self.free_keys].rsqrt()
-        self.trend_scale = (eta_abs[:, self.free_keys :] @ self.trends.square().mT).rsqrt()
-        self.band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
-        self.base = self._loss(compact.alpha, compact.rho)
-        self._set_amplitudes()
+        self.free_keys = keys = SINKS if short else compact.length
+        later = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
+        decays = torch.tensor([*TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
+        self.trends = (-later / decays[:, None]).exp()
+        trend = _closest(self.trends, compact.alpha[:, keys:], eta_abs[:, keys:])
+        self._set_amplitudes(torch.cat([compact.alpha[:, :keys], trend @ self.trends], -1), compact.rho)
+        self.sizes = [keys, len(decays), band, self.first.shape[-1]]
+        trend_scale = (eta_abs[:, keys:] @ self.trends.square().mT).rsqrt()
+        band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
+        ones, zeros = torch.ones_like(self.first), torch.zeros_like(self.first)
+        self.scale = torch.cat([eta_abs[:, :keys].rsqrt(), trend_scale, band_scale, ones], -1)
+        self.origin = torch.cat([compact.alpha[:, :keys], trend, compact.rho[:, :band], zeros], -1)
+        logits = torch.stack([compact.alpha, compact.rho])
+        self.least = self._loss(logits, _sums(logits)[0])
 
-    def _projected(self, alpha: Tensor) -> Tensor:
-        """Return alpha with its later keys replaced by the closest trend, weighted by attention mass."""
-        weights = self.eta_abs[:, None, self.free_keys :]
-        gram = (self.trends * weights) @ self.trends.mT
-        right = (self.trends * weights) @ alpha[:, self.free_keys :, None]
-        ridge = 1e-6 * gram.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
-        gram = gram + ridge * torch.eye(len(self.trends), dtype=gram.dtype, device=gram.device)
-        later = torch.linalg.solve(gram, right).mT @ self.trends
-        return torch.cat([alpha[:, : self.free_keys], later.squeeze(1)], -1)
-
-    def _set_amplitudes(self) -> None:
+    def _set_amplitudes(self, alpha: Tensor, rho: Tensor) -> None:
         """Set the scale of g, the floors for positive g, and the coordinates of amplitudes."""
         band, poles = self.band, self.poles
-        mass = _sums(self.alpha.exp(), self.rho.exp())[2][:, band:]
-        weights = self.rho[:, band:].exp()
+        mass = _sums(torch.stack([alpha, rho]))[1][1, :, band:]
+        weights = rho[:, band:].exp()
         self.unit = mass.sum(-1, keepdim=True) / (mass / weights).sum(-1, keepdim=True)
         weights = weights / self.unit
         ones = weights.new_ones(1, 1, 2 * _SMOOTH + 1)
@@ -271,14 +262,13 @@ class _Model:
         )
         self.smooth = (total / number).exp()
         self.floor = 0.15 * self.smooth
+        self.log_smooth, self.log_floor = ((x * self.unit).log() for x in (self.smooth, self.floor))
 
         relative = mass.sqrt() / weights
         atoms = poles.atoms() * relative[..., None]
         gram, right = atoms.mT @ atoms, (atoms.mT @ mass.sqrt()[..., None]).squeeze(-1)
-        size = gram.shape[-1]
-        ridge = (_RIDGE / size) * gram.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
-        gram = gram + ridge * torch.eye(size, dtype=gram.dtype, device=gram.device)
-        self.decays = _two_decays(gram[:, :_DECAYS, :_DECAYS], right[:, :_DECAYS], size)
+        gram = _with_ridge(gram, _RIDGE / gram.shape[-1])
+        self.decays = _two_decays(gram[:, :_DECAYS, :_DECAYS], right[:, :_DECAYS], gram.shape[-1])
         factor = torch.linalg.cholesky(gram)
         self.whiten = torch.linalg.inv(factor).mT
         first = torch.cholesky_solve(right[..., None], factor).squeeze(-1)
@@ -287,11 +277,11 @@ class _Model:
         envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
         self.cost = sizes / mass.sum(-1, keepdim=True)
+        self.penalty = self.length * _CANCELLATION * self.cost
 
-    def _loss(self, alpha: Tensor, rho: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the cross-entropy, in nats over all rows."""
-        rows = _sums(alpha.exp(), rho.exp())[0]
-        return rows.log().sum(-1) - (self.eta_abs * alpha).sum(-1) - (self.eta_rel * rho).sum(-1)
+        return rows.log().sum(-1) - (self.eta * logits).sum((0, -1))
 
     def _positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
@@ -303,52 +293,46 @@ class _Model:
 
     def start(self) -> Tensor:
         """Return the coordinates of the compact fit with least-squares amplitudes."""
-        width = self.key_scale.shape[-1] + self.trend_scale.shape[-1] + self.band
-        return torch.cat([self.first.new_zeros(len(self.first), width), self.first], -1)
+        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:3])]), self.first], -1)
 
     def start_from(self, other: "_Model", point: Tensor) -> Tensor:
         """Return the coordinates of another model's band and amplitudes, with key logits in the short form."""
-        _, rho, amplitudes, _ = other.unpack(point)
-        band = (rho[:, : self.band] - self.rho[:, : self.band]) / self.band_scale
-        scaled = amplitudes * (other.unit / self.unit)
+        keys, trends, _, _ = self.sizes
+        band = point.split(other.sizes, -1)[2]
+        scaled = other.unpack(point)[2] * (other.unit / self.unit)
         inner = torch.linalg.solve_triangular(self.whiten, scaled[..., None], upper=True).squeeze(-1)
-        keys = self.first.new_zeros(len(self.first), self.key_scale.shape[-1] + self.trend_scale.shape[-1])
-        return torch.cat([keys, band, inner], -1)
+        return torch.cat([torch.zeros_like(self.scale[:, : keys + trends]), band, inner], -1)
 
-    def unpack(self, point: Tensor, amplitudes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return alpha, rho `[N, T]`, amplitudes `[N, 2P]`, and g beyond the band where it is above its floor.
-
-        Below the floor the logarithm goes on as a straight line, so that a step may pass through negative weights.
-        """
-        keys, trend, near, inner = point.split(
-            [self.key_scale.shape[-1], self.trend_scale.shape[-1], self.band, self.whiten.shape[-1]], -1
-        )
-        alpha = self.alpha + torch.cat([keys * self.key_scale, (trend * self.trend_scale) @ self.trends], -1)
-        used = (self.whiten @ inner[..., None]).squeeze(-1) if amplitudes is None else amplitudes
-        weights = self.poles.sum(used)
-        above = weights.maximum(self.floor)
-        far = above.log() + torch.where(weights < self.floor, weights / self.floor - 1, 0.0) + self.unit.log()
-        return alpha, torch.cat([self.rho[:, : self.band] + near * self.band_scale, far], -1), used, above
+    def unpack(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits of keys, or of the first keys and the trends; logits of the band; and amplitudes `[N, 2P]`."""
+        keys, trends, _, _ = self.sizes
+        logits, band, inner = torch.addcmul(self.origin, point, self.scale).split([keys + trends, *self.sizes[2:]], -1)
+        return logits, band, (self.whiten @ inner[..., None]).squeeze(-1)
 
     def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""
-        alpha, rho, amplitudes, above = self.unpack(point)
-        rows, columns, diagonals = _sums(alpha.exp(), rho.exp())
-        loss = rows.log().sum(-1) - (self.eta_abs * alpha).sum(-1) - (self.eta_rel * rho).sum(-1) - self.base
-        excess = rho[:, self.band :] - self.unit.log() - self.smooth.log()
-        ratio = excess.exp()
-        cosine, sine = amplitudes.chunk(2, -1)
-        size = (cosine.square() + sine.square() + 1e-6).sqrt()
-        penalty = self.length * _CANCELLATION * self.cost
-        value = loss + _PSEUDO * (ratio - excess - 1).sum(-1) + (penalty * size).sum(-1)
+        keys, band, amplitudes = self.unpack(point)
+        alpha = torch.cat([keys[:, : self.free_keys], keys[:, self.free_keys :] @ self.trends], -1)
+        share = self.poles.sum(amplitudes) / self.floor
+        # Below the floor the logarithm goes on as a straight line: a step may pass through negative weights.
+        above = share.clamp(min=1.0)
+        far = above.log() + (share - 1).clamp(max=0.0) + self.log_floor
+        logits = torch.stack([alpha, torch.cat([band, far], -1)])
+        rows, sums = _sums(logits)
+        excess = far - self.log_smooth
+        surplus = excess.expm1()
+        pairs = amplitudes.unflatten(-1, (2, -1))
+        size = (pairs.square().sum(1) + 1e-6).sqrt()
+        value = self._loss(logits, rows) - self.least
+        value = value + _PSEUDO * (surplus - excess).sum(-1) + (self.penalty * size).sum(-1)
 
-        keys, distances = columns - self.eta_abs, diagonals - self.eta_rel
-        by_far = (distances[:, self.band :] + _PSEUDO * (ratio - 1)) / above
-        by_amplitude = self.poles.transposed(by_far) + (penalty / size).repeat(1, 2) * amplitudes
-        by_key = keys[:, : self.free_keys] * self.key_scale
-        trend = (keys[:, self.free_keys :] @ self.trends.mT) * self.trend_scale
-        inner = (self.whiten.mT @ by_amplitude[..., None]).squeeze(-1)
-        return value, torch.cat([by_key, trend, distances[:, : self.band] * self.band_scale, inner], -1)
+        by_key, by_distance = sums - self.eta
+        by_far = (by_distance[:, self.band :] + _PSEUDO * surplus) / (above * self.floor)
+        shrinking = ((self.penalty / size)[:, None] * pairs).flatten(1)
+        inner = (self.whiten.mT @ (self.poles.transposed(by_far) + shrinking)[..., None]).squeeze(-1)
+        trend = by_key[:, self.free_keys :] @ self.trends.mT
+        parts = [by_key[:, : self.free_keys], trend, by_distance[:, : self.band], inner]
+        return value, torch.cat(parts, -1) * self.scale
 
     def optimise(self, point: Tensor) -> Tensor:
         """Return the coordinates of the optimum."""
@@ -356,34 +340,38 @@ class _Model:
 
     def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
         """Return the patterns at a point, each compared with its compact fit."""
-        amplitudes = self._positive(self.unpack(point)[2], 0.05)
-        alpha, rho, _, _ = self.unpack(point, amplitudes)
+        keys, band, amplitudes = self.unpack(point)
+        amplitudes = self._positive(amplitudes, 0.05)
         cosine, sine = amplitudes.chunk(2, -1)
         cancellation = (self.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
-        cosine, sine = cosine * self.unit, sine * self.unit
-        later, damping = self.alpha[:, :0], self.alpha[:, :0]
+        trend, damping = keys[:, :0], keys[:, :0]
         if self.free_keys < self.length:
-            # The projection and its change lie in the span of the trends; their constant is the gauge that ends at 0.
-            tail = alpha[:, self.free_keys :]
-            # The default driver, gelsy, reads pivots that torch leaves uninitialised: last bits vary by call.
-            decays = self.trends.mT.expand(len(tail), -1, -1)
-            coefficients = torch.linalg.lstsq(decays, tail[..., None], driver="gels").solution
-            later, constant = coefficients.squeeze(-1).split([len(TRENDS), 1], -1)
-            alpha = alpha - constant
-            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=alpha.device)).expand_as(later)
-        pattern = ExponentialPattern(
-            alpha[:, : self.free_keys], rho[:, : self.band], self.poles.damping, self.poles.frequency, cosine, sine,
-            self.length, later, damping,
-        )  # fmt: skip
+            keys, trend, constant = keys.split([SINKS, len(TRENDS), 1], -1)
+            keys = keys - constant  # the gauge in which alpha ends at 0
+            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
+        poles = self.poles.damping, self.poles.frequency, cosine * self.unit, sine * self.unit
+        pattern = ExponentialPattern(keys, band, *poles, self.length, trend, damping)
         executed = pattern.to_compact()
-        goal = self.eta_abs, self.eta_rel
-        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *goal) for one in (executed, compact))
+        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
         numbers = torch.stack([loss - least, cancellation, _row_kl(compact, executed)], 1).tolist()
-        poles = self.poles.damping.shape[-1]
+        # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
         return [
-            ExponentialFit(pattern[head], extra, cancelled, worst, poles, self.free_keys)
-            for head, (extra, cancelled, worst) in enumerate(numbers)
+            ExponentialFit(single, extra, cancelled, worst, self.poles.damping.shape[-1], self.free_keys)
+            for single, (extra, cancelled, worst) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
         ]
+
+
+def _closest(trends: Tensor, alpha: Tensor, weights: Tensor) -> Tensor:
+    """Return the amplitudes `[N, K]` of the sum of trends `[K, n]` closest to `alpha [N, n]`, by attention mass."""
+    weighted = trends * weights[:, None]
+    gram = _with_ridge(weighted @ trends.mT, 1e-6)
+    return torch.linalg.solve(gram, weighted @ alpha[..., None]).squeeze(-1)
+
+
+def _with_ridge(gram: Tensor, share: float) -> Tensor:
+    """Add a share of the trace to the diagonal of matrices `[N, n, n]`."""
+    ridge = share * gram.diagonal(dim1=1, dim2=2).sum(-1)
+    return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
 def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
@@ -429,68 +417,65 @@ def minimize(
 
     `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most `steps` times. A function is
     finished when the last ten accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
-    one step length of every function, so no function waits for the line search of another.
+    one step length of every function, so no function waits for the line search of another. Numbers of the line search
+    are on the CPU: a GPU is waited for once a step.
     """
-    point = start.clone()
-    value, slope = evaluate(point)
+    value, slope = evaluate(start)
     heads, size = start.shape
-    every = torch.arange(heads, device=start.device)
-    taken = start.new_zeros(2, heads, _MEMORY, size)  # steps and changes of the gradient
-    count = torch.zeros(heads, dtype=torch.int64, device=start.device)
-    recent = value[:, None].repeat(1, _PATIENCE + 1)
+    # Steps, oldest first, and the changes of the gradient over them; then the point and its gradient.
+    state = torch.cat([start.new_zeros(heads, 2 * _MEMORY, size), start[:, None], slope[:, None]], 1)
+    grams = start.new_zeros(heads, 2, _MEMORY, _MEMORY)  # products of steps, and of changes, with the changes
     direction = -slope / slope.norm(dim=1, keepdim=True).clamp(min=1.0)
-    low, high, length = value.new_zeros(heads), value.new_full((heads,), torch.inf), value.new_ones(heads)
-    active = torch.ones_like(count, dtype=torch.bool)
+    value = value.cpu()
+    recent, count = value[:, None].repeat(1, _PATIENCE + 1), torch.zeros(heads, dtype=torch.int64)
+    low, high, length = torch.zeros_like(value), torch.full_like(value, torch.inf), torch.ones_like(value)
+    active = torch.ones(heads, dtype=torch.bool)
     for _ in range(steps):
-        tried = point + torch.where(active, length, 0.0)[:, None] * direction
+        step = torch.where(active, length, 0.0).to(start.device)[:, None] * direction
+        tried = state[:, -2] + step
         new_value, new_slope = evaluate(tried)
-        descent = (slope * direction).sum(1)
-        enough = new_value <= value + _DECREASE * length * descent
-        flat = (new_slope * direction).sum(1) >= _SLOPE * descent
+        slopes = torch.stack([state[:, -1], new_slope])
+        descent, along, reached = torch.cat([(slopes * direction).sum(-1), new_value[None]]).cpu()
+        enough, flat = reached <= value + _DECREASE * length * descent, along >= _SLOPE * descent
         accepted = active & enough & (flat | (length >= 8))
 
-        high = torch.where(enough, high, length)
-        low = torch.where(enough & ~flat, length, low)
+        high, low = torch.where(enough, high, length), torch.where(enough & ~flat, length, low)
         length = torch.where(high.isinf(), 2 * length, (low + high) / 2)
-
-        here = every[accepted], count[accepted] % _MEMORY
-        taken[0][here], taken[1][here] = (tried - point)[accepted], (new_slope - slope)[accepted]
         count += accepted
-        point = torch.where(accepted[:, None], tried, point)
-        value = torch.where(accepted, new_value, value)
-        slope = torch.where(accepted[:, None], new_slope, slope)
+        value = torch.where(accepted, reached, value)
         recent = torch.where(accepted[:, None], torch.cat([recent[:, 1:], value[:, None]], 1), recent)
         active &= ~(accepted & (count > _PATIENCE) & (recent[:, 0] - value < tolerance)) & (high - low > _SHORTEST)
-        if not bool(active.any()):
-            break
-        direction = torch.where(accepted[:, None], -_product(taken, count, slope), direction)
         low, high = torch.where(accepted, 0.0, low), torch.where(accepted, torch.inf, high)
         length = torch.where(accepted, 1.0, length)
-    return point
+
+        moved, change = accepted.to(start.device)[:, None, None], new_slope - state[:, -1]
+        past = state[:, 1:_MEMORY], step[:, None], state[:, _MEMORY + 1 : 2 * _MEMORY], change[:, None]
+        state = torch.where(moved, torch.cat([*past, tried[:, None], new_slope[:, None]], 1), state)
+        if not bool(active.any()):
+            break
+        by_change, by_slope = ((state[:, :-2] @ x[..., None]).unflatten(1, (2, -1)) for x in (change, state[:, -1]))
+        grown = torch.cat([torch.nn.functional.pad(grams[:, :, 1:, 1:], (0, 0, 0, 1)), by_change], -1)
+        grams = torch.where(moved[..., None], grown, grams)
+        direction = torch.where(moved[:, 0], -_product(grams, by_slope, state), direction)
+    return state[:, -2]
 
 
-def _product(taken: Tensor, count: Tensor, slope: Tensor) -> Tensor:
+def _product(grams: Tensor, by_slope: Tensor, state: Tensor) -> Tensor:
     """Return the inverse Hessian's approximation times gradients `[N, n]`, in its compact form.
 
     Byrd, Nocedal and Schnabel 1994, theorem 2.2: products with all steps at once, where the usual recursion would
-    launch four kernels for each of them.
+    launch four kernels for each of them. Of `grams` the upper triangles count.
     """
-    steps, changes = taken
-    memory = steps.shape[1]
-    order = (count[:, None] + torch.arange(memory, device=count.device)) % memory  # oldest first
-    inner, outer = (
-        x.take_along_dim(order[..., None], 1).take_along_dim(order[:, None], 2)
-        for x in (steps @ changes.mT, changes @ changes.mT)
-    )
+    inner, outer = grams.unbind(1)
     curvature = inner.diagonal(dim1=1, dim2=2)
-    empty = curvature <= 0  # not filled yet, or cut short in a line search
-    scale = (curvature[:, -1] / outer[:, -1, -1].clamp(min=1e-300)).clamp(min=1e-12)
-    scale = torch.where(empty[:, -1], 1.0, scale)[:, None]
-    keep = (~empty).to(steps)
-    triangle = inner.triu() * keep[:, :, None] * keep[:, None] + torch.diag_embed(empty.to(steps))
-    by_step, by_change = ((x @ slope[..., None]).squeeze(-1).gather(1, order) * keep for x in (steps, changes))
-    solved = torch.linalg.solve_triangular(triangle, by_step[..., None], upper=True).squeeze(-1) * keep
-    right = curvature * solved + scale * ((outer @ solved[..., None]).squeeze(-1) - by_change)
-    back = torch.linalg.solve_triangular(triangle.mT, (right * keep)[..., None], upper=False).squeeze(-1) * keep
-    back, solved = (torch.zeros_like(x).scatter(1, order, x)[:, None] for x in (back, scale * solved))
-    return scale * slope + (back @ steps - solved @ changes).squeeze(1)
+    keep = (curvature > 0).to(inner)  # others are not filled yet, or cut short in a line search
+    scale = (curvature[:, -1:] / outer[:, -1, -1:].clamp(min=1e-300)).clamp(min=1e-12)
+    scale = torch.where(curvature[:, -1:] > 0, scale, 1.0)
+    triangle = inner.triu() * keep[:, :, None] * keep[:, None] + torch.diag_embed(1 - keep)
+    by_step, by_change = (by_slope * keep[:, None, :, None]).unbind(1)
+    solved = torch.linalg.solve_triangular(triangle, by_step, upper=True)
+    symmetric = outer.triu() + outer.triu(1).mT
+    right = curvature[..., None] * solved + scale[..., None] * (symmetric @ solved - by_change)
+    back = torch.linalg.solve_triangular(triangle.mT, right * keep[..., None], upper=False)
+    coefficients = torch.cat([back, -scale[..., None] * solved], 1)
+    return scale * state[:, -1] + (coefficients.mT @ state[:, :-2]).squeeze(1)
