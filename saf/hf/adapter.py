@@ -22,7 +22,6 @@ from saf.hf.attention import (
     detach_idle_state,
     layout_of,
     no_dropout,
-    register,
     state_of,
 )
 from saf.hf.card import mark_, mark_of, unmark_
@@ -250,8 +249,6 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def _attend_by(self, name: str) -> None:
         """Attend by the function of this name in transformers."""
-        if name == NAME:
-            register()
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
 

@@ -4,26 +4,28 @@ An attention layer with edited heads carries a submodule `saf`, its `HeadState`.
 named "saf" in transformers' registry, `attend`; layers without live heads run `forward_without_queries`.
 """
 
-from functools import cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from saf.errors import UnsupportedError, shown
 from saf.heads import HeadLayout
-from saf.hf.cache import StateLayer, check_offloading, filled, prepare
+from saf.hf.cache import StateLayer, filled, prepare
 from saf.hf.families import Family
-from saf.hf.masks import Beginning, Documents, Mask, check_boundaries, check_positions, padding_mask
+from saf.hf.masks import PassMask, check_positions, padding_mask
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.heads import cached_order, join_heads
 from saf.ops.layout import LayoutMixin
-from saf.ops.positions import CachePosition, first_real
+from saf.ops.positions import first_real
 
 NAME = "saf"
+"""Our name in transformers' registries of attention functions and their masks, and of a layer's state."""
 STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention functions of transformers that compute softmax attention; others may not."""
 _UNDER_HOOKS = "_old_forward"
@@ -47,11 +49,10 @@ class HeadState(LayoutMixin):
         """The model's attention function before heads were frozen."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the process that unpickles a model attend and save with its heads."""
+        """Let the process that unpickles a model save it with its heads."""
         from saf.hf.pretrained import watch_folders
 
         super().__setstate__(state)
-        register()
         watch_folders()
 
     def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
@@ -62,7 +63,7 @@ class HeadState(LayoutMixin):
 
 def state_of(attention: nn.Module) -> HeadState | None:
     """Return the state of an attention layer; None where nothing of it is frozen, captured or pinned."""
-    return getattr(attention, "saf", None)
+    return getattr(attention, NAME, None)
 
 
 def attach_state(attention: Any, family: Family) -> HeadState:
@@ -98,19 +99,8 @@ def _before_pass(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[
         )
     if (past := options.get("past_key_values")) is None:
         return None
-    if getattr(past, "offloading", False):
-        check_offloading(next(module.parameters()).device)
-    own = prepare(past, module.layer_idx, state.layout, state.frozen, state.frozen_layout)
+    own = prepare(past, module.layer_idx, state.layout, state.frozen, next(module.parameters()).device)
     return None if own is None else (arguments, options | {"state_layer": own})
-
-
-@cache
-def register() -> None:
-    """Enter `attend` and its mask in transformers' registries."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def attend(
@@ -118,7 +108,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask,
+    attention_mask: PassMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -144,34 +134,30 @@ def attend(
         raise UnsupportedError(no_dropout(dropout, setting))
     if output_attentions:
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
-    if isinstance(attention_mask, Beginning):
-        key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
-        attention_mask = attention_mask.mask
-    documents = attention_mask if isinstance(attention_mask, Documents) else None
-    positions = attention_mask if isinstance(attention_mask, CachePosition) else None
-    mask = attention_mask if isinstance(attention_mask, Tensor) else None
-    known = attention_mask is None or documents is not None or positions is not None
-    if not (known or (mask is not None and mask.dim() == 2)):  # transformers passes a BlockMask on as it is
+    seen = PassMask() if attention_mask is None else attention_mask
+    if not isinstance(seen, PassMask):  # transformers passes masks of pairs on as they are
         raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}; leave it out")
-    length = value.shape[-2] if documents is None else documents.longest
+    if seen.fills:
+        key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
+    length = value.shape[-2] if seen.documents is None else seen.documents.longest
     beyond = sliding_window is not None and length > sliding_window
     if beyond and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
     for receiver in () if state is None else state.receivers:
         receiver(query, key)
-    if documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
-        check_boundaries(cu_seq_lens_q, len(value))
-        if position_ids is not None:
-            real, total = (mask, value.shape[-2]) if positions is None else (positions.real, query.shape[-2])
-            check_positions(position_ids, real, total)
-    ordinary = {"window": sliding_window, "soft_cap": softcap}
-    left_pad = None if mask is None else first_real(mask)
-    options: dict[str, Any] = {"scale": scaling, "left_pad": left_pad, "cache_position": positions}
+    if seen.documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
+        check_positions(seen, position_ids, cu_seq_lens_q, len(value))
+    left_pad = None if seen.padding is None else first_real(seen.padding)
+    options: dict[str, Any] = {"scale": scaling, "left_pad": left_pad, "cache_position": seen.positions}
     if state_layer is not None:
         options["state"] = state_layer.state()
-    mix = partial(_mix, state, options, ordinary)
-    output = mix(query, key, value) if documents is None else documents.attend(mix, query, key, value)
+    mix = partial(_mix, state, options, {"window": sliding_window, "soft_cap": softcap})
+    output = mix(query, key, value) if seen.documents is None else seen.documents.attend(mix, query, key, value)
     return output.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def _mix(
@@ -217,7 +203,7 @@ def forward_without_queries(
     module: Any,
     hidden_states: Tensor,
     *,
-    attention_mask: Mask = None,
+    attention_mask: PassMask | None = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:

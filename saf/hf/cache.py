@@ -8,11 +8,11 @@ state; their values stay only for other heads of their groups.
 
 import importlib.metadata
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
@@ -20,48 +20,46 @@ from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import cached_order, take_heads
 from saf.ops.linear.op import RecurrentState
 
-NO_WINDOWS = "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
 OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"
 STREAMS_WAIT = (5, 20)
 """transformers whose offloading stream waits for the device; before, copies raced and tokens were wrong (log)."""
 
 
 def prepare(
-    past_key_values: Any, index: int, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None
+    past_key_values: Any, index: int, layout: HeadLayout, frozen: FrozenHeads | None, device: torch.device
 ) -> "StateLayer | None":
     """Fit a cache to what layer `index` keeps, before its pass; return its own layer where that keeps a state.
 
-    `patterns` digests those of the frozen heads. Raises UnsupportedError for a cache that was filled beside other
-    heads, a quantised one of a layer without keys, and one of fixed size with windows.
+    Raises UnsupportedError for a cache that was filled beside other heads, a quantised one of a layer without keys, one
+    of fixed size with windows, and an offloaded one on a GPU whose copies would race.
     """
-    if (layers := getattr(past_key_values, "layers", None)) is None:
-        return None
-    add = getattr(past_key_values, "layer_class_to_replicate", None)
+    if getattr(past_key_values, "offloading", False) and device.type == "cuda":
+        version = importlib.metadata.version("transformers")
+        if tuple(map(int, version.split(".")[:2])) < STREAMS_WAIT:
+            raise UnsupportedError(f"an offloaded cache on a GPU needs transformers 5.20, got {version}")
+    layers, add = past_key_values.layers, getattr(past_key_values, "layer_class_to_replicate", None)
     while add is not None and len(layers) <= index:
         layers.append(add())
-    if index >= len(layers):
-        return None
     layer = layers[index]
     # The layer's class is not tested, which compiled code would guard.
     if (own := getattr(layer, "layout", None)) is None:
         if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
-            raise UnsupportedError(NO_WINDOWS)
-        layers[index] = layer = _fitting_layer(layer, layout, frozen, patterns)
+            raise UnsupportedError(
+                "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
+            )
+        layers[index] = layer = _fitting_layer(layer, layout, frozen)
         layer.layout = layout
     elif own is not layout and own != layout:
         raise UnsupportedError(OTHER_HEADS)
-    if getattr(layer, "sizes", None) is None:
-        return None
-    layer.check_patterns(patterns)
-    return layer
+    return layer if getattr(layer, "sizes", None) is not None else None
 
 
-def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> Any:
+def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -> Any:
     """Return a layer of a cache, or in its place one that fits what an attention layer keeps.
 
     A cache that is first filled while gradients are recorded keeps values.
     """
-    fixed, quantised = hasattr(layer, "max_cache_len"), is_quantised(layer)
+    fixed, quantised = hasattr(layer, "max_cache_len"), hasattr(layer, "_quantize")
     if quantised and not layout.num_live:
         raise UnsupportedError("a quantised cache needs a live head in every layer; limit max_per_layer")
     keys, values = (len(layout.rows[role]) for role in ("key", "value"))
@@ -71,18 +69,11 @@ def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None, p
         if (layer.keys.shape[1], layer.values.shape[1]) != (keys, values):
             raise UnsupportedError(OTHER_HEADS)
         return layer
-    stock = type(layer).__name__ in ("DynamicLayer", "StaticLayer")
+    stock = type(layer) in (DynamicLayer, StaticLayer)
     linear = frozen if frozen is not None and frozen.linear and stock and not torch.is_grad_enabled() else None
     if fixed and (linear is not None or keys != values):
-        return _fixed_class()(layer.max_cache_len, layout, linear, patterns)
-    return layer if linear is None else _growing_class()(layout, linear, patterns)
-
-
-def check_offloading(device: torch.device) -> None:
-    """Raise UnsupportedError where this transformers lets copies of offloaded layers race on a GPU."""
-    version = importlib.metadata.version("transformers")
-    if device.type == "cuda" and tuple(map(int, version.split(".")[:2])) < STREAMS_WAIT:
-        raise UnsupportedError(f"an offloaded cache on a GPU needs transformers 5.20, got {version}")
+        return FixedLayer(layer.max_cache_len, layout, linear)
+    return layer if linear is None else GrowingLayer(layout, linear)
 
 
 def filled(key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state: bool) -> tuple[Tensor, Tensor]:
@@ -94,23 +85,17 @@ def filled(key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state:
     return key[:, :, :count], value
 
 
-def is_quantised(layer: Any) -> bool:
-    """Return whether a layer of a cache holds keys and values in fewer bits."""
-    return hasattr(layer, "_quantize")
-
-
 def cache_bytes(past_key_values: Any) -> int:
     """Return the bytes of the keys, values and recurrent states in a cache of transformers, wherever they are.
 
     A cache of fixed size counts all of its places. Raises UnsupportedError for a quantised one.
     """
-    if not hasattr(past_key_values, "layers"):
+    if (layers := getattr(past_key_values, "layers", None)) is None:
         raise InputError(f"expected a cache of transformers, such as DynamicCache; got {shown(past_key_values)}")
-    if any(map(is_quantised, past_key_values.layers)):
+    if any(hasattr(layer, "_quantize") for layer in layers):
         raise UnsupportedError("the bytes of a quantised cache are not known; use torch.cuda.memory_allocated")
-    names = ("keys", "values", "ring", "sums")
-    states = [getattr(layer, name, None) for layer in past_key_values.layers for name in names]
-    return sum(tensor.numel() * tensor.element_size() for tensor in states if tensor is not None)
+    states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values", "ring", "sums")]
+    return sum(tensor.nbytes for tensor in states if tensor is not None)
 
 
 class StateLayer:
@@ -126,18 +111,11 @@ class StateLayer:
     sums: Tensor | None = None
     value: Tensor | None = None
 
-    def describe(self, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None) -> None:
+    def describe(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
         """Set what is kept."""
-        self.patterns = patterns
         self.sizes = None if frozen is None else frozen.state_sizes()
         order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
         self.order = None if order == tuple(range(len(layout.rows["value"]))) else order
-
-    def check_patterns(self, patterns: Tensor | None) -> None:
-        """Raise UnsupportedError where patterns changed since the state was filled."""
-        same = patterns is self.patterns or torch.compiler.is_compiling()
-        if not same and (patterns is None or self.patterns is None or not torch.equal(patterns, self.patterns)):
-            raise UnsupportedError(OTHER_HEADS)
 
     def take(self, value: Tensor) -> Tensor:
         """Hold new values `[B, H_kv, rows, D]` for the pass, and return those that the cache keeps."""
@@ -162,87 +140,75 @@ class StateLayer:
             self.ring, self.sums = function(self.ring), function(self.sums)
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Follow the beams."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
 
-@cache
-def _growing_class() -> type[Any]:
-    from transformers.cache_utils import DynamicLayer
+class GrowingLayer(StateLayer, DynamicLayer):
+    """A layer of a growing cache that keeps a recurrent state for linear heads."""
 
-    class GrowingLayer(StateLayer, DynamicLayer):
-        """A layer of a growing cache that keeps a recurrent state for linear heads."""
+    def __init__(self, layout: HeadLayout, frozen: FrozenHeads):
+        super().__init__()
+        self.describe(layout, frozen)
+        self.chunk = frozen.state_sizes()[2]
+        # The kept keys and values may be of no head: the tokens are counted here.
+        self.length = self.longest = 0
 
-        def __init__(self, layout: HeadLayout, frozen: FrozenHeads, patterns: Tensor | None):
-            super().__init__()
-            self.describe(layout, frozen, patterns)
-            self.chunk = frozen.state_sizes()[2]
-            self.length = self.longest = 0
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        self.length += value_states.shape[-2]
+        self.longest = max(self.longest, self.length)
+        return super().update(key_states, self.take(value_states), *args, **options)
 
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            self.length += value_states.shape[-2]
-            self.longest = max(self.longest, self.length)
-            return super().update(key_states, self.take(value_states), *args, **options)
+    def get_seq_length(self) -> int:
+        return self.length
 
-        def get_seq_length(self) -> int:
-            return self.length
-
-        def crop(self, tokens_to_remove: int) -> None:
-            # A positive number is the length that stays: transformers 5.17 takes it, later ones refuse it.
-            stays = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-            left = max(0, min(self.length, stays))
-            if 0 < left < self.longest - self.chunk:
-                raise UnsupportedError(
-                    f"beside a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - left}: "
-                    "propose fewer, or use a new cache"
-                )
-            super().crop(tokens_to_remove)
-            self.length, self.longest = left, self.longest if left else 0
-            if not left:
-                self.map_rows(Tensor.zero_)
-
-        def reset(self) -> None:
-            super().reset()
-            self.length = self.longest = 0
-            self.ring = self.sums = None  # the next sequences may be more or fewer
-
-        def batch_repeat_interleave(self, repeats: int) -> None:
-            super().batch_repeat_interleave(repeats)
-            self.map_rows(lambda x: x.repeat_interleave(repeats, 0))
-
-        def batch_select_indices(self, indices: Tensor) -> None:
-            super().batch_select_indices(indices)
-            self.map_rows(lambda x: x[indices])
-
-    return GrowingLayer
-
-
-@cache
-def _fixed_class() -> type[Any]:
-    from transformers.cache_utils import StaticLayer
-
-    class FixedLayer(StateLayer, StaticLayer):
-        """A layer of a cache of fixed size with different numbers of key and value heads."""
-
-        def __init__(self, size: int, layout: HeadLayout, frozen: FrozenHeads | None, patterns: Tensor | None):
-            super().__init__(max_cache_len=size)  # pyright: ignore[reportCallIssue]
-            self.describe(layout, frozen, patterns)
-
-        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            super().lazy_initialization(key_states, value_states)
-            assert self.values is not None
-            batch, heads, _, dim = value_states.shape  # the stock values have as many heads as there are keys
-            self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
-            for tensor in () if torch.compiler.is_compiling() else (self.values, self.ring, self.sums):
-                if tensor is not None:
-                    torch._dynamo.mark_static_address(tensor)
-
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            return super().update(key_states, self.take(value_states), *args, **options)
-
-        def reset(self) -> None:
-            super().reset()
+    def crop(self, tokens_to_remove: int) -> None:
+        # A positive number is the length that stays: transformers 5.17 takes it, later ones refuse it.
+        stays = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        left = max(0, min(self.length, stays))
+        if 0 < left < self.longest - self.chunk:
+            raise UnsupportedError(
+                f"beside a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - left}: "
+                "propose fewer, or use a new cache"
+            )
+        super().crop(tokens_to_remove)
+        self.length, self.longest = left, self.longest if left else 0
+        if not left:
             self.map_rows(Tensor.zero_)
 
-    return FixedLayer
+    def reset(self) -> None:
+        super().reset()
+        self.length = self.longest = 0
+        self.ring = self.sums = None  # the next sequences may be more or fewer
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.map_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.map_rows(lambda x: x[indices])
+
+
+class FixedLayer(StateLayer, StaticLayer):
+    """A layer of a cache of fixed size with different numbers of key and value heads."""
+
+    def __init__(self, size: int, layout: HeadLayout, frozen: FrozenHeads | None):
+        super().__init__(max_cache_len=size)  # pyright: ignore[reportCallIssue]
+        self.describe(layout, frozen)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        assert self.values is not None
+        batch, heads, _, dim = value_states.shape  # the stock values have as many heads as there are keys
+        self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
+        for tensor in () if torch.compiler.is_compiling() else (self.values, self.ring, self.sums):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, self.take(value_states), *args, **options)
+
+    def reset(self) -> None:
+        super().reset()
+        self.map_rows(Tensor.zero_)

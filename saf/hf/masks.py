@@ -14,22 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
-from saf.hf.cache import NO_WINDOWS
 from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.operator import is_capturing
 from saf.ops.positions import CachePosition, assert_later, left_padding
 
 _SLIDING = "sliding_attention"
 _OWN_ROWS = "pad each document in a row of its own"
-
-
-class Beginning(NamedTuple):
-    """A pass that fills a cache of fixed size from its first place on; `mask [B, Tq]` is of its padding, or None.
-
-    Its queries see each other alone, so attention reads the filled places as it reads whole sequences.
-    """
-
-    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,18 @@ class Documents:
         return output.unflatten(0, (-1, self.length)).transpose(1, 2)
 
 
-Mask = Tensor | Documents | CachePosition | Beginning | None
+class PassMask(NamedTuple):
+    """Which tokens those of a pass see, among the ones before them."""
+
+    padding: Tensor | None = None
+    """`[B, T]`, zero at padding; None where all tokens are real."""
+    documents: Documents | None = None
+    """Where the documents of packed rows lie."""
+    positions: CachePosition | None = None
+    """Where the pass stands in a cache of fixed size."""
+    fills: bool = False
+    """Whether the pass fills a cache of fixed size from its first place on. Its queries see each other alone, so
+    attention reads the filled places as it reads whole sequences."""
 
 
 def padding_mask(
@@ -95,8 +96,8 @@ def padding_mask(
     config: Any = None,
     use_vmap: bool = False,
     **_: Any,
-) -> Mask:
-    """Return which tokens are real, `[B, T]`, None where all are; or documents, or positions in a fixed-size cache.
+) -> PassMask | None:
+    """Return what the tokens of a pass see; None for all those before them.
 
     Raises UnsupportedError for masks that frozen heads cannot follow, InputError for padding between real tokens.
     """
@@ -111,8 +112,6 @@ def padding_mask(
     fixed = isinstance(q_offset, Tensor) or (
         q_offset == 0 and kv_length > q_length and (attention_mask is None or attention_mask.shape[1] == q_length)
     )
-    if fixed and local_size is not None:
-        raise UnsupportedError(NO_WINDOWS)
     if not fixed and kv_offset + kv_length != q_offset + q_length:
         raise UnsupportedError(
             "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
@@ -126,17 +125,17 @@ def padding_mask(
         documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
         _check_length(q_length if documents is None else documents.longest, config)
         if documents is None or documents.longest <= (local_size or inf):
-            return documents
+            return None if documents is None else PassMask(documents=documents)
         raise UnsupportedError(f"packed documents must fit the sliding window, {local_size} tokens: {_OWN_ROWS}")
     _check_length(kv_length if fixed else q_offset + q_length, config)
     if fixed:
         return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
-    if attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length and q_length < kv_length:
-        raise InputError(
-            f"attention_mask must cover cached tokens too, {kv_offset + kv_length}, got {attention_mask.shape[-1]}"
-        )
-    # It may cover tokens to come.
-    return None if attention_mask is None else _padded(attention_mask[:, kv_offset : kv_offset + kv_length])
+    if attention_mask is None:
+        return None
+    if (last := kv_offset + kv_length) > attention_mask.shape[-1]:
+        raise InputError(f"attention_mask must cover cached tokens too, {last}, got {attention_mask.shape[-1]}")
+    padding = _padded(attention_mask[:, kv_offset:last])  # it may cover tokens to come
+    return None if padding is None else PassMask(padding)
 
 
 def _check_length(length: Any, config: Any) -> None:
@@ -151,15 +150,13 @@ def _padded(attention_mask: Tensor) -> Tensor | None:
     return None if left_padding(attention_mask, parts=True) is None else attention_mask
 
 
-def _in_fixed_cache(
-    q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None
-) -> CachePosition | Beginning:
-    """Return where the queries of a pass stand in a cache of fixed size with `kv_length` places."""
+def _in_fixed_cache(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> PassMask:
+    """Return what the queries of a pass see in a cache of fixed size with `kv_length` places."""
     if not isinstance(q_offset, Tensor):
-        return Beginning(None if attention_mask is None else _padded(attention_mask))
+        return PassMask(None if attention_mask is None else _padded(attention_mask), fills=True)
     start = None if attention_mask is None else left_padding(attention_mask, wait=False, parts=True)
     # The cache counts on in the tensor that holds its length.
-    return CachePosition.of(q_offset.clone(), q_length, kv_length, start)
+    return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, start))
 
 
 def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
@@ -173,20 +170,22 @@ def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, 
     return F.pad(attention_mask, (0, places - attention_mask.shape[1]))
 
 
-def check_positions(position_ids: Tensor, attention_mask: Tensor | None, length: int) -> None:
-    """Raise UnsupportedError where positions of real tokens do not count up by one; `length` is with cached tokens.
+def check_positions(seen: PassMask, position_ids: Tensor | None, cu_seq_lens: Tensor | None, rows: int) -> None:
+    """Raise UnsupportedError for packed documents where each row is taken for one sequence.
 
-    Beside a mask or a cache transformers takes such a row for one sequence, whose documents see each other. In compiled
-    code the device raises a RuntimeError instead; CUDA graphs and single tokens go unchecked.
+    Beside a mask or a cache transformers takes it so, and its documents see each other. The positions of real tokens
+    must count up by one; in compiled code the device raises a RuntimeError instead, and CUDA graphs go unchecked.
     """
+    if cu_seq_lens is not None and len(cu_seq_lens) > rows + 1:
+        raise UnsupportedError(f"frozen heads know packed documents by position_ids, not cu_seq_lens_q: {_OWN_ROWS}")
     compiling = torch.compiler.is_compiling()
-    if position_ids.shape[-1] < 2 or (not compiling and is_capturing(position_ids.device)):
+    if position_ids is None or position_ids.shape[-1] < 2 or (not compiling and is_capturing(position_ids.device)):
         return
     steps = position_ids.diff(dim=-1)
     counts = steps == 1
-    if attention_mask is not None:
-        real = F.pad(attention_mask.bool(), (0, length - attention_mask.shape[-1]))  # it may cover tokens to come
-        real = real[:, length - 1 - counts.shape[-1] :]
+    real = seen.padding if seen.positions is None else seen.positions.real
+    if real is not None:
+        real = real[:, -position_ids.shape[-1] :].bool()
         counts = counts | ~(real[:, 1:] & real[:, :-1])
     elif not compiling:
         # Padding on the right, which no mask shows here, has one position throughout; a document goes on counting.
@@ -198,14 +197,3 @@ def check_positions(position_ids: Tensor, attention_mask: Tensor | None, length:
             "packed documents (position_ids that start again) take no attention_mask and no cache: leave the mask out "
             f"and pass use_cache=False, or {_OWN_ROWS}"
         )
-
-
-def check_boundaries(cu_seq_lens: Tensor | None, rows: int) -> None:
-    """Raise UnsupportedError for documents of which only flash attention's `cu_seq_lens_q` shows the boundaries.
-
-    Its end may be repeated, up to some fixed number of documents; code that cannot wait for the device counts those.
-    """
-    if cu_seq_lens is None or len(cu_seq_lens) <= rows + 1:
-        return
-    if torch.compiler.is_compiling() or is_capturing(cu_seq_lens.device) or len(cu_seq_lens.unique()) > rows + 1:
-        raise UnsupportedError(f"frozen heads know packed documents by position_ids, not cu_seq_lens_q: {_OWN_ROWS}")

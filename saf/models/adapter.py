@@ -3,6 +3,7 @@
 Nothing else tests the class of a model. An adapter only looks; `Site.assign` and `Site.pin` alone change a model.
 """
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -332,10 +333,12 @@ def adapter_for(model: nn.Module) -> Adapter:
 
 def language_model(model: nn.Module) -> LanguageModel:
     """Return the adapter of a model, or one for any causal model with the interface of transformers."""
+    inner = unwrap(model)
+    if (adapter := _find(inner)) is not None:
+        return adapter
     from saf.hf.adapter import TransformersModel
 
-    inner = unwrap(model)
-    return _find(inner) or TransformersModel(inner)
+    return TransformersModel(inner)
 
 
 def longest_input(model: nn.Module) -> int | None:
@@ -345,6 +348,10 @@ def longest_input(model: nn.Module) -> int | None:
 
 
 def _find(model: nn.Module) -> Adapter | None:
+    if isinstance(model, GPT):
+        return GPTAdapter(model)
+    if "transformers" not in sys.modules:  # it may not be installed, and imported takes seconds
+        return None
     from saf.hf.adapter import TransformersAdapter
 
-    return GPTAdapter(model) if isinstance(model, GPT) else TransformersAdapter.of(model)
+    return TransformersAdapter.of(model)

@@ -137,14 +137,12 @@ def test_steps_compile_once_and_whole():
     torch._dynamo.reset()
 
 
-def test_states_go_on_beside_the_patterns_that_filled_them_alone_and_without_gradients():
+def test_states_go_on_without_gradients():
     model, ids = frozen_model("qwen3"), tokens(1, 9, seed=9)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         copy.deepcopy(model)(ids[:, :1], past_key_values=copy.deepcopy(cache))
-        with pytest.raises(UnsupportedError, match="other frozen heads"):
-            frozen_model("qwen3", seed=1)(ids[:, :1], past_key_values=cache)
     with pytest.raises(UnsupportedError, match="no gradients"):
         model(ids[:, :1], past_key_values=cache)
     expected = whole(model, torch.cat([ids, ids[:, :1]], 1))[:, -1:]
