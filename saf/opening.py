@@ -1,13 +1,13 @@
 """`open_model` opens the model that a path means, of this project or of transformers, with its data and its tokenizer.
 
 A path is a checkpoint, a run, a folder by `saf.save`, or a model of Hugging Face transformers: `find_source` returns
-its `ModelSource`. `find_model` is for callers that need a model of this project.
+its files, a `ModelFolder` or a `TransformersFolder`. `find_model` is for callers that need a model of this project.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from saf.models.adapter import longest_input
 from saf.records.files import file_hash
 from saf.records.run import Kind, expect, kind_of, means_transformers
 from saf.saving import load
+
+if TYPE_CHECKING:
+    from saf.hf.folders import TransformersFolder
 
 
 @dataclass(frozen=True)
@@ -43,35 +46,14 @@ class Encoder:
         return self.bos
 
 
-class ModelSource(Protocol):
-    """The files of a model: `ModelFolder` and `saf.hf.folders.TransformersFolder`."""
-
-    has_tokenizer: ClassVar[bool]
-    """Whether the tokenizer is in the model's folder; else it is with the data."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def hash(self) -> str: ...
-    @property
-    def parents(self) -> tuple[str, ...]: ...
-    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module: ...
-    def data(self, path: Path | None) -> TokenData: ...
-    def encoder(self, data: TokenData | None = None) -> Encoder: ...
-
-
 @dataclass(frozen=True)
 class ModelFolder:
     """A model of this project: a verified checkpoint, of a run perhaps, or a folder by `saf.save`."""
 
     folder: Path
     checkpoint: Checkpoint | None
-    has_tokenizer: ClassVar[bool] = False
-
-    @property
-    def parents(self) -> tuple[str, ...]:
-        """None: a checkpoint's own files record what it was frozen from."""
-        return ()
+    parents: ClassVar[tuple[str, ...]] = ()
+    """Hashes of the models it was frozen from: none, its own files record them."""
 
     @property
     def name(self) -> str:
@@ -170,7 +152,7 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
     return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
 
 
-def find_source(path: Path | str) -> ModelSource:
+def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
     """Return the model that `path` means; raise what `find_model` raises."""
     if not means_transformers(path):
         return find_model(path)
@@ -185,7 +167,7 @@ class OpenedModel:
 
     model: nn.Module
     data: TokenData | None
-    source: ModelSource
+    source: "ModelFolder | TransformersFolder"
 
     @property
     def folder(self) -> Path:
@@ -224,6 +206,7 @@ def open_model(
         CheckpointError: The model's files are damaged.
     """
     source = find_source(path)
-    tokens = source.data(data) if needs_data or data is not None or not source.has_tokenizer else None
+    needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
+    tokens = source.data(data) if needs_data else None
     model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
     return OpenedModel(model, tokens, source)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,8 +33,8 @@ from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders
 from saf.machine import device_name, pick_device
-from saf.models.adapter import adapter_for, longest_input
-from saf.opening import Encoder
+from saf.models.adapter import adapter_for
+from saf.opening import Encoder, OpenedModel
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
 from saf.surgery import finalize_
@@ -63,7 +63,6 @@ class TransformersFolder:
 
     name: str
     folder: Path
-    has_tokenizer: ClassVar[bool] = True
 
     @classmethod
     def find(cls, path: Path) -> "TransformersFolder":
@@ -187,24 +186,23 @@ def freeze_folder(
     precision = precision_in_use(model, settings.precision)
     for field, rate in source.attention_dropout().items():
         say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {settings.out}")
-    batches, heldout = _batches(settings, data, model, bos)
+    longest = OpenedModel(model, data, source).longest
+    windows = _windows(settings, data, settings.calibration_length(longest, most=longest))
+    calibration, heldout, training = (each if bos is None else begun_with(each, bos) for each in windows)
+    batches = [list(each.split(settings.batch_size)) for each in (calibration, heldout)]
     accept = settings.accept_loss or settings.heal is not None
-    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, accept_loss=accept)
+    report = freeze_opened(settings, model, *batches, say=say, countdown=countdown, accept_loss=accept)
+    mark: Any = mark_of(model.config)
+    mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
     if settings.heal is not None:
-        ordinary = source.model(device, dtype)
-        windows = _training_windows(settings, data, report.statistics.length, sum(map(len, heldout)), bos)
+        text = halves(batches[1])[1] if config.jointly else batches[1]
         options = {"accept_loss": settings.accept_loss, "precision": settings.precision}
-        text = halves(heldout)[1] if config.jointly else heldout
-        progress = countdown("healing", "updates")
-        healing = heal_and_compare(model, ordinary, windows, text, **options, progress=progress)
-        report = replace(report, healing=healing)
+        options["progress"] = countdown("healing", "updates")
+        healing = heal_and_compare(model, source.model(device, dtype), training, text, **options)
+        report, mark["events"][-1]["healing"] = replace(report, healing=healing), asdict(healing)
         model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
-    mark: Any = mark_of(model.config)
-    mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
-    if report.healing is not None:
-        mark["events"][-1]["healing"] = asdict(report.healing)
     recorded = {name: getattr(settings, name) for name in _RECORDED}
     recorded |= {"config": config.to_dict(), "length": report.statistics.length, "finalize": settings.finalize}
     head = result_header(
@@ -218,31 +216,35 @@ def freeze_folder(
     return report, folder_hash(settings.out), parent
 
 
-def _batches(
-    settings: CheckpointFreezing, data: TokenData, model: nn.Module, bos: int | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return calibration sequences and held-out ones, in batches `[B, length]`; of plain text disjoint windows."""
-    if (longest := longest_input(model)) is None:
-        raise InputError(f"the configuration of {type(model).__name__} must have max_position_embeddings")
-    length = settings.calibration_length(longest, most=longest)
-    size, count, plain = settings.batch_size, settings.sequences, isinstance(data, TextData)
-    held_out = data.num_tokens("controller")
-    asked = settings.heldout_count(held_out // length - count if plain else (held_out - 1) // length, length)
-    seed = settings.calibration_seed or 0
-    _check_text(data, length, count, asked if plain else 0)
-    drawn = calibration_windows(data, length=length, count=count + asked if plain else count, seed=seed)
-    batches, heldout = list(drawn[:count].split(size)), list(drawn[count:].split(size))
-    if not plain:
-        heldout = heldout_batches(data, length=length, count=asked, batch_size=size)
-    if not plain and settings.config.jointly:  # of many documents: heads chosen on one kind of text fail on others
-        windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
-        heldout = list(windows[torch.linspace(0, len(windows) - 1, asked).long()].split(size))
-    if bos is None:
-        return batches, heldout
-    return [begun_with(batch, bos) for batch in batches], [begun_with(batch, bos) for batch in heldout]
+def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return windows to calibrate on, held-out ones `[N, length]`, and those to heal on; of plain text disjoint ones.
+
+    Prepared data have partitions for each; their windows to heal on have a token more.
+    """
+    count, seed = settings.sequences, settings.calibration_seed or 0
+    heal = 0 if settings.heal is None else max(1, settings.heal // length)
+    if isinstance(data, TextData):
+        total = data.num_tokens("train") // length
+        held = settings.heldout_count(total - count, length)
+        _check_text(data, length, count, held)
+        calibration, heldout, rest = calibration_windows(data, length=length, count=total, seed=seed).split(
+            [count, held, total - count - held]
+        )
+        if heal and not len(rest):
+            raise InputError(f"--heal must have text beside the {count + held} sequences that are measured: give more")
+        return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
+    held = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
+    _check_text(data, length, count)
+    calibration = calibration_windows(data, length=length, count=count, seed=seed)
+    heldout = torch.cat(heldout_batches(data, length=length, count=held, batch_size=held))
+    if settings.config.jointly:  # of many documents: heads chosen on one kind of text fail on others
+        every = sequential_windows(data.tokens("controller"), length)[:, :-1]
+        heldout = every[torch.linspace(0, len(every) - 1, held).long()]
+    training = shuffled_windows(data.tokens("train"), 0, heal, length=length, seed=seed) if heal else heldout[:0]
+    return calibration, heldout, training
 
 
-def _check_text(data: TokenData, length: int, sequences: int, heldout: int) -> None:
+def _check_text(data: TokenData, length: int, sequences: int, heldout: int = 0) -> None:
     """Raise DataError where a text is shorter than the sequences to calibrate on and, beside them, to hold out."""
     tokens = data.num_tokens(data.calibration_source)
     if tokens // length >= sequences + heldout:
@@ -254,22 +256,6 @@ def _check_text(data: TokenData, length: int, sequences: int, heldout: int) -> N
         f"{data.folder} must have {(sequences + heldout) * length:,} tokens ({sequences:,} sequences of {length:,} to "
         f"calibrate{beside}), got {tokens:,}: pass {fewer}a smaller --length or more text"
     )
-
-
-def _training_windows(
-    settings: CheckpointFreezing, data: TokenData, length: int, heldout: int, bos: int | None
-) -> Tensor:
-    """Return windows to heal on: of prepared data training windows, of plain text those that nothing else reads."""
-    count, seed = max(1, (settings.heal or 0) // length), settings.calibration_seed or 0
-    if isinstance(data, TextData):
-        used = settings.sequences + heldout
-        free = calibration_windows(data, length=length, count=len(data.tokens("train")) // length, seed=seed)[used:]
-        if not len(free):
-            raise InputError(f"--heal must have text beside the {used} sequences that are measured: give more text")
-        windows = free.repeat(-(-count // len(free)), 1)[:count]
-    else:
-        windows = shuffled_windows(data.tokens("train"), 0, count, length=length, seed=seed)
-    return windows if bos is None else begun_with(windows, bos)
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ A Trainer hands callbacks neither itself nor the checkpoints that it loads. `joi
 import gc
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -27,8 +26,8 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 
 from saf.calibration import read_batches, read_sequences
 from saf.calibration.capture import check_vocabulary, measurable_heads
-from saf.distributed import all_ranks_or_raise, rank_and_size
-from saf.errors import CheckpointError, InputError, LossError, SafWarning, UnsupportedError
+from saf.distributed import all_ranks_or_raise, on_rank0
+from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import restore_
 from saf.heads import EDITED
@@ -40,11 +39,10 @@ from saf.models.adapter import adapter_for
 from saf.models.description import STATE_FILE, TENSORS_FILE, read_description
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
-from saf.records.files import read_json, tensors_hash, to_json
+from saf.records.files import read_json, to_json
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
-from saf.train.parallel import Parallel, Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ class _Run:
     task: Any
     """Its `calibration()` and `heldout()` sequences."""
     execution: Execution
-    parallel: Parallel
     proposer: Proposer
     events: list[EventRecord]
     updates: int
@@ -143,7 +140,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
             progress = {
                 "settings": self._settings(),
                 "updates": run.updates,
-                "sequences": self._sequences_hash(),
                 "schedule": run.proposer.state_dict(),
                 "events": [event.values for event in run.events],
             }
@@ -175,15 +171,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
             config=config,
             task=SimpleNamespace(calibration=lambda: self._calibration, heldout=lambda: self._heldout),
             execution=execution,
-            parallel=Replicas() if args.world_size > 1 else Parallel(),
             proposer=proposer,
             events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
             updates=updates,
             updater=SimpleNamespace(optimizer=optimizer, gradient=None),
         )
-        if stored is not None and not proposer.finished and stored["sequences"] != self._sequences_hash():
-            message = "the checkpoint was trained with other calibration or held-out sequences of FreezeCallback"
-            warnings.warn(message, SafWarning, stacklevel=2)
         # A checkpoint of training without this callback has no place for its state.
         callbacks: Any = state.stateful_callbacks
         callbacks.setdefault(type(self).__name__, self.state())
@@ -229,35 +221,29 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _apply_(self, run: _Run, event: Any, update: int) -> Outcome:
         """Apply one event, in all processes or in none, and record it with the first process's measurements."""
-        before = run.controller_loss(event.batches)
+        trainer, before = self.trainer, run.controller_loss(event.batches)
         with all_ranks_or_raise():
             change = apply_event(run, event)
-        rewrap_(self.trainer)
+        rewrap_(trainer)
         after = run.controller_loss(event.batches)
-        before, after, seconds = run.parallel.first((before, after, change.seconds))
-        losses, number, heads = (
-            {"loss_before": before, "loss_after": after},
-            len(run.events) + 1,
-            change.heads.to_list(),
-        )
-        values = {"number": number, "kind": event.kind, "update": update, "reason": event.reason}
-        values = to_json({**values, "heads": heads, "seconds": seconds, **losses})
-        run.events.append(EventRecord(Path(self.trainer.args.output_dir), values))
+        before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
+        number, losses = len(run.events) + 1, {"loss_before": before, "loss_after": after}
+        facts = {"number": number, "kind": event.kind, "update": update, "reason": event.reason, "seconds": seconds}
+        values = to_json({**facts, "heads": change.heads.to_list(), **losses})
+        run.events.append(EventRecord(Path(trainer.args.output_dir), values))
         listed = (mark_of(run.model.config) or {}).get("events", [])
-        if listed and listed[-1]["heads"] == heads:
+        if listed and listed[-1]["heads"] == values["heads"]:
             listed[-1] |= to_json({"update": update, **losses})
-        if self.trainer.is_world_process_zero():
+        if trainer.is_world_process_zero():
             logger.info("update %d: %s; held-out loss %.4f before, %.4f after", update, change.summary, before, after)
         counts = {f"{kind}_heads": len(adapter_for(run.model).heads(kind)) for kind in EDITED}
-        measured = {} if math.isnan(before) else {"heldout_loss_before": before, "heldout_loss_after": after}
-        self.trainer.log({**{kind: count for kind, count in counts.items() if count}, **measured})
+        measured = {} if math.isnan(before) else {f"heldout_{name}": loss for name, loss in losses.items()}
+        trainer.log({kind: count for kind, count in counts.items() if count} | measured)
         return change.outcome(number, **losses)
 
     def _check_trainer(self, args: Any, updates: int) -> None:
         """Raise InputError or UnsupportedError for arguments under which heads cannot be edited or chosen."""
         trainer, inner = self.trainer, _uncompiled(self.trainer.model_wrapped)
-        if args.world_size == 1 and (processes := rank_and_size()[1]) > 1:
-            raise UnsupportedError(f"{processes} processes on a CPU must have use_cpu=True: else each trains alone")
         shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
             raise UnsupportedError(
@@ -292,9 +278,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
             return
         # The last token of a held-out sequence is a target alone. Other collators than transformers' may cut rows.
         longest = {"heldout": max((ids.shape[-1] for ids in self._heldout), default=1) - 1}
-        collator = self.trainer.data_collator
-        module = getattr(collator, "__module__", type(collator).__module__)
-        if (self.schedule.first_update(updates) or 0) < updates and module.startswith("transformers."):
+        cut = not self.trainer.data_collator.__module__.startswith("transformers.")
+        if (self.schedule.first_update(updates) or 0) < updates and not cut:
             longest["train_dataset"] = _row_length(self.trainer.train_dataset)
         length = self._calibration[0].shape[-1]
         for name, most in longest.items():
@@ -316,39 +301,15 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Return the settings as plain values; a resumed run must have the same."""
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
 
-    def _sequences_hash(self) -> str:
-        """Return the SHA-256 of all sequences."""
-        both = {"calibration": self._calibration, "heldout": self._heldout}
-        return tensors_hash({name: torch.cat(batches) for name, batches in both.items() if batches})
-
 
 def _row_length(dataset: Any) -> int:
-    """Return the tokens of the first row of a list or map-style data set that is not packed; 0 where unknown."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, Mapping):
+    """Return the tokens of the first row of a data set that is not packed; 0 where unknown."""
+    try:
+        row = dataset[0]
+    except (TypeError, LookupError, NotImplementedError):  # a stream, or none
         return 0
-    row: Any = dataset[0] if len(dataset) else None
-    if not isinstance(row, Mapping) or "position_ids" in row or "input_ids" not in row:
-        return 0
-    return len(row["input_ids"])
-
-
-def follow_(trainer: Any, folder: Path, model: nn.Module) -> None:
-    """Give a Trainer's model the heads of a checkpoint, whose weights are loaded next.
-
-    Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
-    """
-    adapter = adapter_for(model)
-    if adapter.heads(*EDITED):
-        uninstall_(model, optimizer=trainer.optimizer)
-    if (folder / STATE_FILE).is_file():
-        restore_(model, *read_description(folder))
-        saved = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
-        (mark_of(adapter.model.config) or {}).update(saved)
-    if (inner := unwrap_optimizer(trainer.optimizer)) is not None:
-        for site in adapter.sites():
-            for parameter, _ in site.projections().values():
-                inner.state.pop(parameter, None)
-    rewrap_(trainer)
+    known = isinstance(row, Mapping) and "position_ids" not in row
+    return len(row.get("input_ids", ())) if known else 0
 
 
 def rewrap_(trainer: Any) -> None:
@@ -387,6 +348,9 @@ def _idle_tensors(model: nn.Module) -> Iterator[str]:
 
 def _uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
+
+
+# --- the Trainer's methods
 
 
 @cache
@@ -433,14 +397,27 @@ def _meet(trainer: Any, *_: Any, **options: Any) -> None:
             torch.compiler.reset()  # programs of a model that was frozen before have its heads
 
 
-def _follow_checkpoint(trainer: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-    if _callbacks(trainer):
-        follow_(trainer, Path(resume_from_checkpoint), trainer.model if model is None else model)
+def _follow_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any = None) -> None:
+    """Give the model the heads of a checkpoint, by default the best one, whose weights are loaded next.
 
-
-def _follow_best(trainer: Any) -> None:
-    if _callbacks(trainer):
-        follow_(trainer, Path(trainer.state.best_model_checkpoint), trainer.model)
+    Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
+    """
+    if not _callbacks(trainer):
+        return
+    folder = Path(resume_from_checkpoint or trainer.state.best_model_checkpoint)
+    model = trainer.model if model is None else model
+    adapter = adapter_for(model)
+    if adapter.heads(*EDITED):
+        uninstall_(model, optimizer=trainer.optimizer)
+    if (folder / STATE_FILE).is_file():
+        restore_(model, *read_description(folder))
+        saved = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
+        (mark_of(adapter.model.config) or {}).update(saved)
+    if (inner := unwrap_optimizer(trainer.optimizer)) is not None:
+        for site in adapter.sites():
+            for parameter, _ in site.projections().values():
+                inner.state.pop(parameter, None)
+    rewrap_(trainer)
 
 
 def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
@@ -454,7 +431,7 @@ def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
 
 _BEFORE = {
     "train": _meet,
-    "_load_from_checkpoint": _follow_checkpoint,
-    "_load_best_model": _follow_best,
+    "_load_from_checkpoint": _follow_,
+    "_load_best_model": _follow_,
     "_push_from_checkpoint": _copy_heads,
 }
