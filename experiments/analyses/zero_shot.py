@@ -21,11 +21,10 @@ from experiments import paper
 from experiments.analyses.common import Computing, Part, Record, check_rates, header, say, subplots, table
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
 from saf.errors import InputError
+from saf.evaluate.answers import AnswersByTask, TooLong, counts_text, paired_tasks
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.passes import precision_in_use
 from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
-from saf.evaluate.tables import counts_text
-from saf.evaluate.zero_shot import AnswersByTask, TooLong, paired_tasks
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_

@@ -13,8 +13,7 @@ from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.evaluate.recall import gate_problem
-from saf.evaluate.tables import recall_tables
+from saf.evaluate.recall import gate_problem, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.events import head_counts, heads_in_words, more_and_total
 from saf.records.table import Table, seconds, signed

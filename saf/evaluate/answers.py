@@ -1,66 +1,170 @@
-"""A model's answers to questions with choices: measured, summarised, and written into a run's folder."""
+"""Questions with choices: how likely each choice is, which one a model takes, and the records, files and tables of it.
+
+Sequences that share a forward pass have one length, and no token of padding enters: patterns of frozen heads count
+positions from a sequence's first token (paper, Appendix on pretrained models).
+"""
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from saf.errors import InputError
-from saf.evaluate.continuations import Continuation, likelihoods
-from saf.records.files import check_file, file_hash, read_lines, write_lines
+from saf.errors import DivergenceError, InputError
+from saf.evaluate.paired import holm, paired_answers
+from saf.evaluate.passes import Progress, run_batches
+from saf.models.adapter import language_model, longest_input
+from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
+from saf.records.result import read_result, result_header
 from saf.records.run import RecordedRun
+from saf.records.table import Table
 
 NO_TARGET = -100
 """The target of a token that is left out of the loss."""
-FILE = "answers.jsonl"
-"""Name of a finished run's file of answers, a line a question."""
+ANSWERS = "answers.jsonl"
+"""Name of a finetuned run's file of answers, a line a question."""
+ZERO_SHOT_FILES = ("zero_shot.json", "zero_shot.jsonl")
+"""Files of an evaluation by zero-shot tasks: its record, and every question's answer, a line each."""
+TooLong = Literal["refuse", "cut"]
+"""What happens to a question that is longer than the model takes: refused, or its context cut at its beginning."""
+Tokens = tuple[int, ...]
+Answer = Mapping[str, Any]
+"""How one question is answered.
+
+Its `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), `right` where they are the same,
+`shortened`, and the log-probability of each choice in nats, summed over its tokens (`log_probs`). Questions of a run
+have the number of tokens of the right choice (`answer_tokens`); where a zero-shot task has it, `right_norm` goes by
+log-probabilities over the characters of choices.
+"""
+
+
+# --- likelihoods
+
+
+class Continuation(NamedTuple):
+    """Tokens whose log-probability is to be computed, and the tokens before them."""
+
+    context: Tokens
+    tokens: Tokens
+
+    @property
+    def inputs(self) -> Tokens:
+        """The model's inputs: all but the last token, which is only a target."""
+        return (*self.context, *self.tokens)[:-1]
+
+
+class Likelihood(NamedTuple):
+    """How likely a continuation is."""
+
+    log_prob: float
+    """Nats, summed over its tokens."""
+    greedy: bool
+    """Whether each of its tokens is the most likely one behind those before it."""
+
+
+def likelihoods(
+    model: nn.Module,
+    continuations: Sequence[Continuation],
+    *,
+    batch_size: int = 8,
+    precision: str = "auto",
+    progress: Progress | None = None,
+) -> list[Likelihood]:
+    """Compute how likely each continuation is, in order.
+
+    Equal inputs are computed once: choices that differ in their last token alone. Logits are computed at the
+    continuations' positions, their softmax in float32. Processes of a group share the batches out, and all return the
+    same. `progress` is called with (continuations done, continuations) before the first batch, and after each.
+
+    Raises:
+        InputError: An empty context or continuation, or one longer than the model takes.
+        DivergenceError: A log-probability that is not finite.
+    """
+    longest, language = longest_input(model), language_model(model)
+    for each in continuations:
+        if not each.context or not each.tokens:
+            raise InputError(f"context and continuation must have a token or more, got {each}")
+        if longest is not None and len(each.inputs) > longest:
+            raise InputError(f"inputs must be at most {longest} tokens, got {len(each.inputs)}; shorten the context")
+
+    def measure(batch: tuple[list[Tokens], list[list[int]]]) -> dict[int, Likelihood]:
+        """Return the likelihoods of the continuations of a batch by their numbers."""
+        rows, members = batch
+        width = max(len(continuations[number].tokens) for numbers in members for number in numbers)
+        logits = language.last_logits(language.model, torch.tensor(rows, device=language.device), width)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {
+            number: _likelihood(wide[row], continuations[number].tokens)
+            for row, numbers in enumerate(members)
+            for number in numbers
+        }
+
+    if progress is not None:
+        progress(0, len(continuations))
+    batches = list(_batches(continuations, batch_size))
+    sizes = [sum(map(len, members)) for _, members in batches]
+    results = run_batches(model, measure, batches, precision=precision, sizes=sizes, progress=progress)
+    by_number = {number: likelihood for batch in results for number, likelihood in batch.items()}
+    return [by_number[number] for number in range(len(continuations))]
+
+
+def _batches(continuations: Sequence[Continuation], batch_size: int) -> Iterator[tuple[list[Tokens], list[list[int]]]]:
+    """Yield different inputs of one length, and the numbers of the continuations that have them; longest first."""
+    by_length: dict[int, dict[Tokens, list[int]]] = {}
+    for number, each in enumerate(continuations):
+        by_length.setdefault(len(each.inputs), {}).setdefault(each.inputs, []).append(number)
+    for length in sorted(by_length, reverse=True):
+        rows = list(by_length[length].items())
+        for first in range(0, len(rows), batch_size):
+            inputs, numbers = zip(*rows[first : first + batch_size], strict=True)
+            yield list(inputs), list(numbers)
+
+
+def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
+    """The likelihood of tokens by logits `[W, V]` at the last positions of their inputs, at least their own."""
+    own, ids = logits[-len(tokens) :], torch.tensor(tokens, device=logits.device)
+    log_probs = own.log_softmax(-1).gather(1, ids[:, None])
+    total = float(log_probs.double().sum())
+    if not torch.isfinite(log_probs).all():
+        raise DivergenceError(f"a continuation of {len(tokens)} tokens has the log-probability {total}, not finite")
+    return Likelihood(total, bool((own.argmax(-1) == ids).all()))
+
+
+# --- answers
 
 
 def answer_questions(
     model: nn.Module, questions: Sequence[Any], *, batch_size: int, precision: str
 ) -> list[dict[str, Any]]:
-    """Answer questions, in order, by the choice of the largest log-probability.
+    """Answer questions, in order, by the choice of the largest log-probability, the first of equal ones.
 
-    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`. An answer has
-    the `id`, the numbers of the right choice (`answer`) and the one taken (`taken`, the first of equal ones), `right`
-    where they are the same, `shortened`, the log-probability of each choice in nats, summed over its tokens
-    (`log_probs`), and the number of tokens of the right one (`answer_tokens`).
-
-    Raises DivergenceError for a log-probability that is not finite.
+    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`. Raises
+    DivergenceError for a log-probability that is not finite.
     """
     pairs = [Continuation(each.prompt, choice) for each in questions for choice in each.choices]
     results = iter(likelihoods(model, pairs, batch_size=batch_size, precision=precision))
-    records = []
+    answers = []
     for each in questions:
         log_probs = [next(results).log_prob for _ in each.choices]
         right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
-        records.append(
-            {
-                "id": each.example.id,
-                "answer": right,
-                "taken": taken,
-                "right": taken == right,
-                "shortened": each.shortened,
-                "log_probs": log_probs,
-                "answer_tokens": len(each.choices[right]),
-            }
-        )
-    return records
+        answers.append({"id": each.example.id, "answer": right, "taken": taken, "right": taken == right})
+        answers[-1] |= {"shortened": each.shortened, "log_probs": log_probs, "answer_tokens": len(each.choices[right])}
+    return answers
 
 
-def answer_loss(records: Sequence[Mapping[str, Any]]) -> float:
+def answer_loss(answers: Sequence[Answer]) -> float:
     """Average the loss of the tokens of right choices, nats per token."""
-    total = -math.fsum(record["log_probs"][record["answer"]] for record in records)
-    return total / sum(record["answer_tokens"] for record in records)
+    total = -math.fsum(each["log_probs"][each["answer"]] for each in answers)
+    return total / sum(each["answer_tokens"] for each in answers)
 
 
-def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
-    share, count = sum(record["right"] for record in records) / len(records), len(records)
-    counts = {name: Counter(record[name] for record in records) for name in ("answer", "taken")}
+    share, count = sum(each["right"] for each in answers) / len(answers), len(answers)
+    counts = {name: Counter(each[name] for each in answers) for name in ("answer", "taken")}
     numbers = sorted(counts["answer"] | counts["taken"])
     return {
         "questions": count,
@@ -68,13 +172,57 @@ def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "standard_error": math.sqrt(share * (1 - share) / count),
         "answers": {str(number): counts["answer"][number] for number in numbers},
         "taken": {str(number): counts["taken"][number] for number in numbers},
-        "shortened": sum(record["shortened"] for record in records),
+        "shortened": sum(each["shortened"] for each in answers),
     }
 
 
-def write_answers(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
-    """Write answers.jsonl into a run's folder and return its SHA-256."""
-    return file_hash(write_lines(folder / FILE, records))
+class TaskAnswers(NamedTuple):
+    """A model's answers to one task."""
+
+    record: Mapping[str, Any]
+    """What `of` summarises."""
+    answers: Sequence[Answer]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
+        """Summarise the answers to a zero-shot task.
+
+        `facts` are the task's `version`, the `source` of its questions, and `labels`, names of the choices where all
+        questions have the same.
+        """
+        record = {**facts, **summary(answers)}
+        if all("right_norm" in answer for answer in answers):
+            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
+        return cls(record, answers)
+
+
+AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
+"""`TaskAnswers` by task."""
+
+
+def paired_tasks(ordinary: AnswersByTask, frozen: AnswersByTask) -> dict[str, Any]:
+    """Compute the paired change of each task, with p-values corrected over the tasks (`p_holm`), and the mean change.
+
+    Accuracies are shares. Raises CompareError for other questions.
+    """
+    tasks = {}
+    for name, (one, answers) in ordinary.items():
+        other, others = frozen[name]
+        shared = {key: one[key] for key in ("questions", "labels", "answers")}
+        both = {key: [one[key], other[key]] for key in ("accuracy", "taken")}
+        tasks[name] = {**shared, **both, **paired_answers(answers, others)}
+    corrected = holm([task["p_value"] for task in tasks.values()])
+    for task, value in zip(tasks.values(), corrected, strict=True):
+        task["p_holm"] = value
+    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+
+
+# --- files
+
+
+def write_answers(folder: Path, answers: Sequence[Answer]) -> str:
+    """Write a run's answers into its folder and return the file's SHA-256."""
+    return file_hash(write_lines(folder / ANSWERS, answers))
 
 
 def has_answers(run: RecordedRun) -> bool:
@@ -87,5 +235,76 @@ def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
     result = run.finished_result()
     if not has_answers(run):
         raise InputError(f"{run.folder} has no answers to questions; name a run finetuned on them")
-    check_file(run.folder / FILE, sha256=result["answers_sha256"])
-    return read_lines(run.folder / FILE)
+    check_file(run.folder / ANSWERS, sha256=result["answers_sha256"])
+    return read_lines(run.folder / ANSWERS)
+
+
+def zero_shot_record(
+    tasks: AnswersByTask,
+    settings: Mapping[str, Any],
+    *,
+    out: Path | None = None,
+    facts: Mapping[str, Any],
+    **header: Any,
+) -> dict[str, Any]:
+    """Return the record of an evaluation by zero-shot tasks, and write it with every answer into `out` if given.
+
+    `facts` are `longest`, the most tokens of an input, the `precision`, and `of`, the model's `model_facts`; `header`
+    goes to `result_header`.
+    """
+    records = {name: record for name, (record, _) in tasks.items()}
+    written = {**result_header("zero_shot", settings, **header), **facts, "tasks": records}
+    if out is not None:
+        lines = [{"task": name, **answer} for name, (_, answers) in tasks.items() for answer in answers]
+        written["answers_sha256"] = file_hash(write_lines(out / ZERO_SHOT_FILES[1], lines))
+        write_json(out / ZERO_SHOT_FILES[0], written)
+    return written
+
+
+def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, TaskAnswers]]:
+    """Read an evaluation's record, and its answers by task; raise InputError for a file missing or damaged."""
+    table, answers = (Path(folder) / name for name in ZERO_SHOT_FILES)
+    record = read_result(table)
+    check_file(answers, sha256=record.get("answers_sha256"))
+    lines = read_lines(answers)
+    return record, {
+        name: TaskAnswers(task, [line for line in lines if line["task"] == name])
+        for name, task in record["tasks"].items()
+    }
+
+
+# --- tables
+
+
+def zero_shot_tables(record: Mapping[str, Any]) -> list[Table]:
+    """Tabulate one evaluation: accuracies, and how often each choice is taken, a row a task."""
+    rows = []
+    for name, task in record["tasks"].items():
+        norm = task.get("accuracy_norm")
+        accuracy = f"{100 * task['accuracy']:.2f} ± {100 * task['standard_error']:.2f}"
+        rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
+    notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
+    if cut := sum(task["shortened"] for task in record["tasks"].values()):
+        notes.append(f"Questions longer than {record['longest']:,} tokens, cut at the beginning: {cut:,}.")
+    columns = ["task", "questions", "accuracy, %", "by characters, %"]
+    taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
+    return [Table.of("Zero-shot tasks", columns, rows, notes).used(), choices_table(record["tasks"], taken)]
+
+
+def choices_table(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Tabulate how often each choice is right, and how often models take it: `taken` by model, then by task."""
+    rows = []
+    for name, task in tasks.items():
+        counts = (task["answers"], *(of[name] for of in taken.values()))
+        rows.append([name, *(counts_text(each, task["labels"]) for each in counts)])
+    return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
+
+
+def counts_text(counts: Mapping[str, int], labels: Sequence[str]) -> str:
+    """Show how often each choice was taken, by its name, else by its letter.
+
+    >>> counts_text({"0": 3, "1": 1}, ("no", "yes")), counts_text({"0": 3, "3": 1}, ())
+    ('no 3, yes 1', 'A 3, D 1')
+    """
+    names = labels or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return ", ".join(f"{names[int(number)]} {count:,}" for number, count in counts.items())

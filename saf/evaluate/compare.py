@@ -1,6 +1,7 @@
 """Compare an ordinary and a frozen model: two finished runs, or two evaluations of the same text and questions.
 
-Runs are measured by perplexity, by answers to questions, or by associative recall; `compare_runs` takes all three.
+Both are measured by perplexity, or by their accuracy: on questions, on queries of associative recall, on zero-shot
+tasks. A record of accuracy has the paired change of each task.
 """
 
 import math
@@ -13,13 +14,11 @@ import torch
 from torch import Tensor
 
 from saf.errors import CompareError, InputError, SafWarning
-from saf.evaluate import perplexity, zero_shot
-from saf.evaluate.answers import has_answers, read_answers
-from saf.evaluate.paired import RESAMPLES, delta_of_windows, paired_answers, paired_hits
+from saf.evaluate.answers import ZERO_SHOT_FILES, TaskAnswers, has_answers, paired_tasks, read_answers, read_zero_shot
+from saf.evaluate.paired import RESAMPLES, delta_of_windows
 from saf.evaluate.passes import PARENT
-from saf.evaluate.perplexity import read_evaluation
-from saf.evaluate.recall import gate_problem, read_recall
-from saf.evaluate.zero_shot import paired_tasks, read_zero_shot
+from saf.evaluate.perplexity import EVALUATION, read_evaluation
+from saf.evaluate.recall import gate_problem, paired_tests, read_recall
 from saf.heads import EDITED
 from saf.machine import untimed_updates
 from saf.records.files import read_json, read_lines, write_json
@@ -27,6 +26,8 @@ from saf.records.result import result_header
 from saf.records.run import RecordedRun
 
 Record = dict[str, Any]
+PERPLEXITY, ACCURACY = "comparison", "accuracy_comparison"
+"""The kinds of records."""
 _SAME_LOSS = 1e-6
 """Relative difference of two losses beyond which they are of another model, text or precision."""
 _MINIMUM_TIMED_UPDATES = 5
@@ -57,37 +58,39 @@ def compare_runs(
 
     Runs of text give delta-PPL with its interval, update times and memory. `update_time_ratio` is ordinary / frozen, of
     separate processes: above 1 the frozen arm is faster; `update_time_caveat` says why it is unclear, "" where it is
-    clear. Runs finetuned on questions give what `paired_answers` returns, runs of recall a list of tests, each as
-    `paired_hits` returns it.
+    clear. Runs finetuned on questions give what `paired_tasks` returns, runs of recall what `paired_tests` returns.
 
     Raises:
         CompareError: The runs differ in more than the freezing (`allow_differences` allows all but other held-out
             windows or questions), or the second run of text froze nothing.
         InputError: A run has not ended, or its files are not those of its result.
     """
-    one, other = (run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen))
-    results = [run.finished_result() for run in (one, other)]
-    measure = measure_of(one)
-    if measure_of(other) != measure:
-        measures = f"{one.folder} by {measure} and {other.folder} by {measure_of(other)}"
-        raise InputError(f"both runs must be measured alike, got {measures}")
-    of_text = measure == "perplexity"
+    pair = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
+    one, other = pair
+    results, measures = [run.finished_result() for run in pair], [_measure_of(run) for run in pair]
+    if measures[0] != measures[1]:
+        raise InputError(
+            f"both runs must be measured alike, got {one.folder} by {measures[0]}, the other {measures[1]}"
+        )
+    of_text = measures[0] == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
     record = _header(
-        "comparison" if of_text else f"{measure}_comparison",
+        PERPLEXITY if of_text else ACCURACY,
         {"allow_differences": allow_differences, "resamples": resamples, "seed": seed},
         (one.folder, other.folder),
         hashes=[result["provenance"]["checkpoints"].get("final") for result in results],
-        heads=[run.head_counts for run in (one, other)],
+        heads=[run.head_counts for run in pair],
         lines=differences(one, other) if of_text else list(_setting_differences(one, other)),
     )
     record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
         record |= _compare_perplexity(one, other, resamples=resamples, seed=seed)
         record["update_time_caveat"] = speed_caveat(record)
+    elif measures[0] == "answers":
+        record |= paired_tasks(*({"answers": _task_answers(run)} for run in pair))
     else:
-        record |= _compare_answers(one, other) if measure == "answers" else _compare_recall(one, other)
+        record |= _compare_recall(one, other)
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
@@ -103,7 +106,7 @@ def _header(
     lines: Sequence[str],
     data: Mapping[str, str] | None = None,
 ) -> Record:
-    """The entries of every comparison; raise CompareError for differences (`lines`) that are not allowed.
+    """Return the entries of every comparison; raise CompareError for differences (`lines`) that are not allowed.
 
     `heads_by_kind` counts frozen and pruned heads, where the attention of a model is known.
     """
@@ -118,10 +121,8 @@ def _header(
     }
 
 
-def measure_of(run: RecordedRun) -> str:
-    """Name what a finished run is measured by: "perplexity", "answers" or "recall"."""
-    result = run.finished_result()
-    return "answers" if has_answers(run) else "recall" if "recall" in result else "perplexity"
+def _measure_of(run: RecordedRun) -> str:
+    return "answers" if has_answers(run) else "recall" if "recall" in run.finished_result() else "perplexity"
 
 
 def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
@@ -148,39 +149,16 @@ def _final_evaluation(run: RecordedRun) -> tuple[Record, Tensor]:
     return record, losses
 
 
-def _compare_answers(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
-    results = [run.finished_result() for run in (ordinary, frozen)]
-    shown: Record = {name: [result[name] for result in results] for name in ("accuracy", "taken")}
-    shown |= {name: results[0][name] for name in ("questions", "answers")}
-    return {**shown, **paired_answers(read_answers(ordinary), read_answers(frozen))}
+def _task_answers(run: RecordedRun) -> TaskAnswers:
+    return TaskAnswers({"labels": (), **run.finished_result()}, read_answers(run))
 
 
 def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
-    if others := [name for name in _QUERIES if left.get(name) != right.get(name)]:
-        words = "; ".join(f"mqar.{name} is {left.get(name)!r} and {right.get(name)!r}" for name in others)
-        raise CompareError(f"the runs were tested on different queries ({words}); test both on the same")
+    if lines := list(_difference_lines({f"mqar.{name}": (left.get(name), right.get(name)) for name in _QUERIES})):
+        raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
     problem = gate_problem(ordinary.finished_result()["recall"])
-    return {"tests": paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
-
-
-def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> list[Record]:
-    """Compare two models on each test of recall that both have, by its tokens and pairs, as `paired_hits` does.
-
-    `difference` is the second model's share of queries answered minus the first's. Raises CompareError where no test
-    is shared.
-    """
-    first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
-    results = []
-    for key in [key for key in first if key in second]:
-        one, other = first[key], second[key]
-        change = paired_hits(one["hits"], other["hits"], one["pairs"])  # an example has a query for each pair
-        accuracy = [one["accuracy"], other["accuracy"]]
-        same = {name: one[name] for name in ("length", "pairs", "examples", "queries")}
-        results.append({**same, "accuracy": accuracy, **change, "difference": accuracy[1] - accuracy[0]})
-    if not results:
-        raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
-    return results
+    return {**paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
 
 
 # --- differences of runs
@@ -319,9 +297,9 @@ def compare_folders(
     Each part is None where not both folders have it; raises InputError where neither part is shared.
     """
     options, changes, tasks = {"allow_differences": allow_differences}, None, None
-    if _both_have(ordinary, frozen, perplexity.EVALUATION):
+    if _both_have(ordinary, frozen, EVALUATION):
         changes = compare_evaluations(ordinary, frozen, **options, resamples=resamples, seed=seed)
-    if _both_have(ordinary, frozen, zero_shot.FILES[0]):
+    if _both_have(ordinary, frozen, ZERO_SHOT_FILES[0]):
         tasks = compare_zero_shot(ordinary, frozen, **options)
     if changes is None and tasks is None:
         raise InputError(f"{ordinary} and {frozen} are evaluations of different things; evaluate both on the same")
@@ -350,12 +328,13 @@ def compare_evaluations(
             freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
         InputError: A file is missing or damaged.
     """
-    (record, losses), (other, frozen_losses) = read_evaluation(ordinary), read_evaluation(frozen)
+    folders, settings = (ordinary, frozen), {"allow_differences": allow_differences}
+    (record, losses), (other, frozen_losses) = map(read_evaluation, folders)
     names = ("length", "data_fingerprint", "bos", "windows_hash", "precision")
-    _check_same({name: (record.get(name), other.get(name)) for name in names}, (ordinary, frozen))
-    settings = {"allow_differences": allow_differences, "resamples": resamples, "seed": seed}
+    _check_same({name: (record.get(name), other.get(name)) for name in names}, folders)
+    settings |= {"resamples": resamples, "seed": seed}
     return {
-        **_evaluation_header("comparison", settings, (ordinary, frozen), (record, other)),
+        **_evaluation_header(PERPLEXITY, settings, folders, (record, other)),
         "length": record["length"],
         "precision": record["precision"],
         **delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed),
@@ -370,18 +349,15 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
             models that differ in more than the freezing (`allow_differences` allows that alone).
         InputError: A file is missing or damaged.
     """
-    (one, answers), (other, frozen_answers) = read_zero_shot(ordinary), read_zero_shot(frozen)
+    folders = (ordinary, frozen)
+    (one, answers), (other, frozen_answers) = map(read_zero_shot, folders)
     names = ["precision"]
-    if any(answer["shortened"] for each in (answers, frozen_answers) for task in each.values() for answer in task):
+    if any(task["shortened"] for record in (one, other) for task in record["tasks"].values()):
         names.append("longest")
     versions = tuple({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
-    _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, (ordinary, frozen))
-    settings = {"allow_differences": allow_differences}
-    changes = paired_tasks(
-        {name: (one["tasks"][name], answers[name]) for name in one["tasks"]},
-        {name: (other["tasks"][name], frozen_answers[name]) for name in one["tasks"]},
-    )
-    return {**_evaluation_header("zero_shot_comparison", settings, (ordinary, frozen), (one, other)), **changes}
+    _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, folders)
+    header = _evaluation_header(ACCURACY, {"allow_differences": allow_differences}, folders, (one, other))
+    return {**header, **paired_tasks(answers, frozen_answers)}
 
 
 def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | str]) -> None:
@@ -392,7 +368,7 @@ def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | s
 
 
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
-    """The entries about the two models of evaluations, whose shape and origin may differ in the freezing alone.
+    """Return the entries about two models, whose shape and origin may differ in the freezing alone.
 
     Raises CompareError for other differences that are not allowed, and for a second model without edited heads.
     """
@@ -402,16 +378,12 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; give the ordinary model first")
     shape = _SHAPE if ordinary and frozen else ()
     lines = list(_difference_lines({name: (ordinary.get(name), frozen.get(name)) for name in shape}))
-    own, other = (
-        {
-            role: value
-            for role, value in record["provenance"]["checkpoints"].items()
-            if role.startswith(("model", PARENT))
-        }
-        for record in records
-    )
-    if own and PARENT in other and not {*own.values()} & {value for role, value in other.items() if role != "model"}:
-        lines.append(f"parent: the frozen model was made from {other[PARENT][:12]}, which is not the ordinary model")
-    models = [record["provenance"]["checkpoints"].get("model") for record in records]
+    checkpoints = [record["provenance"]["checkpoints"] for record in records]
+    own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}
+    origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}
+    if own and PARENT in checkpoints[1] and not own & origins:
+        origin = checkpoints[1][PARENT][:12]
+        lines.append(f"parent: the frozen model was made from {origin}, which is not the ordinary model")
+    models = [each.get("model") for each in checkpoints]
     data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
     return _header(kind, settings, folders, hashes=models, heads=counts, lines=lines, data=data)

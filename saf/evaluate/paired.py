@@ -142,12 +142,12 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
 def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int) -> dict[str, Any]:
     """Compare the queries that two models answer in the same examples of recall, each of so many `queries`.
 
-    Queries of one example may go together, so the error and interval are over examples. `better` and `worse` count the
+    Queries of one example may go together, so the error and interval are over examples. `gained` and `lost` count the
     examples in which the second model answers more, or fewer.
     """
     changes = [(b - a) / queries for a, b in zip(ordinary, frozen, strict=True)]
-    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    return {**_change(changes), "better": better, "worse": worse}
+    gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    return {**_change(changes), "gained": gained, "lost": lost}
 
 
 def _change(changes: Sequence[float]) -> dict[str, Any]:

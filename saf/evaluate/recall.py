@@ -1,19 +1,24 @@
-"""Associative recall: how many queries a model answers, its most likely token of all against the target at each."""
+"""Associative recall: how many queries a model answers, its most likely token of all against the target at each.
+
+Here are the measurement, its record, the paired change of two models, and the tables.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from saf.errors import DivergenceError, InputError
+from saf.errors import CompareError, DivergenceError, InputError
 from saf.evaluate.answers import NO_TARGET
+from saf.evaluate.paired import paired_hits
 from saf.evaluate.passes import run_batches
 from saf.models import GPT
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
+from saf.records.table import Table
 
 RECALL = "recall.json"
 """Name of the file of accuracies by test in a run's folder."""
@@ -81,3 +86,39 @@ def gate_problem(recall: Mapping[str, Any]) -> str | None:
     if (share := recall["development"]["accuracy"]) >= GATE:
         return None
     return f"the task is not learnt: {100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"
+
+
+def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute the paired change of each test that both models have, and the mean change.
+
+    Accuracies are shares of queries. Raises CompareError where no test is shared.
+    """
+    first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
+    tasks = {}
+    for length, pairs in [key for key in first if key in second]:
+        one, other = first[length, pairs], second[length, pairs]
+        change = paired_hits(one["hits"], other["hits"], pairs)  # an example has a query for each pair
+        shared = {"questions": one["queries"], "accuracy": [one["accuracy"], other["accuracy"]]}
+        tasks[f"{length:,} tokens, {pairs} pairs"] = {**shared, **change}
+    if not tasks:
+        raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
+    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+
+
+def recall_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
+    if "recall" not in result:
+        return []
+    rows = [
+        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
+        for one in result["recall"]["tests"]
+    ]
+    tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
+    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
+        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
+        rows = [
+            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
+            for each in zip(*reports.values(), strict=True)
+        ]
+        tables.append(Table.of("queries answered, %, by updates", columns, rows))
+    return tables

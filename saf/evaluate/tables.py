@@ -1,4 +1,4 @@
-"""Tables of evaluations and comparisons: one model's answers, a pair with its verdict, all arms beside each other."""
+"""Tables of comparisons: a pair with its verdict, and all arms beside each other."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from saf.errors import SafError
-from saf.evaluate.compare import compare_runs, speed_caveat, was_busy
+from saf.evaluate.answers import choices_table
+from saf.evaluate.compare import ACCURACY, PERPLEXITY, compare_runs, speed_caveat, was_busy
 from saf.records.events import heads_in_words
 from saf.records.run import RecordedRun
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 
 Record = Mapping[str, Any]
-ORDINARY, FROZEN = "ORDINARY", "FROZEN"
+ORDINARY, FROZEN = _ARMS = ("ORDINARY", "FROZEN")
 """Headings of the two columns of a pair, as `saf compare` names its arguments."""
-_ARMS = (ORDINARY, FROZEN)
 _COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
 _COLUMNS += ("freezing took", "whole run", "whole run, warm")
 _COLOURS = {
@@ -34,78 +34,20 @@ _PAIRED = (
 _CLOCKS = ("everything", "warm")
 
 
-# --- one model
-
-
-def recall_tables(result: Record) -> list[Table]:
-    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
-    if "recall" not in result:
-        return []
-    rows = [
-        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
-        for one in result["recall"]["tests"]
-    ]
-    tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
-    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
-        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
-        rows = [
-            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
-            for each in zip(*reports.values(), strict=True)
-        ]
-        tables.append(Table.of("queries answered, %, by updates", columns, rows))
-    return tables
-
-
-def zero_shot_tables(record: Record) -> list[Table]:
-    """Tabulate one evaluation: accuracies, and how often each choice is taken, a row a task."""
-    rows = []
-    for name, task in record["tasks"].items():
-        norm = task.get("accuracy_norm")
-        accuracy = f"{100 * task['accuracy']:.2f} ± {100 * task['standard_error']:.2f}"
-        rows.append([name, f"{task['questions']:,}", accuracy, None if norm is None else f"{100 * norm:.2f}"])
-    notes = ["± is the standard error over questions. Accuracy is lm-eval's acc, that by characters its acc_norm."]
-    if cut := sum(task["shortened"] for task in record["tasks"].values()):
-        notes.append(f"Questions longer than {record['longest']:,} tokens, cut at the beginning: {cut:,}.")
-    columns = ["task", "questions", "accuracy, %", "by characters, %"]
-    taken = {"the model": {name: task["taken"] for name, task in record["tasks"].items()}}
-    return [Table.of("Zero-shot tasks", columns, rows, notes).used(), _choice_counts(record["tasks"], taken)]
-
-
-def _choice_counts(tasks: Mapping[str, Record], taken: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Tabulate how often each choice is right, and how often models take it: `taken` by model, then by task."""
-    rows = []
-    for name, task in tasks.items():
-        counts = (task["answers"], *(of[name] for of in taken.values()))
-        rows.append([name, *(counts_text(each, task["labels"]) for each in counts)])
-    return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
-
-
-def counts_text(counts: Mapping[str, int], labels: Sequence[str]) -> str:
-    """Show how often each choice was taken, by its name, else by its letter.
-
-    >>> counts_text({"0": 3, "1": 1}, ("no", "yes")), counts_text({"0": 3, "3": 1}, ())
-    ('no 3, yes 1', 'A 3, D 1')
-    """
-    names = labels or "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return ", ".join(f"{names[int(number)]} {count:,}" for number, count in counts.items())
-
-
 # --- a pair
 
 
 def verdict(record: Record) -> str:
     """Say in a line or two what freezing cost, and how speed and memory changed, for a record of any comparison."""
-    match record["kind"]:
-        case "answers_comparison":
-            return f"Cost: accuracy {_points(record)} points, p = {record['p_value']:.3g}."
-        case "recall_comparison":
-            worst = min(record["tests"], key=lambda test: test["difference"])
-            where = f"{worst['length']:,} tokens with {worst['pairs']} pairs"
-            return f"Cost: queries of recall answered {_points(worst)} points at {where}, the largest loss."
-        case "zero_shot_comparison":
-            mean = signed(100 * record["mean_difference"], 2, "")
-            return f"Cost: zero-shot accuracy {mean} points on average over {len(record['tasks'])} tasks."
-    return "\n".join(filter(None, [f"Cost: perplexity {perplexity_change(record)}.", _saving(record)]))
+    if record["kind"] == PERPLEXITY:
+        return "\n".join(filter(None, [f"Cost: perplexity {perplexity_change(record)}.", _saving(record)]))
+    name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
+    if len(record["tasks"]) == 1:
+        return f"Cost: accuracy {_points(worst)} points."
+    mean = _mean_change(record)
+    return (
+        f"Cost: accuracy {mean} on average over {len(record['tasks'])} tasks, {_points(worst)} at {name}, the lowest."
+    )
 
 
 def perplexity_change(record: Record) -> str:
@@ -126,6 +68,10 @@ def _saving(record: Record) -> str:
     return f"Speed: {', '.join(parts)}." if parts else ""
 
 
+def _mean_change(record: Record) -> str:
+    return f"{signed(100 * record['mean_difference'], 2, '')} points"
+
+
 def _points(change: Record) -> str:
     """Show a change of accuracy in points, with its interval."""
     text, low, high = (signed(100 * share, 2, "") for share in (change["difference"], *change["ci95"]))
@@ -134,15 +80,8 @@ def _points(change: Record) -> str:
 
 def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: RecordedRun | None = None) -> list[Table]:
     """Tabulate the record of any comparison of two; runs of text add what they alone know."""
-    match record["kind"]:
-        case "answers_comparison":
-            return _accuracy_tables(record, {"all": {**record, "labels": ()}})
-        case "zero_shot_comparison":
-            mean = f"Mean change {signed(100 * record['mean_difference'], 2, '')} points."
-            return _accuracy_tables(record, record["tasks"], mean)
-        case "recall_comparison":
-            tests = {f"{test['length']:,} tokens, {test['pairs']} pairs": test for test in record["tests"]}
-            return _accuracy_tables(record, tests, *filter(None, [record["not_learnt"]]))
+    if record["kind"] == ACCURACY:
+        return _accuracy_tables(record)
     if ordinary is None or frozen is None:
         windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
         rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
@@ -152,21 +91,21 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
     return [Table.of("", ("", *_ARMS), [*rows], [*_where(record), *table.notes])]
 
 
-def _accuracy_tables(record: Record, tests: Mapping[str, Record], *notes: str) -> list[Table]:
+def _accuracy_tables(record: Record) -> list[Table]:
     """Tabulate changes of accuracy, a row a task or test of recall, and how often each choice is taken."""
-    rows = []
-    for name, test in tests.items():
-        shares = [f"{100 * share:.2f}" for share in test["accuracy"]]
-        gained, lost = (test[key] for key in (("gained", "lost") if "gained" in test else ("better", "worse")))
-        p_values = [f"{test[key]:.3g}" if key in test else None for key in ("p_value", "p_holm")]
-        count = test.get("questions", test.get("queries"))
-        rows.append([name, count, *shares, _points(test), f"{gained:,} / {lost:,}", *p_values])
+    rows, tasks = [], record["tasks"]
+    for name, task in tasks.items():
+        shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
+        p_values = [f"{task[key]:.3g}" if key in task else None for key in ("p_value", "p_holm")]
+        gained = f"{task['gained']:,} / {task['lost']:,}"
+        rows.append([name, task["questions"], *shares, _points(task), gained, *p_values])
     columns = ("", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p", "Holm")
-    table = Table.of("Accuracy", columns, rows, [*_where(record), *notes, _PAIRED, *model_notes(record)]).used()
-    if not all("taken" in test for test in tests.values()):
+    notes = [*_where(record), f"Mean change {_mean_change(record)}.", _PAIRED, *model_notes(record)]
+    table = Table.of("Accuracy", columns, rows, notes).used()
+    if not all("taken" in task for task in tasks.values()):
         return [table]
-    taken = {arm: {name: test["taken"][at] for name, test in tests.items()} for at, arm in enumerate(_ARMS)}
-    return [table, _choice_counts(tests, taken)]
+    taken = {arm: {name: task["taken"][at] for name, task in tasks.items()} for at, arm in enumerate(_ARMS)}
+    return [table, choices_table(tasks, taken)]
 
 
 def _where(record: Record) -> list[str]:
@@ -180,7 +119,7 @@ def model_notes(record: Record) -> list[str]:
     lines = [f"Differs in more than the freezing: {line}." for line in record["differences"]]
     if any(record["heads_by_kind"][0].values()):
         lines.append("Heads that the first model has frozen or pruned already are not in the change.")
-    return lines
+    return lines + [problem for problem in [record.get("not_learnt")] if problem]
 
 
 # --- all arms of a page
@@ -199,7 +138,7 @@ class ArmComparison:
     @property
     def perplexity(self) -> dict[str, Any] | None:
         """The record, where it compares perplexities."""
-        return self.record if self.record and self.record["kind"] == "comparison" else None
+        return self.record if self.record and self.record["kind"] == PERPLEXITY else None
 
 
 def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmComparison]:
@@ -245,59 +184,39 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
     A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        result, comparison = run.result or {}, by_name.get(name)
-        record = comparison.perplexity if comparison else None
-        loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
-        change = change_percent(record["peak_memory_ordinary"], peak) if record else None
-        rows.append(
-            [
-                name,
-                _heads(run),
-                None if loss is None else f"{loss:.4f}",
-                None if perplexity is None else f"{perplexity:.3f}",
-                None if record is None else _interval(record),
-                _with(seconds(_update_seconds(run, record, comparisons)), _ratio(record) if record else ""),
-                _with(byte_size(peak), "" if change is None else signed(change)),
-                seconds(_freezing_seconds(run)),
-                *(
-                    _with(seconds(run.seconds(clock)), _time_change(comparison, clock) if comparison else "")
-                    for clock in _CLOCKS
-                ),
-            ]
-        )
+    rows = [[name, *_arm_cells(run, by_name.get(name))] for run, name in zip(runs, names, strict=True)]
     notes = [f"{each.name}: {note}" for each in comparisons for note in _comparison_notes(each)]
     return Table.of("Arms side by side", _COLUMNS, rows, [_TIMES, *notes]).used()
+
+
+def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[str | None]:
+    """Yield the cells of a run's row; `comparison` is that with the ordinary run."""
+    result, record = run.result or {}, comparison.perplexity if comparison else None
+    loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
+    yield (
+        f"{run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)} of {run.num_heads}"
+        + (" pruned" if run.arm == "pruned" else "")
+    )
+    yield None if loss is None else f"{loss:.4f}"
+    yield None if perplexity is None else f"{perplexity:.3f}"
+    yield None if record is None else _interval(record)
+    median = (result.get("update_seconds") or {}).get("median")
+    yield _with(seconds(record["update_seconds_frozen"] if record else median), _ratio(record) if record else "")
+    change = change_percent(record["peak_memory_ordinary"], peak) if record else None
+    yield _with(byte_size(peak), "" if change is None else signed(change))
+    parts = (result.get("intervention") or {}).get("seconds")
+    yield seconds(sum(parts.values()) if parts else None)
+    for clock in _CLOCKS:
+        yield _with(seconds(run.seconds(clock)), _time_change(comparison, clock) if comparison else "")
 
 
 def _with(value: str, change: str) -> str:
     return f"{value} ({change})" if change else value
 
 
-def _heads(run: RecordedRun) -> str:
-    if run.frozen_heads and run.pruned_heads:
-        return f"{run.heads_in_words} of {run.num_heads}"
-    return f"{len(run.edited_heads)} of {run.num_heads}{' pruned' if run.arm == 'pruned' else ''}"
-
-
 def _interval(record: Record) -> str:
     low, high = record["ci95"]
     return f"{signed(record['delta_ppl_percent'])} ({signed(low)} to {signed(high)})"
-
-
-def _freezing_seconds(run: RecordedRun) -> float | None:
-    parts = ((run.result or {}).get("intervention") or {}).get("seconds") or {}
-    return sum(parts.values()) if parts else None
-
-
-def _update_seconds(run: RecordedRun, record: Record | None, comparisons: Sequence[ArmComparison]) -> float | None:
-    """A run's median over the compared updates where these are the same in all comparisons, else its own."""
-    records = [each.perplexity for each in comparisons if each.ordinary is run]
-    medians = {each["update_seconds_ordinary"] for each in records if each}
-    if record is not None:
-        medians = {record["update_seconds_frozen"]}
-    return medians.pop() if len(medians) == 1 else ((run.result or {}).get("update_seconds") or {}).get("median")
 
 
 def _ratio(record: Record) -> str:

@@ -21,8 +21,7 @@ from lm_eval.tasks import TaskManager
 from torch import nn
 
 from saf.errors import DataError, InputError, UnsupportedError
-from saf.evaluate.continuations import Continuation, likelihoods
-from saf.evaluate.zero_shot import TaskAnswers, TooLong
+from saf.evaluate.answers import Continuation, TaskAnswers, TooLong, likelihoods
 from saf.models.adapter import longest_input
 from saf.opening import Encoder, OpenedModel
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, read_questions

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, speed_caveat, was_busy
+from saf.evaluate.recall import recall_tables
 from saf.evaluate.tables import (
     ArmComparison,
     arm_colours,
@@ -20,7 +21,6 @@ from saf.evaluate.tables import (
     compare_all,
     model_notes,
     pair_tables,
-    recall_tables,
 )
 from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect

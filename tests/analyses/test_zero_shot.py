@@ -15,7 +15,7 @@ from experiments.analyses.common import shown
 from experiments.analyses.zero_shot import Settings, measure, tables
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
-from saf.evaluate.zero_shot import TaskAnswers
+from saf.evaluate.answers import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.opening import Encoder
 from saf.records.files import to_json

@@ -6,7 +6,7 @@ import torch
 import saf
 from saf.bench.models import synthetic_patterns
 from saf.errors import DivergenceError, InputError
-from saf.evaluate.continuations import Continuation, likelihoods
+from saf.evaluate.answers import Continuation, likelihoods
 from saf.models import GPT, GPTConfig
 
 LENGTH, VOCAB = 24, 40

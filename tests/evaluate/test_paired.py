@@ -144,7 +144,7 @@ def test_hits_are_over_examples_whose_queries_may_go_together():
     assert {name: change[name] for name in ("difference", "standard_error", "ci95")} == {
         name: expected[name] for name in ("difference", "standard_error", "ci95")
     }
-    assert (change["better"], change["worse"]) == (expected["gained"], expected["lost"])
+    assert (change["gained"], change["lost"]) == (expected["gained"], expected["lost"])
     fourfold = [[4 * hit for hit in each] for each in hits]
     assert paired_hits(*fourfold, 4)["ci95"] == pytest.approx(change["ci95"])
 

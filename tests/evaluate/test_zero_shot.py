@@ -3,9 +3,9 @@
 import pytest
 
 from saf.errors import CompareError, InputError
+from saf.evaluate.answers import TaskAnswers, read_zero_shot, zero_shot_record, zero_shot_tables
 from saf.evaluate.compare import compare_zero_shot
-from saf.evaluate.tables import pair_tables, verdict, zero_shot_tables
-from saf.evaluate.zero_shot import TaskAnswers, read_zero_shot, zero_shot_record
+from saf.evaluate.tables import pair_tables, verdict
 from saf.records.table import markdown_of
 
 
@@ -63,7 +63,7 @@ def test_two_evaluations_are_paired_by_question(tmp_path):
     shown = " ".join(map(markdown_of, pair_tables(found)))
     assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
     assert "Mean change −25.00 points" in shown
-    assert verdict(found) == "Cost: zero-shot accuracy −25.00 points on average over 2 tasks."
+    assert verdict(found).startswith("Cost: accuracy −25.00 points on average over 2 tasks, −70.00 (")
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.evaluate.continuations import Continuation, likelihoods
+from saf.evaluate.answers import Continuation, likelihoods
 from saf.models import GPT, GPTConfig
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,7 @@ import torch
 
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning
-from saf.evaluate.answers import answer_loss, answer_questions, summary
-from saf.evaluate.continuations import Continuation, likelihoods
+from saf.evaluate.answers import Continuation, answer_loss, answer_questions, likelihoods, summary
 from saf.models import GPT, GPTConfig
 from saf.tasks import TASKS, FinetuneSettings
 from saf.tasks.multiple_choice import encode_examples, pad, read_examples, stratified

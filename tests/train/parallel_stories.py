@@ -24,7 +24,7 @@ from saf.checkpoint import _write_shards
 from saf.data import TokenData
 from saf.distributed import _lost_peers_explained, all_gather, on_rank0
 from saf.errors import SelectionError, UnsupportedError
-from saf.evaluate.continuations import Continuation, likelihoods
+from saf.evaluate.answers import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution

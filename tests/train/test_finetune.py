@@ -16,7 +16,8 @@ from saf.checkpoint import load_model, open_checkpoint
 from saf.cli import main
 from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, CompareError, InputError
-from saf.evaluate.compare import compare_runs, paired_tests
+from saf.evaluate.compare import compare_runs
+from saf.evaluate.recall import paired_tests
 from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
@@ -306,7 +307,7 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     assert "examples of recall with more" in " ".join(capsys.readouterr().out.split())
     record = read_json(frozen.folder / "compare.json")
     assert "the task is not learnt" in record["not_learnt"]
-    for place, test in enumerate(record["tests"]):
+    for place, test in enumerate(record["tasks"].values()):
         assert test["accuracy"] == [one["recall"]["tests"][place]["accuracy"] for one in results]
         assert test["ci95"][0] < test["difference"] < test["ci95"][1]
     # Recovery after immediate replacement: one run, judged before its first update and later.
