@@ -96,12 +96,13 @@ def test_a_users_own_task_in_three_commands(command, capsys):
     assert main(["compare", str(ordinary.folder), str(frozen.folder)]) == 0
     assert "McNemar" in capsys.readouterr().out
     record = read_json(frozen.folder / "compare.json")
-    assert (record["questions"], record["heads"]) == (20, 2)
+    change = record["tasks"]["answers"]
+    assert (change["questions"], record["heads"]) == (20, 2)
     pairs = zip(*(read_lines(run.folder / "answers.jsonl") for run in (ordinary, frozen)), strict=True)
     changes = [two["right"] - one["right"] for one, two in pairs]
-    assert (record["gained"], record["lost"]) == (changes.count(1), changes.count(-1))
+    assert (change["gained"], change["lost"]) == (changes.count(1), changes.count(-1))
     accuracies = [run.finished_result()["accuracy"] for run in (ordinary, frozen)]
-    assert record["difference"] == pytest.approx(accuracies[1] - accuracies[0])
+    assert change["difference"] == pytest.approx(accuracies[1] - accuracies[0])
 
 
 def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch(command, outcome, capsys):
