@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import run
-from saf.bench.models import matrix_entries, mixing_flops
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
 from saf.bench.whole import Passes, PassSpeed
@@ -45,10 +44,7 @@ class Attention(PassSpeed):
         layers = AttentionLayers(model, tokens.contiguous())
         del model
         gc.collect()  # edited models are in cycles, whose other weights would stay
-        entries = sum(matrix_entries(layers))
-        flops = 2.0 * point.batch_size * point.length * entries
-        flops += mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        return Passes(self, layers, (), execution, pool, flops=flops)
+        return Passes(self, layers, (), execution, pool)
 
 
 class AttentionLayers(nn.Module):

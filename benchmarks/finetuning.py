@@ -4,7 +4,6 @@ Micro-batches are padded to their longest example; all arms take the same ones, 
 order is measured by itself, and the mean of their ratios is reported.
 """
 
-import statistics
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from saf.bench.models import ModelPlan
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import ModelSpeed, measure, require
 from saf.bench.timing import GRAPH, kernels_of
-from saf.bench.whole import LEARNING_RATE, UpdateSubject, micro_batch_flops, way_of
+from saf.bench.whole import LEARNING_RATE, UpdateSubject, way_of
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
@@ -81,7 +80,7 @@ class Finetuning(ModelSpeed):
         require(len({*self.orders}) == len(self.orders) > 0, "orders must be different seeds")
         super().check()
         highest = max(int(inputs.max()) for batches in self.batches.values() for inputs, _ in batches)
-        known = self.plan(self.cases()[0]).shape.vocab_size
+        known = self.plan(self.all_points()[0]).shape.vocab_size
         require(highest < known, f"the examples have token ids up to {highest}, {self.model} knows {known}")
 
     @cached_property
@@ -102,7 +101,7 @@ class Finetuning(ModelSpeed):
             batches[f"{self.task} order-{seed}"] = list(islice(training, self.repeats * accumulation))
         return batches
 
-    def cases(self) -> list[Point]:
+    def all_points(self) -> list[Point]:
         return [Point(max(inputs.shape[1] for each in self.batches.values() for inputs, _ in each), *self.sizes)]
 
     def plan(self, point: Point) -> ModelPlan:
@@ -115,20 +114,15 @@ class Finetuning(ModelSpeed):
         device = self.execution.device
         orders = {name: [(x.to(device), y.to(device)) for x, y in own] for name, own in self.batches.items()}
         model = self.plan(point).build(arm)
-        # All micro-batches count as long as they are on average.
-        length = round(statistics.fmean(inputs.shape[1] for each in orders.values() for inputs, _ in each))
-        size, accumulation = self.sizes
-        flops = accumulation * micro_batch_flops(self.plan(point), arm, model, batch=size, length=length)
-        return FinetuneSubject(self, model, orders, flops=flops)
+        return FinetuneSubject(self, model, orders)
 
 
 class FinetuneSubject(UpdateSubject):
     """Updates of one model on the micro-batches of each order, the same ones in every timed block."""
 
-    def __init__(self, settings: Finetuning, model: Any, orders: dict[str, Batches], *, flops: float):
+    def __init__(self, settings: Finetuning, model: Any, orders: dict[str, Batches]):
         first = next(iter(orders.values()))
-        accumulation = settings.sizes[1]
-        super().__init__(settings, model, settings.execution, batches=first, accumulation=accumulation, flops=flops)
+        super().__init__(settings, model, batches=first, accumulation=settings.sizes[1])
         self.orders = orders
 
     def warm_up(self) -> None:

@@ -25,7 +25,6 @@ from saf.bench.whole import PRELOADED
 from saf.errors import InputError
 from saf.machine import GraphPool
 from saf.models import preset
-from saf.records.files import file_hash
 
 
 @dataclass(kw_only=True)
@@ -91,9 +90,8 @@ def measure(settings: BesideNanoGPT, *, out: Path | None = None) -> dict[str, An
     specification: Any = importlib.util.spec_from_file_location("nanogpt_model", path)
     source = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(source)
-    session = Session("nanogpt", asdict(settings), settings.execution, out=out, seconds=settings.seconds)
-    session.describe(nanogpt_model_sha256=file_hash(path))
-    with session:
+    options: dict[str, Any] = {"out": out, "seconds": settings.seconds, "files": {"nanogpt": path}}
+    with Session("nanogpt", asdict(settings), settings.execution, **options) as session:
         for point in settings.parsed_points():
             with clean_process():
                 compare_point(session, settings, point, source)

@@ -7,7 +7,7 @@ includes the output product, is timed by prefill.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, Literal
 
@@ -18,15 +18,14 @@ from saf.bench.models import (
     FlexAttention,
     FolderLayer,
     ModelPlan,
-    attention_flops,
     causal_blocks,
     exponential_patterns,
     synthetic_patterns,
 )
-from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session, clean_process, compare
+from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session
 from saf.bench.speed import DTYPES, Speed, require
 from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, repeats_within, ways_of
-from saf.errors import AccuracyError, InputError, UnsupportedError
+from saf.errors import AccuracyError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_parts, frozen_attention, live_attention
@@ -55,14 +54,6 @@ class Op(Speed):
     points: tuple[str, ...] = ("4096x8", "16384x2")
     layer: int | None = None
     """Time this layer of a folder: by default the one with the most frozen heads."""
-    num_heads: int | None = None
-    """Query heads, instead of the model's."""
-    num_kv_heads: int | None = None
-    """Key and value heads, instead of the model's."""
-    head_dim: int | None = None
-    """Channels of a head, instead of the model's."""
-    whole_groups: bool = False
-    """Freeze whole groups of heads that share keys, instead of heads by themselves."""
     parts: tuple[Literal["frozen", "layer"], ...] = ("frozen", "layer")
     """The frozen heads against the same heads as ordinary attention; the mixed layer against an ordinary one."""
     directions: tuple[Literal["forward", "both"], ...] = ("forward", "both")
@@ -76,49 +67,34 @@ class Op(Speed):
     def check(self) -> None:
         super().check()
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
-        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, self.whole_groups)
         for point in self.parsed_points():
-            if self.own(point) is None:
-                require(self.layer is None, "layer must be left out of a preset, whose layers are alike")
-            else:
-                require(not any(sizes), "sizes and whole_groups must be left out: a folder has its own heads")
+            own = Layer(self, point, "layer", []).own
+            require(own is not None or self.layer is None, "layer must be left out of a preset, whose layers are alike")
         ways_of(self.graphs, self.execution.device)
 
-    def plan(self, point: Point) -> ModelPlan:
-        return ModelPlan(model=self.model, length=point.length, device=self.execution.device)
-
-    def own(self, point: Point) -> FolderLayer | None:
-        """Return the layer of a folder's model; None for a preset."""
-        folder = self.plan(point).folder
-        return None if folder is None else folder.layer(self.layer)
-
-    def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
+    def cases(self, session: Session) -> Iterator[Case]:
         for point, part in product(self.parsed_points(), self.parts):
-            own = self.own(point)
-            shares = (own.layout.num_frozen / own.layout.num_heads,) if own else self.rates or (0.25, 0.5)
-            rates = list(dict.fromkeys(shares))
-            for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
-                name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
-                yield name, partial(self._measure, session, name, OpLayer(self, point, part, some[0]), some)
-
-    def _measure(self, session: Session, name: str, layer: "OpLayer", rates: list[float]) -> None:
-        try:
-            case = layer.case(name, rates)
-        except InputError as error:
-            session.leave_out(name, str(error))
-            return
-        with clean_process():
-            compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
+            own = Layer(self, point, part, []).own
+            rates = [own.layout.num_frozen / own.layout.num_heads] if own else list(self.rates or (0.25, 0.5))
+            for some in [[rate] for rate in dict.fromkeys(rates)] if part == "frozen" else [rates]:
+                layer = Layer(self, point, part, some)
+                if (reason := layer.unsupported_reason()) is None:
+                    yield layer.case()
+                else:
+                    session.leave_out(layer.name, reason)
 
 
 @dataclass(frozen=True)
-class OpLayer:
-    """One part of one point: its heads, operands and functions. Ordinary arms of "frozen" have as many heads."""
+class Layer:
+    """The whole layer of one point at several rates, or its frozen heads alone at one rate.
+
+    Ordinary arms of "frozen" have as many heads as are frozen.
+    """
 
     settings: Op
     point: Point
     part: str
-    rate: float
+    rates: Sequence[float]
 
     @property
     def device(self) -> torch.device:
@@ -126,16 +102,19 @@ class OpLayer:
         return self.settings.execution.device
 
     @cached_property
+    def plan(self) -> ModelPlan:
+        """The model that the layer is of."""
+        return ModelPlan(model=self.settings.model, length=self.point.length, device=self.device)
+
+    @cached_property
     def own(self) -> FolderLayer | None:
         """The layer of a folder's model; None for a preset."""
-        return self.settings.own(self.point)
+        return self.plan.folder and self.plan.folder.layer(self.settings.layer)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Query heads, KV heads and channels."""
-        own, usual = self.settings, self.settings.plan(self.point).shape
-        kv_heads = own.num_kv_heads or own.num_heads or usual.num_kv_heads
-        return own.num_heads or usual.num_heads, kv_heads, own.head_dim or usual.head_dim
+    def name(self) -> str:
+        """A label: "T=4096 B=8 frozen 25%"."""
+        return f"{self.point.name} {self.part}" + (f" {100 * self.rates[0]:g}%" if self.part == "frozen" else "")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -143,29 +122,31 @@ class OpLayer:
         usual = "bf16" if self.settings.cuda else "fp32"
         return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
 
+    def unsupported_reason(self) -> str | None:
+        """Return why this is not measured; None where it is."""
+        shape = self.plan.shape
+        if self.part == "frozen" and shape.num_heads != shape.num_kv_heads:
+            return "with grouped queries frozen heads share values; only the whole layer is compared"
+        if few := [rate for rate in self.rates if not self.layout(rate).num_frozen]:
+            return f"a rate of {few[0]:g} freezes none of {shape.num_heads} heads"
+        return None
+
     def layout(self, rate: float) -> HeadLayout:
-        """Return the layer's heads, a preset's frozen ones drawn by the seed; InputError for what is not measured."""
-        heads, kv_heads, _ = self.shape
-        if self.part == "frozen" and heads != kv_heads:
-            raise InputError("with grouped queries frozen heads share values; only the whole layer is compared")
+        """Return the layer's heads, a preset's frozen ones drawn by the seed."""
         if self.own:
             return self.own.layout
-        size = heads // kv_heads if self.settings.whole_groups else 1
-        count = round(rate * heads / size)
-        if count == 0:
-            raise InputError(f"a rate of {rate:g} freezes none of {heads} heads" + ", whole groups" * (size > 1))
-        drawn = torch.randperm(heads // size, generator=torch.Generator().manual_seed(self.settings.seed))[:count]
-        return HeadLayout(heads, kv_heads, tuple(sorted(size * one + i for one in drawn.tolist() for i in range(size))))
+        shape, generator = self.plan.shape, torch.Generator().manual_seed(self.settings.seed)
+        drawn = torch.randperm(shape.num_heads, generator=generator)[: round(rate * shape.num_heads)].tolist()
+        return HeadLayout(shape.num_heads, shape.num_kv_heads, tuple(sorted(drawn)))
 
     def operands(self, arm: Arm) -> tuple[int, int, int]:
         """Return how many query, key and value heads an arm reads."""
-        heads, kv_heads, _ = self.shape
+        layout, kv_heads = self.layout(arm.rate if arm.backend else self.rates[0]), self.plan.shape.num_kv_heads
         if self.part == "frozen":
-            frozen = self.layout(self.rate).num_frozen
-            return (0, 0, frozen) if arm.backend else (frozen, frozen, frozen)
+            live = 0 if arm.backend else layout.num_frozen
+            return live, live, layout.num_frozen
         if arm.backend is None:
-            return heads, kv_heads, kv_heads
-        layout = self.layout(arm.rate)
+            return layout.num_heads, kv_heads, kv_heads
         return layout.num_live, len(set(layout.kv_head[: layout.num_live])), kv_heads
 
     def compiled(self, arm: Arm, variant: str) -> bool:
@@ -179,44 +160,30 @@ class OpLayer:
         flex = arm.backend is None and arm.kernel == FLEX
         return self.settings.execution.compile and (layer or flex)
 
-    def flops(self, arm: Arm, variant: str) -> float:
-        """Count the floating-point operations of one call."""
-        return attention_flops(
-            batch=self.point.batch_size,
-            length=self.point.length,
-            dim=self.shape[2],
-            live=self.operands(arm)[0],
-            frozen=0 if arm.backend in (None, FREE, "linear") else self.layout(arm.rate).num_frozen,
-            backward=variant.startswith("both"),
-        )
-
-    def case(self, name: str, rates: Sequence[float]) -> Case:
+    def case(self) -> Case:
         """Return everything that is compared; frozen heads alone have no free bound, and other kernels once."""
-        heads, kv_heads, dim = self.shape
-        alone, settings, pool = self.part == "frozen", self.settings, GraphPool()
-        comparisons = settings.comparisons(rates, own=self.own and self.own.backend)
+        alone, settings, shape = self.part == "frozen", self.settings, self.plan.shape
+        comparisons = settings.comparisons(self.rates, own=self.own and self.own.backend)
         if alone:
             skipped = ("free", "kernel") if "layer" in settings.parts else ("free",)
             comparisons = [each for each in comparisons if each.role not in skipped]
-        ways = [*reversed(ways_of(settings.graphs, self.device))]
+        sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        ways, pool = [*reversed(ways_of(settings.graphs, self.device))], GraphPool()
         variants = [f"{direction} {way}" for direction in settings.directions for way in ways]
         return Case(
-            name=name,
+            name=self.name,
             fields={
                 "part": self.part,
-                "alone": self.layout(self.rate).num_frozen if alone else None,
+                "alone": self.layout(self.rates[0]).num_frozen if alone else None,
                 "point": self.point.to_dict(),
-                "layer": {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim},
+                "layer": sizes,
                 "number": self.own and self.own.number,
                 "dtype": str(self.dtype).removeprefix("torch."),
             },
             comparisons=comparisons,
-            build=lambda arm: OpSubject(self, arm, pool, variants),
+            build=lambda arm: LayerSubject(self, arm, pool, variants),
             variants=variants,
-            describe=lambda arm, variant: {
-                "heads": self.layout(arm.rate).num_frozen if arm.backend else 0,
-                "ran": "compiled" if self.compiled(arm, variant) else "eager",
-            },
+            describe=lambda arm: {"heads": self.layout(arm.rate).num_frozen if arm.backend else 0},
         )
 
     def function(self, arm: Arm) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
@@ -251,15 +218,16 @@ class OpLayer:
         return layer, pattern
 
 
-class OpSubject:
+class LayerSubject:
     """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
 
-    def __init__(self, layer: OpLayer, arm: Arm, pool: GraphPool, variants: Sequence[str]):
+    def __init__(self, layer: Layer, arm: Arm, pool: GraphPool, variants: Sequence[str]):
         self._layer, self._arm, self._pool, self._variants = layer, arm, pool, variants
+        self.facts: dict[str, Any] = {}
         function, self._pattern = layer.function(arm)
         self._functions = {False: function, True: torch.compile(function)}
-        heads = layer.operands(arm)
-        size = layer.point.batch_size * layer.point.length * layer.shape[2] * sum(heads) * layer.dtype.itemsize
+        heads, point = layer.operands(arm), layer.point
+        size = point.batch_size * point.length * layer.plan.shape.head_dim * sum(heads) * layer.dtype.itemsize
         count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if layer.settings.cuda else 1
         generator = torch.Generator(layer.device).manual_seed(layer.settings.seed)
         self._inputs = [tuple(self._draw(n, generator).requires_grad_() for n in heads if n) for _ in range(count)]
@@ -269,7 +237,7 @@ class OpSubject:
     def _draw(self, heads: int, generator: torch.Generator) -> Tensor:
         """Draw `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
         layer = self._layer
-        shape = (layer.point.batch_size, layer.point.length, heads, layer.shape[2])
+        shape = (layer.point.batch_size, layer.point.length, heads, layer.plan.shape.head_dim)
         drawn = torch.randn(shape, generator=generator, device=layer.device, dtype=torch.float32)
         return drawn.to(layer.dtype).transpose(1, 2)
 
@@ -279,9 +247,6 @@ class OpSubject:
             with torch.no_grad():
                 return function(*inputs)
         return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
-
-    def flops(self, variant: str) -> float:
-        return self._layer.flops(self._arm, variant)
 
     def warm_up(self) -> None:
         settings, device = self._layer.settings, self._layer.device

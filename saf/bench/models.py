@@ -205,11 +205,9 @@ class ModelPlan:
         return self.model + ("" if self.num_layers is None else f", {self.num_layers} layers")
 
     @property
-    def own_rate(self) -> float | None:
-        """The share of heads that a folder freezes or prunes; None for a preset."""
-        if self.folder is None:
-            return None
-        edited = len(self.folder.frozen) + len(self.folder.pruned)
+    def own_rate(self) -> float:
+        """The share of heads that a folder freezes or prunes, 0 of a preset."""
+        edited = len(self.folder.frozen) + len(self.folder.pruned) if self.folder else 0
         return edited / (self.shape.num_layers * self.shape.num_heads)
 
     def heads(self, arm: Arm) -> tuple[HeadSet, HeadSet]:
@@ -437,39 +435,3 @@ def free_backend() -> Iterator[None]:
         yield
     finally:
         del BACKENDS[FREE]
-
-
-# --- floating-point operations
-
-
-def matrix_entries(model: nn.Module, vocab_size: int = 0) -> tuple[int, int]:
-    """Count the matrix entries of a model's layers, and those of its output layer, tied or not."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    layers = [each.numel() for each in matrices if id(each) not in tables and each.shape[0] != vocab_size]
-    return sum(layers), max((each.numel() for each in matrices if each.shape[0] == vocab_size), default=0)
-
-
-def attention_flops(*, batch: int, length: int, dim: int, live: int, frozen: int, backward: bool) -> float:
-    """Count the operations of one layer's mixing.
-
-    A live head does two causal products forward and five backward (scores are computed again), a frozen head one and
-    one: 2/7 of it.
-    """
-    product = batch * length * (length + 1) * dim
-    return float(product * (live * (7 if backward else 2) + frozen * (2 if backward else 1)))
-
-
-def mixing_flops(plan: ModelPlan, arm: Arm, *, batch: int, length: int, backward: bool) -> float:
-    """Count the operations of mixing in all layers of an arm; free heads do none, linear ones next to none."""
-    return sum(
-        attention_flops(
-            batch=batch,
-            length=length,
-            dim=plan.shape.head_dim,
-            live=layout.num_live,
-            frozen=0 if arm.backend in (FREE, "linear") else layout.num_frozen,
-            backward=backward,
-        )
-        for layout in plan.layouts(arm)
-    )

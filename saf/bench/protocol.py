@@ -9,7 +9,7 @@ A record is one JSON object with the header of every result (`saf.records.result
     finished, seconds   whether the benchmark reached its end, and how long it took
     rows                one a comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields of
                         `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
-                        `pair_ms`; `control_ratio`, `refused`; TFLOP/s of both; `heads`, of models `model` and
+                        `pair_ms`; `control_ratio`, `refused`; `heads`, of models `model` and
                         `per_layer`, of a folder's layer its `number`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
@@ -39,7 +39,7 @@ from saf.ops.backends import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 
-Role = Literal["control", "kernel", "keeping", "apart", "frozen", "free", "pruned"]
+Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
 """In place of a backend: heads whose mixing costs nothing, heads that are gone. As a kernel: flex attention."""
 MIN_PAIRS = 2
@@ -64,17 +64,12 @@ class Arm:
     rate: float = 0.0
     control: bool = False
     """A second, independent ordinary model."""
-    keeping: bool = False
-    """An ordinary model that keeps all activations where the other arms recompute them."""
-    apart: bool = False
-    """An ordinary model of each process by itself, without communication."""
 
     @property
     def name(self) -> str:
         """A label: "ordinary cudnn", "25% toeplitz cudnn"."""
         if self.backend is None:
-            suffix = " keeping" * self.keeping + " apart" * self.apart
-            return f"{'control' if self.control else 'ordinary'}{suffix} {self.kernel}"
+            return f"{'control' if self.control else 'ordinary'} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
 
     @property
@@ -139,12 +134,17 @@ def plan(
 
 
 class Subject(Protocol):
-    """One arm that is ready to be timed: `timed_block` returns the milliseconds of a call, `flops` its operations."""
+    """One arm that is ready to be timed.
+
+    `timed_block` returns the milliseconds of a call; `facts` are more entries of its rows, which have those of their
+    baseline too.
+    """
+
+    facts: dict[str, Any]
 
     def warm_up(self) -> None: ...
     def timed_block(self, variant: str) -> float: ...
     def kernels(self) -> list[dict[str, Any]]: ...
-    def flops(self, variant: str) -> float: ...
 
 
 # --- pairs
@@ -196,18 +196,10 @@ def alternate(
             break
         longest = max(longest, time.perf_counter() - began)
         after_round(times)
-    fewest = max(1, min(MIN_PAIRS, pairs))
-    if few := sum(0 < len(each) < fewest for each in times.values()):
-        session.leave_out(name, f"{few} comparisons of one pair; {MIN_PAIRS} are the fewest recorded")
-    return {key: each for key, each in times.items() if len(each) >= fewest}
+    return {key: each for key, each in times.items() if len(each) >= max(1, min(MIN_PAIRS, pairs))}
 
 
 # --- the record
-
-
-def print_progress(line: str) -> None:
-    """Print a line of progress at once; standard output is for results."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class Session:
@@ -225,7 +217,6 @@ class Session:
         *,
         out: Path | None = None,
         seconds: float | None = None,
-        say: Callable[[str], None] = print_progress,
         **header: Any,
     ):
         """Write nothing yet; raise InputError where `out` exists. `header` goes to `result_header`."""
@@ -234,11 +225,12 @@ class Session:
         self.execution = execution
         self.rows: list[Row] = []
         self.lists: dict[str, list[Row]] = {"memory": [], "kernels": [], "left_out": []}
-        self._out, self._say = (out, say) if is_rank0() else (None, lambda _: None)
+        self._out = out if is_rank0() else None
         self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
         self.folder = self._folder.name
         """For compiled code that lives as long as the benchmark."""
-        self._limit, self._began, self._saved = seconds, time.perf_counter(), -math.inf
+        self._limit = math.inf if seconds is None else seconds
+        self._began, self._saved = time.perf_counter(), -math.inf
         self._header: Row = result_header(kind, settings, **header) | {"finished": False}
         self._header["provenance"] |= _environment(execution)
 
@@ -262,17 +254,13 @@ class Session:
         return time.perf_counter() - self._began
 
     @property
-    def left(self) -> float | None:
-        """Seconds left; None without a limit."""
-        return None if self._limit is None else self._limit - self.spent
+    def left(self) -> float:
+        """Seconds left; infinite without a limit."""
+        return self._limit - self.spent
 
     def fits(self, seconds: float) -> bool:
         """Whether something of `seconds` would end in time, by the first process's clock."""
-        return self._limit is None or on_rank0(lambda: (self.left or 0.0) > seconds)
-
-    def describe(self, **header: Any) -> None:
-        """Add entries to the header."""
-        self._header |= header
+        return math.isinf(self._limit) or on_rank0(lambda: self.left > seconds)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows and write them."""
@@ -297,8 +285,9 @@ class Session:
         return True
 
     def say(self, line: str) -> None:
-        """Print a line with the seconds spent."""
-        self._say(f"[{self.spent:6.1f} s] {line}")
+        """Print a line of progress with the seconds spent; standard output is for results."""
+        if is_rank0():
+            print(f"[{self.spent:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     @property
     def record(self) -> Row:
@@ -349,7 +338,7 @@ class Case:
     comparisons: Sequence[Comparison]
     build: Callable[[Arm], Subject]
     variants: Sequence[str]
-    describe: Callable[[Arm, str], Mapping[str, Any]]
+    describe: Callable[[Arm], Mapping[str, Any]]
     """Entries of the rows of an arm."""
 
 
@@ -419,13 +408,10 @@ def _rows(
     rows = []
     for ((baseline, arm, role), variant), numbers in sums.items():
         control = controls.get((baseline, variant))
-        names = {"variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name, **asdict(arm)}
-        verdict = {"control_ratio": control, "refused": refused(control, tolerance)}
-        rates = {
-            f"{side}_tflops": subjects[which].flops(variant) / numbers[f"{side}_ms"] / 1e9
-            for side, which in (("baseline", baseline), ("arm", arm))
-        }
-        rows.append({**case.fields, **names, **numbers, **verdict, **rates, **case.describe(arm, variant)})
+        row = {**case.fields, "variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name}
+        row |= {**asdict(arm), **numbers, "control_ratio": control, "refused": refused(control, tolerance)}
+        row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}
+        rows.append(row | {**subjects[arm].facts, **case.describe(arm)})
     return rows
 
 

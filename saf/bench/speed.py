@@ -1,14 +1,14 @@
-"""Settings of every speed benchmark, their checks, `measure`, which runs one, and arms in processes of their own."""
+"""Settings of every speed benchmark, `measure`, which runs one, and arms in processes of their own."""
 
+import math
 import multiprocessing
 import os
 import resource
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -26,10 +26,9 @@ from saf.bench.protocol import (
     compare,
     in_short,
     plan,
-    print_progress,
 )
 from saf.bench.timing import ways_of
-from saf.distributed import all_ranks_or_raise, rank_and_size
+from saf.distributed import all_ranks_or_raise
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
@@ -114,14 +113,11 @@ class Speed:
         for name in self.backends:
             require(name in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
         require(all(0 < rate <= 1 for rate in self.rates), f"rates must be shares in (0, 1], got {self.rates}")
-        require(min(self.pairs, self.warmup) >= 0, "pairs and warmup must be at least 0")
-        require(self.repeats >= 1, f"repeats must be at least 1, got {self.repeats}")
         # Uncompiled it is no kernel but a matrix of scores: a baseline that nobody runs.
         uncompiled = FLEX in kernels and self.cuda and not self.execution.compile
         require(not uncompiled, "flex attention is a kernel only where it is compiled; use --compile on")
         require(self.compile != "layers" or self.kind == "update", "compile='layers' is for updates; use 'on' or 'off'")
         require(not (is_folder(self.model) and self.rates), "rates must be left out: a folder has its own heads")
-        require(rank_and_size()[1] == 1 or self.kind == "update", f"{self.kind} must be measured by one process")
 
     def parsed_points(self) -> list[Point]:
         """Parse the points; raise InputError for one that is not numbers joined by x."""
@@ -148,12 +144,17 @@ class Speed:
             pruned=pruned,
         )
 
-    def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield each measurement's name and function."""
+    def cases(self, session: Session) -> Iterator[Case]:
+        """Yield what is compared, point by point, and record in the session what cannot be."""
         raise NotImplementedError
 
+    def run(self, session: Session, case: Case) -> None:
+        """Measure a case."""
+        if self.pairs:
+            compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
 
-def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], None] = print_progress) -> dict[str, Any]:
+
+def measure(settings: Speed, *, out: Path | None = None) -> dict[str, Any]:
     """Run a benchmark and return its record, written to `out` after every point.
 
     Raises:
@@ -162,16 +163,17 @@ def measure(settings: Speed, *, out: Path | None = None, say: Callable[[str], No
     """
     with all_ranks_or_raise():
         settings.check()
-        execution, seconds = settings.execution, settings.seconds
-        session = Session(settings.kind, asdict(settings), execution, out=out, seconds=seconds, say=say)
+        execution = settings.execution
+        session = Session(settings.kind, asdict(settings), execution, out=out, seconds=settings.seconds)
     longest = 0.0
     with session, free_backend():
-        for name, step in settings.steps(session):
+        for case in settings.cases(session):
             if not session.fits(BEGIN_SHARE * longest):
-                session.leave_out(name, OUT_OF_TIME)
+                session.leave_out(case.name, OUT_OF_TIME)
                 continue
             began = session.spent
-            step()
+            with clean_process(compiles=execution.compile):
+                settings.run(session, case)
             longest = max(longest, session.spent - began)
     return session.record
 
@@ -199,15 +201,13 @@ class ModelSpeed(Speed):
 
     def check(self) -> None:
         super().check()
-        require(
-            self.placement in ("early", "even", "groups"),
-            f"placement must be early, even or groups, got {self.placement!r}",
-        )
+        placements = get_args(Placement)
+        require(self.placement in placements, f"placement must be {', '.join(placements)}, got {self.placement!r}")
         require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
         require(self.pairs > 0 or not self.fresh, "fresh has no effect with pairs=0, which times nothing")
         self.variants()
-        for point in self.cases():
+        for point in self.all_points():
             self.plan(point)
 
     def plan(self, point: Point) -> ModelPlan:
@@ -220,7 +220,7 @@ class ModelSpeed(Speed):
             placement=self.placement,
         )
 
-    def cases(self) -> list[Point]:
+    def all_points(self) -> list[Point]:
         """Return the points with everything that varies filled in."""
         return self.parsed_points()
 
@@ -232,7 +232,7 @@ class ModelSpeed(Speed):
         models = self.plan(point)
         if models.folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
-        comparisons = self.comparisons([models.own_rate or 0.0], own=models.folder.backend, pruned=True)
+        comparisons = self.comparisons([models.own_rate], own=models.folder.backend, pruned=True)
         if models.folder.frozen:
             return [each for each in comparisons if self.pruned or each.role != "pruned"]
         return [each for each in comparisons if each.role not in ("frozen", "free")]
@@ -241,31 +241,27 @@ class ModelSpeed(Speed):
         """Return an arm that is ready to be warmed up in this process."""
         raise NotImplementedError
 
-    def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
-        return self.plan(point).describe(arm)
+    def cases(self, session: Session) -> Iterator[Case]:
+        for point in self.all_points():
+            models, pool = self.plan(point), GraphPool()
 
-    def steps(self, session: Session) -> Iterator[tuple[str, Callable[[], None]]]:
-        for point in self.cases():
-            yield point.name, partial(self._measure, session, point)
+            def build(arm: Arm, point: Point = point, pool: GraphPool = pool) -> Subject:
+                return FreshSubject(session, self, point, arm) if self.fresh else self.build(point, arm, pool)
 
-    def _measure(self, session: Session, point: Point) -> None:
-        comparisons = self.arms(point)
+            yield Case(
+                name=point.name,
+                fields={"model": models.name, "point": point.to_dict()},
+                comparisons=self.arms(point),
+                build=build,
+                variants=self.variants(),
+                describe=models.describe,
+            )
+
+    def run(self, session: Session, case: Case) -> None:
         if self.memory:
-            arms = dict.fromkeys(arm for each in comparisons for arm in each[:2] if not arm.control)
-            _measure_memory(session, self, point, list(arms))
-        if not self.pairs:
-            return
-        pool = GraphPool()
-        case = Case(
-            name=point.name,
-            fields={"model": self.plan(point).name, "point": point.to_dict()},
-            comparisons=comparisons,
-            build=lambda arm: FreshSubject(session, self, point, arm) if self.fresh else self.build(point, arm, pool),
-            variants=self.variants(),
-            describe=lambda arm, _: self.describe(point, arm),
-        )
-        with clean_process(compiles=session.execution.compile):
-            compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
+            arms = dict.fromkeys(arm for each in case.comparisons for arm in each[:2] if not arm.control)
+            _measure_memory(session, self, Point(**case.fields["point"]), list(arms))
+        super().run(session, case)
 
 
 # --- single arms in processes of their own
@@ -276,11 +272,13 @@ class FreshSubject:
 
     def __init__(self, session: Session, settings: ModelSpeed, point: Point, arm: Arm):
         self._session, self._settings, self._point, self._arm = session, settings, point, arm
+        self.facts: dict[str, Any] = {}
         self._first: dict[str, Any] = {}
         self._blocks: dict[str, float] = {}
 
     def warm_up(self) -> None:
         self._first = self.run(profile=self._settings.profile)  # later processes load the compiled code
+        self.facts = self._first["facts"]
 
     def timed_block(self, variant: str) -> float:
         if variant not in self._blocks:
@@ -289,9 +287,6 @@ class FreshSubject:
 
     def kernels(self) -> list[dict[str, Any]]:
         return self._first["kernels"]
-
-    def flops(self, variant: str) -> float:
-        return self._first["flops"][variant]
 
     def run(self, *, profile: bool = False) -> dict[str, Any]:
         """Measure the arm in a process of its own; raise UnsupportedError where it fails.
@@ -305,7 +300,7 @@ class FreshSubject:
         process.start()
         sender.close()
         try:
-            if not receiver.poll(None if left is None else max(0.0, left)):
+            if not receiver.poll(None if math.isinf(left) else max(0.0, left)):
                 raise UnsupportedError(OUT_OF_TIME)
             reply = receiver.recv()
         except EOFError:
@@ -348,8 +343,7 @@ def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, prof
             block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
             peak = torch.cuda.max_memory_allocated() if settings.cuda else _peak_resident()
             kernels = subject.kernels() if profile else []
-        flops = {variant: subject.flops(variant) for variant in settings.variants()}
-        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels, "flops": flops})
+        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels, "facts": subject.facts})
     except Exception as error:
         traceback.print_exc()
         sender.send({"error": in_short(error)})

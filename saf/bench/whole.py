@@ -1,6 +1,6 @@
 """Whole models: optimiser updates, prompts, and one more token after a filled cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.bench.models import ModelPlan, matrix_entries, mixing_flops
-from saf.bench.protocol import FREE, Arm, Comparison, Point, Subject
+from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import DTYPES, ModelSpeed, require
 from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
 from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
 from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
-from saf.ops import for_graphs
-from saf.ops.heads import cached_order
-from saf.ops.linear.tables import CHUNK
+from saf.models.gpt import rotate
+from saf.ops import for_graphs, mixed_attention
+from saf.ops.heads import cached_order, flat_heads, take_heads
+from saf.ops.linear.op import RecurrentState
 from saf.ops.live import FLASH_DECODE
+from saf.ops.positions import CachePosition
 from saf.prefill import LastToken
 from saf.train.parallel import Parallel, micro_batches_of_one, parallel_of
 from saf.train.step import Updater, build_optimizer
@@ -53,11 +54,9 @@ class Update(ModelSpeed):
     repeats: int = 2
     """Updates in a timed block, timed as one; its time is their mean."""
     activation_checkpointing: bool = False
-    """Keep only the input of each decoder layer and recompute the rest in the backward pass, in all arms. One more
-    ordinary arm keeps everything, and shows the cost."""
+    """Keep only the input of each decoder layer and recompute the rest in the backward pass, in all arms."""
     parallel: Literal["none", "ddp", "fsdp"] = "none"
-    """How the processes that torchrun started share updates; a block's time is the slowest one's. In one more arm each
-    process updates an ordinary model by itself, which shows the cost of communication."""
+    """How the processes that torchrun started share updates; a block's time is the slowest one's."""
 
     @property
     def execution(self) -> Execution:
@@ -77,29 +76,15 @@ class Update(ModelSpeed):
     def variants(self) -> tuple[str, ...]:
         return tuple("update" if way == CALL else f"update {way}" for way in super().variants())
 
-    def arms(self, point: Point) -> list[Comparison]:
-        comparisons = super().arms(point)
-        first = comparisons[0].baseline
-        if self.activation_checkpointing:
-            comparisons.append(Comparison(first, replace(first, keeping=True), "keeping"))
-        if self.parallel != "none":
-            comparisons.append(Comparison(first, replace(first, apart=True), "apart"))
-        return comparisons
-
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        execution, (rank, processes) = self.execution, rank_and_size()
-        if arm.keeping:
-            execution = replace(execution, activation_checkpointing=False)
+        rank, processes = rank_and_size()
         accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
         models = self.plan(point)
         batches = models.tokens(min(PRELOADED, accumulation), point.batch_size, seed=self.seed + rank)
         model = models.build(arm)
         model = model if models.own_decoder else NextTokenLoss(model)
-        flops = accumulation * micro_batch_flops(models, arm, model, batch=point.batch_size, length=point.length)
-        parallel = Parallel() if arm.apart else self._parallel()
-        return UpdateSubject(
-            self, model, execution, batches=batches, accumulation=accumulation, flops=flops, parallel=parallel
-        )
+        parallel = self._parallel()
+        return UpdateSubject(self, model, batches=batches, accumulation=accumulation, parallel=parallel)
 
 
 class NextTokenLoss(nn.Module):
@@ -121,15 +106,14 @@ class UpdateSubject:
         self,
         settings: ModelSpeed,
         model: nn.Module,
-        execution: Execution,
         *,
         batches: Sequence[tuple[Tensor, Tensor]],
         accumulation: int,
-        flops: float,
         parallel: Parallel | None = None,
     ):
-        """`flops` are the operations of an update of this process."""
-        self.settings, self.device, self._flops = settings, execution.device, flops
+        execution = settings.execution
+        self.settings, self.device = settings, execution.device
+        self.facts: dict[str, Any] = {}
         optimizer = build_optimizer(model.train())
         self.updaters = {
             way: Updater(
@@ -151,9 +135,6 @@ class UpdateSubject:
             for _ in range(max(self.settings.warmup, 2 * updater.graphed)):
                 updater.update(LEARNING_RATE)
 
-    def flops(self, variant: str) -> float:
-        return self._flops
-
     def timed_block(self, variant: str) -> float:
         return max(all_gather(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
 
@@ -172,13 +153,6 @@ def updates_in_a_row(updater: Updater, count: int) -> float:
     return row_block(lambda: updater.update(LEARNING_RATE), repeats=count, device=updater.execution.device)
 
 
-def micro_batch_flops(models: ModelPlan, arm: Arm, model: nn.Module, *, batch: int, length: int) -> float:
-    """Count the operations of one micro-batch of an update, forward and backward."""
-    # A matrix entry multiplies and adds once forward and once for each of the two gradients.
-    products = 6.0 * sum(matrix_entries(model, models.shape.vocab_size)) * batch * length
-    return products + mixing_flops(models, arm, batch=batch, length=length, backward=True)
-
-
 # --- forward passes
 
 
@@ -188,8 +162,6 @@ class PassSpeed(ModelSpeed):
 
     repeats: int = 40
     """Timed passes in a timed block; the block's time is their median."""
-    block_ms: float = 200.0
-    """Fewer repeats where a timed block would take longer than this, milliseconds."""
     settle_ms: float | None = None
     """Untimed passes before every timed block for about this long; by default 400 ms on CUDA, none on a CPU."""
 
@@ -197,6 +169,8 @@ class PassSpeed(ModelSpeed):
         return DTYPES[("bf16" if self.cuda else "fp32") if name == "auto" else name]
 
 
+BLOCK_MS = 200.0
+"""Fewer repeats where a timed block would take longer than this, milliseconds."""
 MAX_GRAPH_ERROR = 2e-2
 """Largest relative error of a graph's logits beside a call's: some roundings of bfloat16. Chosen, not measured."""
 
@@ -211,18 +185,14 @@ class Passes:
         inputs: tuple[Any, ...],
         execution: Execution,
         pool: GraphPool,
-        *,
-        flops: float,
+        facts: dict[str, Any] | None = None,
     ):
         """Take a module with a method `compiled`, which returns a new compiled program of it."""
-        self._flops = flops
-        self.model, self._settings, self._inputs, self._execution, self._pool = model, settings, inputs, execution, pool
+        self.model, self.facts = model, facts or {}
+        self._settings, self._inputs, self._execution, self._pool = settings, inputs, execution, pool
         self._calls: dict[str, tuple[Call, int, int]] = {}
         if execution.compile:
             torch._dynamo.reset()  # what an earlier point compiled
-
-    def flops(self, variant: str) -> float:
-        return self._flops
 
     def _program(self) -> Call:
         forward = self.model.compiled() if self._execution.compile else self.model
@@ -258,7 +228,7 @@ class Passes:
             once = wall_block(call, repeats=2, device=device)
             usual = SETTLE_MS if settings.cuda else 0.0
             settle = usual if settings.settle_ms is None else settings.settle_ms
-            self._calls[way] = call, repeats_within(settings.block_ms, once, settings.repeats), int(settle / once)
+            self._calls[way] = call, repeats_within(BLOCK_MS, once, settings.repeats), int(settle / once)
 
     def timed_block(self, variant: str) -> float:
         """Return the median milliseconds of one pass, synchronised before and after.
@@ -289,7 +259,7 @@ class Prefill(PassSpeed):
     precisions: tuple[Literal["autocast", "bf16", "fp32"], ...] = ()
     """autocast (fp32 weights, bf16 autocast), bf16 (bf16 weights) or fp32; by default autocast on CUDA, fp32 on CPU."""
 
-    def cases(self) -> list[Point]:
+    def all_points(self) -> list[Point]:
         names = self.precisions or ("autocast" if self.cuda else "fp32",)
         for name in names:
             require(name in PRECISIONS, f"precisions must be {', '.join(PRECISIONS)}; got {name!r}")
@@ -300,10 +270,7 @@ class Prefill(PassSpeed):
         execution, models = replace(self.execution, precision=precision), self.plan(point)
         model = models.build(arm, dtype).eval()
         ((tokens, _),) = models.tokens(1, point.batch_size)
-        layers, output = matrix_entries(model, models.shape.vocab_size)  # the output layer is on the last token alone
-        flops = 2.0 * point.batch_size * (layers * point.length + output)
-        flops += mixing_flops(models, arm, batch=point.batch_size, length=point.length, backward=False)
-        return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool, flops=flops)
+        return Passes(self, LastToken(model), (tokens.contiguous(),), execution, pool)
 
 
 @dataclass(kw_only=True)
@@ -319,8 +286,8 @@ class Decode(PassSpeed):
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz",)
 
     model: str = "llama-124m"
-    """A model of transformers: llama-124m and llama-7b, with a KV head for every head, qwen3-4b, with grouped queries,
-    or a folder with its own frozen heads."""
+    """Time this preset with random weights (llama-7b; qwen3-4b, with grouped queries; 124m, this project's own), or a
+    folder with its own frozen heads."""
     points: tuple[str, ...] = ("4096x1", "4096x8")
     """Tokens in the cache x sequences."""
     kernels: tuple[str, ...] = ("auto",)
@@ -331,58 +298,17 @@ class Decode(PassSpeed):
     """Dtype of weights and cache: bf16 on CUDA, fp32 on a CPU."""
     graphs: Literal["off", "on", "both"] = "both"
 
-    def check(self) -> None:
-        super().check()
-        own = any(self.plan(point).own_decoder for point in self.cases())
-        require(not own, f"{self.model} has no cache; take a model of transformers, such as llama-124m")
-
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        models = self.plan(point)
+        models, generator = self.plan(point), torch.Generator().manual_seed(self.seed)
         model = models.build(arm, self.weights(self.dtype)).eval()
-        generator = torch.Generator().manual_seed(self.seed)
-        step = Step(model, point.batch_size, point.length, models.shape.vocab_size, generator)
-        live = sum(layout.num_live for layout in models.layouts(arm))
-        frozen = 0 if arm.backend in (FREE, "linear") else sum(layout.num_frozen for layout in models.layouts(arm))
-        mixing = point.length * models.shape.head_dim * (2 * live + frozen)
-        flops = 2.0 * point.batch_size * (sum(matrix_entries(model, models.shape.vocab_size)) + mixing)
-        return Passes(self, step, (), replace(self.execution, precision="fp32"), pool, flops=flops)
-
-    def cache_bytes(self, point: Point, arm: Arm) -> int:
-        """Return the bytes of the keys and values of every layer, over all positions, and of recurrent states."""
-        layouts, element = self.plan(point).layouts(arm), self.weights(self.dtype).itemsize
-        channels = point.batch_size * self.plan(point).shape.head_dim
-        if arm.backend != "linear":
-            rows = [layout.rows[role] for layout in layouts for role in ("key", "value")]
-            return sum(map(len, rows)) * channels * point.length * element
-        frozen = sum(layout.num_frozen for layout in layouts)
-        values = [cached_order(each.kv_head, each.num_frozen, tuple(range(each.num_frozen))) for each in layouts]
-        rows = sum(map(len, values)) + sum(len(layout.rows["key"]) for layout in layouts)
-        return channels * (rows * point.length * element + frozen * (4 * CHUNK * element + 2 * 2 * 16 * 4))
-
-    def describe(self, point: Point, arm: Arm) -> Mapping[str, Any]:
-        sizes = {"cache_bytes": arm, "baseline_cache_bytes": Arm("auto")}
-        own = {name: self.cache_bytes(point, each) for name, each in sizes.items()}
-        return {**super().describe(point, arm), **own}
+        token = torch.randint(models.shape.vocab_size, (point.batch_size, 1), generator=generator).to(models.device)
+        step = (GPTStep if models.own_decoder else TransformersStep)(model, token, point.length)
+        execution = replace(self.execution, precision="fp32")
+        return Passes(self, step, (), execution, pool, facts={"cache_bytes": step.cache_bytes()})
 
 
 class Step(nn.Module):
-    """The logits of one more token of every sequence, at the last position of a cache."""
-
-    def __init__(self, model: nn.Module, batch: int, positions: int, vocabulary: int, generator: torch.Generator):
-        """Draw the token, and the keys and values before it."""
-        from saf.hf.random_model import random_cache
-
-        super().__init__()
-        self.model = model
-        device = next(model.parameters()).device
-        self.token, self.last = torch.randint(vocabulary, (batch, 1), generator=generator).to(device), positions - 1
-        self.position = torch.full((batch, 1), self.last, device=device)
-        self.cache, self.filled = random_cache(model, self.token, positions)
-
-    def forward(self) -> Tensor:
-        self.filled.fill_(self.last)
-        model: Any = self.model
-        return model(input_ids=self.token, position_ids=self.position, past_key_values=self.cache).logits
+    """The logits of one more token of every sequence, at the last position of a cache full of drawn numbers."""
 
     def compiled(self) -> Call:
         return partial(torch.compile(own_program(_run), fullgraph=True, dynamic=False), self)
@@ -390,3 +316,89 @@ class Step(nn.Module):
 
 def _run(step: nn.Module) -> Tensor:
     return step()
+
+
+class TransformersStep(Step):
+    """A step of a model of transformers, with its own cache of fixed size."""
+
+    def __init__(self, model: nn.Module, token: Tensor, positions: int):
+        from saf.hf.random_model import random_cache
+
+        super().__init__()
+        self.model, self.token, self.last = model, token, positions - 1
+        self.position = torch.full_like(token, self.last)
+        self.cache, self.filled = random_cache(model, token, positions)
+
+    def forward(self) -> Tensor:
+        self.filled.fill_(self.last)
+        model: Any = self.model
+        return model(input_ids=self.token, position_ids=self.position, past_key_values=self.cache).logits
+
+    def cache_bytes(self) -> int:
+        from saf.hf.cache import cache_bytes
+
+        return cache_bytes(self.cache)
+
+
+class GPTStep(Step):
+    """A step of this project's decoder, which has no cache but this one."""
+
+    def __init__(self, model: Any, token: Tensor, positions: int):
+        """Give the model's layers a cache; `position [1]` is the token's."""
+        super().__init__()
+        self.model, self.token, self.positions = model, token, positions
+        self.position = token.new_full((1,), positions - 1)
+        generator = torch.Generator(token.device).manual_seed(0)
+        for block in model.blocks:
+            block.attention = CachedAttention(block.attention, len(token), positions, generator)
+
+    def forward(self) -> Tensor:
+        model, at = self.model, self.position[None]
+        x = model.embed(self.token)
+        x = x if model.position is None else x + model.position(at)
+        rotation = None if model.rotary is None else model.rotary(at)
+        cache_position = CachePosition.of(self.position[0], 1, self.positions)
+        for block in model.blocks:
+            x = block(x, rotation, cache_position)
+        return F.linear(model.norm(x), model.embed.weight)
+
+    def cache_bytes(self) -> int:
+        caches = [(each.keys, each.values, *each.state) for each in self.modules() if isinstance(each, CachedAttention)]
+        return sum(tensor.nbytes for cache in caches for tensor in cache)
+
+
+class CachedAttention(nn.Module):
+    """An attention layer of this project's decoder for one token after a cache, by the operator of all models.
+
+    As in a cache of transformers frozen heads keep values alone, those with exponential patterns a recurrent state.
+    """
+
+    def __init__(self, attention: Any, batch: int, positions: int, generator: torch.Generator):
+        super().__init__()
+        self.attention, layout = attention, attention.layout
+        frozen: Any = attention.frozen
+        linear = frozen.linear if frozen else ()
+        self.order = cached_order(layout.kv_head, layout.num_frozen, linear)
+        weight, size = attention.v_proj.weight, (positions, attention.head_dim)
+        self.keys, self.values = (
+            weight.new_empty(batch, heads, *size).normal_(generator=generator)
+            for heads in (layout.num_live, len(self.order))
+        )
+        self.state = RecurrentState.empty(self.values, frozen.state_sizes())[:2] if linear else ()
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache_position: CachePosition) -> Tensor:
+        """Mix `x [B, 1, C]` with the cache, to `[B, 1, C]`."""
+        attention, at = self.attention, cache_position.first[None]
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        query, key, value = (each(x).unflatten(-1, (-1, attention.head_dim)) for each in projections)
+        if not value.shape[2]:
+            return torch.zeros_like(x)  # all heads are pruned
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        self.keys.index_copy_(2, at, key)
+        self.values.index_copy_(2, at, take_heads(value, self.order) if self.order else value[:, :0])
+        state = RecurrentState(*self.state, value) if self.state else None
+        options: Any = {"cache_position": cache_position, "kernel": attention.live.kernel, "state": state}
+        mixed = mixed_attention(query, self.keys, self.values, attention.frozen, **options)
+        return attention.o_proj(flat_heads(mixed))

@@ -26,11 +26,12 @@ _KERNELS = {
     "flex": "flex attention",
 }
 _ROLES = {"keeping": "ordinary, every activation kept", "apart": "ordinary, each process by itself"}
+"""Arms of earlier records."""
 
 
 def tables(record: Record) -> list[Part]:
     """Return what a record measured: tables, why comparisons were refused, and what was left out."""
-    titled: dict[str, list[Mapping[str, str]]] = {}
+    titled: dict[str, list[Mapping[str, str | None]]] = {}
     if record["kind"] == "finetune":
         title = f"{record['settings']['task']}: means over the orders of examples"
         titled[title] = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
@@ -47,7 +48,7 @@ def tables(record: Record) -> list[Part]:
     return [*(_table(title, rows) for title, rows in titled.items()), *refused, *_missing(record)]
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+def _table(title: str, rows: Sequence[Mapping[str, str | None]]) -> Table:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows]).used()
 
@@ -75,19 +76,19 @@ def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
 
 
 def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str, str]:
-    ratio = None if row["refused"] else row["ratio"]
-    share = None
-    bound = free["ratio"] if free else None
+    ratio, bound, share = None if row["refused"] else row["ratio"], free["ratio"] if free else None, None
     if ratio is not None and ratio >= 1 and bound is not None and bound >= max(1 + NEAR_ONE, ratio):
         share = (1 - 1 / ratio) / (1 - 1 / bound)
+    times = {}
+    for side in ("baseline", "arm"):  # earlier records count operations, too
+        rate = row.get(f"{side}_tflops")
+        name = f"{side}, ms" + (" (TFLOP/s)" if rate else "")
+        times[name] = number(row[f"{side}_ms"]) + (f" ({number(rate, 3)})" if rate else "")
     return {
         "point": shape(row["point"]),
         "baseline": _kernel_name(row["baseline"].removeprefix("ordinary ")),
         "arm": _arm_name(row),
-        **{
-            f"{side}, ms (TFLOP/s)": f"{number(row[f'{side}_ms'])} ({number(row[f'{side}_tflops'], 3)})"
-            for side in ("baseline", "arm")
-        },
+        **times,
         "speedup": REFUSED if ratio is None else f"{ratio:.3f}×",
         "middle half of pairs": MISSING if ratio is None else f"{row['q25']:.3f} to {row['q75']:.3f}",
         "pairs": number(row["pairs"]),
@@ -158,18 +159,15 @@ def shape(point: Record) -> str:
 
 
 def _arm_name(row: Record) -> str:
-    """Return what an arm is: a share of frozen heads with their backend, or another attention kernel."""
     return _edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {_kernel_name(row['kernel'])}")
 
 
 def _edited_name(row: Record) -> str:
-    """Return what an arm's heads are: a share of them frozen, on a backend, or pruned."""
     share = f"{100 * row['rate']:g}%"
     return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
 
 
 def _kernel_name(kernel: str) -> str:
-    """Return an attention kernel's name as its makers write it."""
     return _KERNELS.get(kernel, kernel)
 
 
@@ -213,11 +211,11 @@ def _flat(value: Record, path: str = "") -> Iterator[tuple[str, Any]]:
             yield where.replace("_", " "), item
 
 
-def _value(value: Any) -> str:
-    if value is None:
-        return MISSING
+def _value(value: Any) -> str | None:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return number(value)
-    return f"{len(value)} values" if isinstance(value, list) and len(value) > 4 else str(value)
+    if isinstance(value, list) and len(value) > 4:
+        return f"{len(value)} values"
+    return None if value is None else str(value)

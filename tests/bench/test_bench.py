@@ -8,9 +8,10 @@ import torch
 
 import saf
 from saf import bench
-from saf.bench.models import ModelPlan, synthetic_patterns
+from saf.bench.models import ModelPlan, exponential_patterns, synthetic_patterns
 from saf.bench.protocol import Arm, Point, Session
 from saf.bench.speed import FreshSubject
+from saf.bench.whole import GPTStep
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import Execution
@@ -69,12 +70,6 @@ def test_update():
     assert any("toeplitz" in name for name in kernels["25% toeplitz auto"])
 
 
-def test_an_update_with_activation_checkpointing_stands_beside_one_without():
-    settings = {"points": ("16x1x1",), "rates": (0.5,), "free": False, "activation_checkpointing": True}
-    record = bench.update("tiny", **settings, **TOY)
-    assert [(row["role"], row["arm"]) for row in record["rows"]][2:] == [("keeping", "ordinary keeping auto")]
-
-
 def test_prefill():
     settings = {"points": ("32x2",), "rates": (0.5,), "precisions": ("fp32", "bf16")}
     record = bench.prefill("tiny", **settings, **TOY | {"others": ("math",)})
@@ -83,8 +78,9 @@ def test_prefill():
 
 
 def test_op():
-    sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.25, 0.5)}
-    record = bench.op("tiny", **sizes, backends=("toeplitz", "linear"), **TOY | {"others": ("math",)})
+    record = bench.op(
+        "tiny", points=("64x2",), rates=(0.25, 0.5), backends=("toeplitz", "linear"), **TOY | {"others": ("math",)}
+    )
     rows = [row for row in record["rows"] if row["variant"] == "both call"]
     assert [(row["part"], row["alone"], row["role"], row["heads"]) for row in rows] == [
         ("frozen", 1, "control", 0), ("frozen", 1, "frozen", 1), ("frozen", 1, "frozen", 1),
@@ -117,8 +113,7 @@ class Halved(torch.autograd.Function):
 )
 def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch, wrong, words):
     monkeypatch.setattr("saf.bench.layer.frozen_attention", wrong)
-    sizes = {"num_heads": 4, "head_dim": 16, "points": ("64x2",), "rates": (0.5,), "parts": ("frozen",)}
-    record = bench.op("tiny", **sizes, **TOY)
+    record = bench.op("tiny", points=("64x2",), rates=(0.5,), parts=("frozen",), **TOY)
     assert words in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"]} == {"control"}
 
@@ -132,12 +127,39 @@ def test_decode():
     assert frozen == ordinary - 6 * 16 * 2 * 64 * 4, "frozen heads keep no keys"
 
 
-@pytest.mark.parametrize("kind", ["prefill", "update"])
+@pytest.mark.parametrize("position", ["rope", "learned"])
+@pytest.mark.parametrize("heads", ["live", "compact", "exponential", "pruned"])
+def test_a_step_of_the_projects_decoder_computes_what_the_model_does(heads, position):
+    """Steps one after another from an empty cache give the logits of a whole pass, a layer without live heads too."""
+    length, generator = 150, torch.Generator().manual_seed(0)
+    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=length, position=position)).eval()
+    chosen = [(0, 1), (1, 0), *((2, head) for head in range(4)), (3, 3)]
+    if heads == "pruned":
+        saf.prune_(model, chosen)
+    elif heads == "exponential":
+        saf.install_(model, chosen, exponential_patterns(len(chosen), length, generator), backend="linear")
+    elif heads == "compact":
+        saf.install_(model, chosen, patterns(len(chosen), length))
+    tokens = torch.randint(64, (2, length), generator=generator)
+    with torch.no_grad():
+        expected = model(tokens)
+        step, logits = GPTStep(model, tokens[:, :1], length), []
+        for at in range(length):
+            step.token = tokens[:, at : at + 1]
+            step.position.fill_(at)
+            logits.append(step())
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "update", "decode"])
 def test_a_checkpoint_has_its_own_heads(gpt, kind):
     record = getattr(bench, kind)(str(gpt), points=("16x2",), **TOY)
     frozen = [row for row in record["rows"] if row["role"] == "frozen"]
     assert [(row["rate"], row["per_layer"], row["backend"]) for row in frozen] == [(3 / 16, [2, 0, 1, 0], "toeplitz")]
     assert (frozen[0]["model"], record["left_out"]) == (str(gpt), [])
+    if kind == "decode":
+        assert frozen[0]["baseline_cache_bytes"] == 2 * 16 * 2 * 4 * 128 * 4  # keys and values of 4 layers in fp32
+        assert frozen[0]["cache_bytes"] == frozen[0]["baseline_cache_bytes"] - 3 * 16 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize(("layer", "number", "frozen"), [(None, 0, 2), (2, 2, 1)])
@@ -199,7 +221,7 @@ def test_memory_and_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
     assert [entry["arm"] for entry in record["memory"]] == ["ordinary auto", "50% toeplitz auto"]
     assert all(entry["bytes"] > 50e6 for entry in record["memory"])
     prefill, cpu = bench.Prefill(model="tiny", **settings, **TOY), Execution.of("cpu")
-    with Session("prefill", {}, cpu, say=lambda _: None) as session:
+    with Session("prefill", {}, cpu) as session:
         subject = FreshSubject(session, prefill, Point(16, 1, precision="fp32"), Arm("auto"))
         assert subject.timed_block("call") > 0
         subject = FreshSubject(session, prefill, Point(16, 1, precision="fp32"), Arm("nothing"))
@@ -223,18 +245,15 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("prefill", {"backends": ("toepliz",)}, InputError, "backend"),
     ("prefill", {"precisions": ("fp8",)}, InputError, "precisions"),
     ("prefill", {"pairs": 0}, InputError, "pairs"),
-    ("prefill", {"repeats": 0}, InputError, "repeats"),
     ("prefill", {"compile": "layers"}, InputError, "for updates"),
     ("prefill", {"fresh": True, "pairs": 0, "memory": True}, InputError, "no effect"),
     ("prefill", {"graphs": "on"}, UnsupportedError, "CUDA"),
-    ("decode", {"model": "tiny"}, InputError, "no cache"),
     ("update", {"parallel": "ddp"}, InputError, "group"),
     ("update", {"graphs": "both", "memory": True}, InputError, "CUDA graphs"),
     ("prefill", {"model": FOLDER, "rates": (0.5,)}, InputError, "rates"),
     ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
     ("op", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
     ("op", {"model": FOLDER, "layer": 1}, InputError, r"of \[0, 2\], got 1"),
-    ("op", {"model": FOLDER, "head_dim": 8}, InputError, "its own heads"),
     ("op", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
     ("op", {"layer": 0}, InputError, "left out of a preset"),
     ("prefill", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),

@@ -8,14 +8,11 @@ from saf.bench.models import (
     MEASURED_SHARES,
     FlexAttention,
     ModelPlan,
-    attention_flops,
     causal_blocks,
     free_backend,
     heads_per_layer,
 )
 from saf.bench.protocol import Arm
-from saf.bench.whole import micro_batch_flops
-from saf.models import preset
 from saf.ops import BACKENDS
 
 CPU = torch.device("cpu")
@@ -59,22 +56,3 @@ def test_free_heads_pass_values_through_and_are_known_while_measuring_alone():
         )
         assert logits.isfinite().all()
     assert "free" not in BACKENDS
-
-
-def test_the_operations_of_an_update_are_those_of_the_model():
-    """Beside the FLOPs that training counts: 6 a weight and token, and half of the causal products' squares."""
-    length, batch = 256, 3
-    plan = ModelPlan(model="tiny", length=length, device=CPU)
-    ordinary, pruned = Arm("auto"), Arm("auto", "pruned", 0.25)
-    config = preset("tiny", max_length=length)
-    # Training counts six causal products a head, here the scores that the backward pass computes again are a seventh.
-    mixing = config.num_layers * config.hidden_size * 7 * length * (length + 1) * batch
-    count = micro_batch_flops(plan, ordinary, plan.build(ordinary), batch=batch, length=length)
-    assert count == pytest.approx(config.flops_per_token(0) * length * batch + mixing, rel=1e-12)
-    assert micro_batch_flops(plan, pruned, plan.build(pruned), batch=batch, length=length) < count
-
-
-def test_a_frozen_head_has_two_sevenths_of_a_live_heads_operations():
-    shape = {"batch": 2, "length": 64, "dim": 16, "backward": True}
-    live, frozen = (attention_flops(**shape, live=1 - n, frozen=n) for n in (0, 1))
-    assert frozen / live == pytest.approx(2 / 7)

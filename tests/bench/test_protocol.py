@@ -16,7 +16,7 @@ from tests.report.benchmark_records import MACHINE, TIMES, record
 
 @pytest.fixture
 def session(tmp_path) -> Session:
-    return Session("update", {}, MACHINE, out=tmp_path / "bench.json", say=lambda _: None)
+    return Session("update", {}, MACHINE, out=tmp_path / "bench.json")
 
 
 def rows_of(content: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -55,7 +55,6 @@ def test_rows_have_the_ratio_the_control_and_the_work(tmp_path):
     assert (quarter["baseline"], quarter["role"], quarter["pairs"], quarter["heads"]) == (
         "ordinary cudnn", "frozen", 4, 36,
     )  # fmt: skip
-    assert quarter["arm_tflops"] == pytest.approx(2e12 / quarter["arm_ms"] / 1e9)
     assert [each["arm"] for each in content["kernels"]] == [name for name in TIMES if "control" not in name]
 
 
@@ -97,11 +96,10 @@ def test_an_arm_that_fails_later_ends_the_pairs_and_those_before_stand(session):
 def test_one_pair_is_too_few(session):
     blocks = {"arm": (iter([2.0]).__next__, iter([1.0]).__next__)}
     assert alternate(session, "point", blocks, 9) == {}
-    assert "1 comparisons of one pair" in session.record["left_out"][-1]["why"]
 
 
 def test_no_round_begins_that_would_end_too_late(tmp_path):
-    session = Session("update", {}, MACHINE, seconds=1e-6, say=lambda _: None)
+    session = Session("update", {}, MACHINE, seconds=1e-6)
     assert alternate(session, "point", {"arm": (lambda: 2.0, lambda: 1.0)}, 3) == {}
     assert session.record["left_out"] == [{"what": "point", "why": "pairs 1 to 3: out of time"}]
 

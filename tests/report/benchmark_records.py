@@ -29,6 +29,7 @@ class _Timed:
 
     def __init__(self, times: Sequence[float]):
         self._times, self._asked = times, 0
+        self.facts: dict[str, Any] = {}
 
     def warm_up(self) -> None:
         pass
@@ -36,9 +37,6 @@ class _Timed:
     def timed_block(self, variant: str) -> float:
         self._asked += 1
         return self._times[(self._asked - 1) % len(self._times)]
-
-    def flops(self, variant: str) -> float:
-        return 2e12
 
     def kernels(self) -> list[dict[str, Any]]:
         return [{"name": "sdpa_<forward>", "calls": 1, "ms": 2.5}]
@@ -64,7 +62,7 @@ def record(
         return _Timed(times[arm.name])
 
     kinds = {"backends": settings.backends or ("toeplitz",), "rates": [0.25, 0.5], "free": settings.free}
-    with Session(settings.kind, asdict(settings), MACHINE, out=path, say=lambda _: None) as session:
+    with Session(settings.kind, asdict(settings), MACHINE, out=path) as session:
         for point in points:
             case = Case(
                 name=point.name,
@@ -72,7 +70,7 @@ def record(
                 comparisons=plan(kernels=["cudnn"], others=others, **kinds),
                 build=build,
                 variants=variants,
-                describe=lambda arm, _: {"heads": round(144 * arm.rate)},
+                describe=lambda arm: {"heads": round(144 * arm.rate)},
             )
             compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
         for rate, size in (memory or {}).items():
