@@ -1,13 +1,14 @@
 """Output of commands: tables for people or JSON alone for machines, and progress on standard error."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from saf.records.files import to_json
 from saf.records.table import Part, duration, plain
@@ -28,6 +29,11 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
             part.print()
 
 
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(plain(text), file=sys.stderr, flush=True)
+
+
 class Countdown(AbstractContextManager):
     """Show on standard error how far something is, and the time left: a bar on a terminal, else a line now and then.
 
@@ -36,34 +42,26 @@ class Countdown(AbstractContextManager):
 
     def __init__(self, verb: str, items: str, *, quiet: bool = False):
         """`verb` and `items` are words of the line: "calibrating", "layers"; nothing is shown where it is `quiet`."""
-        self._verb, self._items, self._quiet = verb, items, quiet
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._verb, self._items, self._last = verb, items, time.monotonic()
+        console = Console(stderr=True)
+        self._plain = not (quiet or console.is_terminal)
         counts = TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {items}")
-        columns = (TextColumn(verb), BarColumn(), counts, TextColumn("{task.fields[left]}"))
-        self._bar = Progress(*columns, console=self._console, disable=quiet or not self._console.is_terminal)
-        self._task: TaskID | None = None
-        self._first, self._last = 0, time.monotonic()
-        self._began = self._last
+        columns = (TextColumn(verb), BarColumn(), counts, TimeRemainingColumn())
+        disable = quiet or self._plain
+        self._bar = Progress(*columns, console=console, disable=disable, speed_estimate_period=600)
 
     def __exit__(self, *reason: object) -> None:
         self._bar.stop()
 
-    def say(self, text: str) -> None:
-        """Show a line of its own."""
-        self._console.print(plain(text), markup=False)
-
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` items are done."""
-        now = time.monotonic()
-        if self._task is None:
-            self._first, self._began = done, now
-            self._task = self._bar.add_task("", total=total, left="")
+        if not self._bar.tasks:
+            self._bar.add_task("", total=total)
             self._bar.start()
-        measured = done - self._first
-        left = f"{duration((now - self._began) / measured * (total - done))} left" if measured else ""
-        self._bar.update(self._task, completed=done, left=left)
-        if self._bar.disable and not self._quiet and done and (done == total or now - self._last >= EVERY):
-            self._last = now
-            self.say(", ".join(filter(None, [f"{self._verb} {done}/{total} {self._items}", left])))
+        task, now = self._bar.tasks[0], time.monotonic()
+        self._bar.update(task.id, completed=done)
+        if self._plain and done and (done == total or now - self._last >= EVERY):
+            self._last, left = now, task.time_remaining
+            say(f"{self._verb} {done}/{total} {self._items}" + (f", {duration(left)} left" if left else ""))
         if done == total:
             self._bar.stop()

@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -22,6 +22,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from saf.cli import unless_command
 from saf.errors import InputError
 from saf.heads import Head
 from saf.records.files import read_json_value
@@ -34,7 +35,9 @@ First = Mapping[Any, Sequence[str]]
 RULES = ConstructorRegistry()
 
 
-def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None, first: First | None = None) -> Any:
+def parse(
+    command: type[Any], words: Sequence[str], *, prog: str, default: Any = None, first: First | None = None
+) -> Any:
     """Parse the command of `words`; settings left out take the values of `default`.
 
     A share may be written in percent: `--budget 1%`. Ends the process after the help, with exit code 0, and for bad
@@ -45,11 +48,10 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
     if not {"-h", "--help", "--help-all"} & set(words):
         return tyro.cli(command, args=list(map(_without_percent, words)), **options)
     shown = {} if "--help-all" in words or first is None else first
-    if isinstance(command, type):
-        text = cleandoc(command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
-        width = get_terminal_size().columns
-        print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
-        options["description"] = ""
+    text = cleandoc(command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
+    width = get_terminal_size().columns
+    print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
+    options["description"] = ""
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
     rules = ConstructorRegistry()
     rules.struct_rule(partial(_help_rule, shown))
@@ -60,9 +62,14 @@ def parse(command: Any, words: Sequence[str], *, prog: str, default: Any = None,
 
 def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: First) -> Any:
     """Parse the words of one of several commands, which the first word names."""
-    if words and words[0] in commands:
-        return parse(commands[words[0]], words[1:], prog=f"{prog} {words[0]}", first=first)
-    return parse(Union[tuple(commands.values())], words, prog=prog)  # noqa: UP007 (made of a mapping)
+    usage = [f"usage: {prog} COMMAND ...", ""]
+    for name, kind in commands.items():
+        summary = cleandoc(kind.__doc__).partition("\n\n")[0].replace("\n", " ")
+        usage.append(fill(summary, 80, initial_indent=f"  • {name:<9}", subsequent_indent=" " * 13))
+    usage += ["", f"`{prog} COMMAND --help` shows the settings."]
+    if (code := unless_command(words, commands, prog=prog, usage="\n".join(usage))) is not None:
+        raise SystemExit(code)
+    return parse(commands[words[0]], words[1:], prog=f"{prog} {words[0]}", first=first)
 
 
 def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -85,8 +92,9 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
             default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
         if each.name not in first.get(kind, [each.name]):
             hint = Annotated[hint, tyro.conf.Suppress]
-        elif default is None or default in ((), {}):
-            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint="(optional)")]
+        elif default is tyro.MISSING or default is None or default in ((), {}):
+            behaviour = "(required)" if default is tyro.MISSING else "(optional)"
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
         members.append(StructFieldSpec(each.name, hint, default, docs.get(each.name)))
     return StructConstructorSpec(kind, tuple(members))
 
