@@ -388,7 +388,7 @@ class CachedAttention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, cache_position: CachePosition) -> Tensor:
         """Mix `x [B, 1, C]` with the cache, to `[B, 1, C]`."""
-        attention, at = self.attention, cache_position.first[None]
+        attention, first = self.attention, torch.as_tensor(cache_position.first)
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         query, key, value = (each(x).unflatten(-1, (-1, attention.head_dim)) for each in projections)
         if not value.shape[2]:
@@ -396,8 +396,8 @@ class CachedAttention(nn.Module):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        self.keys.index_copy_(2, at, key)
-        self.values.index_copy_(2, at, take_heads(value, self.order) if self.order else value[:, :0])
+        self.keys.index_copy_(2, first[None], key)
+        self.values.index_copy_(2, first[None], take_heads(value, self.order) if self.order else value[:, :0])
         state = RecurrentState(*self.state, value) if self.state else None
         options: Any = {"cache_position": cache_position, "kernel": attention.live.kernel, "state": state}
         mixed = mixed_attention(query, self.keys, self.values, attention.frozen, **options)
