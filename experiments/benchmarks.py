@@ -5,7 +5,6 @@ Where two records measured the same point and arm on the same device, the newest
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -26,50 +25,27 @@ from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cell
 
 Record = Mapping[str, Any]
 Cells = dict[str, Any]
+Tables = Iterator[tuple[str, pd.DataFrame]]
+"""Tables with their titles."""
 _USUAL_LAYER = (12, 12, 64)
 """Query heads, KV heads and channels of a layer of the 124M model; another layer is named."""
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A committed record: its name in tables, and its device where most records are of another."""
+def read_benchmarks(results: Path) -> list[Record]:
+    """Return the benchmark records of a folder of results by name in natural order.
 
-    name: str
-    record: Record
-    device: str = ""
-
-
-def read_benchmarks(results: Path) -> list[Benchmark]:
-    """Return the benchmark records of a folder of results, by name in natural order."""
+    Each also has its `name` and, where most records are of another device, the name of its own as `elsewhere`.
+    """
     paths = sorted((results / "bench").glob("*.json"), key=lambda path: natural_order(path.as_posix()))
-    records = {path.stem: read_json(path) for path in paths}
-    devices = pd.Series([record["provenance"].get("device") for record in records.values()])
-    usual = devices.mode()[0]
+    records = [{**read_json(path), "name": path.stem} for path in paths]
+    devices = pd.Series([record["provenance"].get("device") for record in records])
+    usual = (devices.mode()[0], None)
+    # A GPU's name without its maker's and its memory.
+    short = lambda device: re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))  # noqa: E731
     return [
-        Benchmark(name, record, "" if device in (usual, None) else _short(device))
-        for (name, record), device in zip(records.items(), devices, strict=True)
+        {**record, "elsewhere": "" if device in usual else short(device)}
+        for record, device in zip(records, devices, strict=True)
     ]
-
-
-def _short(device: str) -> str:
-    """Return a GPU's name without its maker's and its memory."""
-    return re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))
-
-
-def superseded(benchmarks: Sequence[Benchmark]) -> list[str]:
-    """Return the names of speed records of whose measurements each stands newer in another one."""
-    measured = [each for kind in SPEEDS for each in (*_speed_lines(benchmarks, kind), *_memory_lines(benchmarks, kind))]
-    standing = {each["in"] for each in _newest(measured)}
-    return sorted({each["in"] for each in measured} - standing)
-
-
-def _newest(lines: Iterable[Cells]) -> list[Cells]:
-    """Return the lines whose measurement no other has newer; a refused one never replaces an accepted one."""
-    lines = list(lines)
-    best: dict[Any, tuple[Any, int]] = {}
-    for place, line in enumerate(lines):
-        best[line["_key"]] = max(best.get(line["_key"], (line["_order"], place)), (line["_order"], place))
-    return [line for place, line in enumerate(lines) if best[line["_key"]][1] == place]
 
 
 def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
@@ -82,11 +58,11 @@ def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
     return table.drop(columns=words)
 
 
-def speeds(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the table of each way of running that records of a kind measured, with its title."""
+def speeds(records: Sequence[Record], kind: str) -> Tables:
+    """Yield the table of each way of running that records of a kind measured."""
     order = ("length", "batch_size", "accumulation")
     lines = sorted(
-        _newest(_speed_lines(benchmarks, kind)),
+        _newest([line for record in records if record["kind"] == kind for line in _speed_lines(record)]),
         key=lambda line: (*(line["_row"]["point"].get(name, 0) for name in order), line["_row"]["baseline"]),
     )
     for title in dict.fromkeys(line["_way"] for line in lines):
@@ -96,71 +72,50 @@ def speeds(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[tuple[str, pd
         yield title, frame(chosen, ("point", "baseline", "arm"))
 
 
-def _speed_lines(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[Cells]:
-    for place, each in enumerate(benchmarks):
-        record = each.record
-        if record["kind"] != kind:
-            continue
-        unusual = unusual_settings(each)
-        for row, cells in speed_cells(record):
-            quoted = _PAPER[kind](record, row) if row["backend"] and kind in _PAPER else None
-            pinned = "kernel pinned" * (kind == "prefill" and _is_pinned(row))
-            arms = [row["baseline"], row["arm"]]
-            # PyTorch's choice is cuDNN wherever a profile was taken, but an arm may be that choice itself.
-            alike = [
-                re.sub(" auto$", " cudnn", arms[0]),
-                re.sub(" auto$", " cudnn", arms[1]) if row["backend"] else arms[1],
-            ]
-            key = (record["provenance"].get("device"), unusual, way(row), *row["point"].items(), *alike, pinned)
-            yield {
-                **cells,
-                "arm": ", ".join(filter(None, [cells["arm"], pinned])),
-                "paper": quoted or MISSING,
-                "in": each.name,
-                "_row": row,
-                "_way": way(row, unusual),
-                "_key": key,
-                "_order": (not row["refused"], str(record["provenance"].get("date")), place),
-            }
+def _speed_lines(record: Record) -> Iterator[Cells]:
+    unusual, provenance = unusual_settings(record), record["provenance"]
+    for row, cells in speed_cells(record):
+        pinned = "kernel pinned" * (record["kind"] == "prefill" and _is_pinned(row))
+        # PyTorch's choice is cuDNN wherever a profile was taken, but an arm may be that choice itself.
+        alike = [re.sub(" auto$", " cudnn", row[name]) for name in ("baseline", "arm")]
+        alike[1] = alike[1] if row["backend"] else row["arm"]
+        yield {
+            **cells,
+            "arm": ", ".join(filter(None, [cells["arm"], pinned])),
+            "paper": _paper_speed(record, row) or MISSING,
+            "in": record["name"],
+            "_row": row,
+            "_way": way(row, unusual),
+            "_same": (provenance.get("device"), unusual, way(row), *row["point"].items(), *alike, pinned),
+            "_order": (not row["refused"], str(provenance.get("date"))),
+        }
 
 
-def memory(benchmarks: Sequence[Benchmark], kind: str) -> pd.DataFrame | None:
+def _newest(lines: Sequence[Cells]) -> list[Cells]:
+    """Return the lines whose measurement no other has newer; a refused one never replaces an accepted one."""
+    newest = {lines[at]["_same"]: at for at in sorted(range(len(lines)), key=lambda at: lines[at]["_order"])}
+    return [lines[at] for at in sorted(newest.values())]
+
+
+def memory(records: Sequence[Record], kind: str) -> pd.DataFrame | None:
     """Return the peak memory of arms that records of a kind measured; None without any."""
-    lines = _newest(_memory_lines(benchmarks, kind))
+    lines = []
+    for record in records:
+        layers = record["settings"].get("num_layers") if record["kind"] == kind else None
+        for entry in record["memory"] if record["kind"] == kind else ():
+            model = str(record["settings"].get("model")) + ("" if layers is None else f", {layers} layers")
+            point, quoted = (model, entry["point"]["length"], entry["point"]["batch_size"]), None
+            if kind == "update":
+                quoted = paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)
+            model = ", ".join(filter(None, [model, unusual_settings(record)]))
+            cells = {"model": model, **memory_cells(record, entry)}
+            lines.append({**cells, "paper": quoted or MISSING, "in": record["name"]})
     return frame(lines, ("model", "point", "arm")) if lines else None
 
 
-def _memory_lines(benchmarks: Sequence[Benchmark], kind: str) -> Iterator[Cells]:
-    for place, each in enumerate(benchmarks):
-        record = each.record
-        for entry in record["memory"] if record["kind"] == kind else ():
-            model = ", ".join(filter(None, [_model(record), unusual_settings(each)]))
-            quoted = _update_memory(record, entry) if kind == "update" else None
-            key = (record["provenance"].get("device"), model, *entry["point"].items(), entry["arm"], "memory")
-            order = (True, str(record["provenance"].get("date")), place)
-            yield {
-                "model": model,
-                **memory_cells(record, entry),
-                "paper": quoted or MISSING,
-                "in": each.name,
-                "_key": key,
-                "_order": order,
-            }
-
-
-def _model(record: Record) -> str:
-    layers = record["settings"].get("num_layers")
-    return f"{record['settings'].get('model')}" + ("" if layers is None else f", {layers} layers")
-
-
-def unusual_settings(each: Benchmark) -> str:
+def unusual_settings(record: Record) -> str:
     """Return which settings make a record's rows other measurements than the usual ones would; "" for none."""
-    record, settings, provenance = each.record, each.record["settings"], each.record["provenance"]
-    driver, usual, words = (
-        provenance.get("driver"),
-        "off" if record["kind"] in ("finetune", "attention") else "auto",
-        [],
-    )
+    settings, driver, words = record["settings"], bool(record["provenance"].get("driver")), []
     if record["kind"] == "op":
         layers = {tuple(row["layer"].values()) for row in record["rows"] if row.get("layer")} - {_USUAL_LAYER}
         words += [f"{heads} heads of {dim}, {kv_heads} of keys" for heads, kv_heads, dim in layers]
@@ -169,20 +124,21 @@ def unusual_settings(each: Benchmark) -> str:
     words.append(placed.get(settings.get("placement", ""), ""))
     if settings.get("per_layer"):
         words.append(f"{' '.join(map(str, settings['per_layer']))} heads of the layers frozen")
+    usual = "off" if record["kind"] in ("finetune", "attention") else "auto"
     setting = settings.get("compile", usual)
-    is_compiled = [one == "on" or (one == "auto" and bool(driver)) for one in (setting, usual)]
+    is_compiled, usually = (one == "on" or (one == "auto" and driver) for one in (setting, usual))
     if setting == "layers":
         words.append("compiled by layers")
-    elif is_compiled[0] != is_compiled[1]:
-        words.append("compiled" if is_compiled[0] else "not compiled")
+    elif is_compiled != usually:
+        words.append("compiled" if is_compiled else "not compiled")
     words += ["layers computed again"] * bool(settings.get("activation_checkpointing"))
     if settings.get("parallel", "none") != "none":
-        processes = provenance.get("processes", 1)
+        processes = record["provenance"].get("processes", 1)
         words.append(f"{settings['parallel']}, {processes} process{'es' * (processes > 1)}")
     words += ["processes of their own"] * bool(settings.get("fresh"))
     if settings.get("dtype", "auto") not in ("auto", "bf16" if driver else "fp32"):
         words.append(settings["dtype"])
-    return ", ".join(filter(None, [*words, f"on {each.device}" * bool(each.device)]))
+    return ", ".join(filter(None, [*words, f"on {record['elsewhere']}" * bool(record["elsewhere"])]))
 
 
 def _is_pinned(row: Record) -> bool:
@@ -200,62 +156,44 @@ def _is_pinned(row: Record) -> bool:
     return are_few(values, sizes.num_heads, replayed=row["variant"] == GRAPH)
 
 
-# --- the paper's numbers at the same shapes
-
-
-def _point(row: Record) -> tuple[str, int, int]:
-    return row["model"], row["point"]["length"], row["point"]["batch_size"]
-
-
-def _update(record: Record, row: Record) -> str | None:
-    if row["variant"].endswith(f" {GRAPH}"):
-        return None  # the paper replayed no update
-    together = record["provenance"].get("processes", 1) > 1
-    return paper.update_speed(_point(row), row["rate"], pruned=row["backend"] == PRUNED, together=together)
-
-
-def _update_memory(record: Record, entry: Record) -> str | None:
-    point = (_model(record), entry["point"]["length"], entry["point"]["batch_size"])
-    return paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)
-
-
-def _prefill(record: Record, row: Record) -> str | None:
-    graph = row["variant"] == GRAPH
-    return paper.prefill_speed(_point(row), row["rate"], graph=graph, pruned=row["backend"] == PRUNED)
-
-
-def _op(record: Record, row: Record) -> str | None:
-    layer, point = row["layer"], row["point"]
-    qwen = (layer["num_heads"], layer["num_kv_heads"], layer["head_dim"]) == (32, 8, 128)
-    forward = row["part"] == "layer" and row["variant"].startswith("forward")
-    return paper.attention_speed(point["length"], point["batch_size"], row["rate"]) if qwen and forward else None
-
-
-_PAPER: dict[str, Callable[[Record, Record], str | None]] = {"update": _update, "prefill": _prefill, "op": _op}
+def _paper_speed(record: Record, row: Record) -> str | None:
+    """Return the paper's number at the same shape."""
+    kind, variant, rate, pruned = record["kind"], row["variant"], row["rate"], row["backend"] == PRUNED
+    length, size = row["point"]["length"], row["point"]["batch_size"]
+    if kind == "update" and row["backend"] and not variant.endswith(f" {GRAPH}"):  # the paper replayed no update
+        together = record["provenance"].get("processes", 1) > 1
+        return paper.update_speed((row["model"], length, size), rate, pruned=pruned, together=together)
+    if kind == "prefill" and row["backend"]:
+        return paper.prefill_speed((row["model"], length, size), rate, graph=variant == GRAPH, pruned=pruned)
+    if kind == "op" and row["backend"] and row["part"] == "layer" and variant.startswith("forward"):
+        qwen = [row["layer"][name] for name in ("num_heads", "num_kv_heads", "head_dim")] == [32, 8, 128]
+        return paper.attention_speed(length, size, rate) if qwen else None
+    return None
 
 
 # --- other kinds
 
 
-def finetuning(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
+def finetuning(records: Sequence[Record]) -> Tables:
     """Yield means over the orders of examples: a table a task, and one where passes were replayed as graphs."""
-    for each in benchmarks:
-        for graphed in (False, True) if each.record["kind"] == "finetune" else ():
+    for record in records:
+        for graphed in (False, True) if record["kind"] == "finetune" else ():
             lines = []
-            for row, cells in means(each.record, graphed=graphed):
+            for row, cells in means(record, graphed=graphed):
                 quoted = None
                 if row["model"] == "124m" and row["role"] == "frozen":
                     quoted = paper.finetuning(row["variant"].split()[0], row["rate"])
                 lines.append({**cells, "paper": quoted or MISSING})
             if lines:
-                title = f"{each.record['rows'][0]['model']}, {each.record['settings']['task']}: mean over the orders"
+                title = f"{record['rows'][0]['model']}, {record['settings']['task']}: mean over the orders"
                 yield title + ", passes replayed as CUDA graphs" * graphed, frame(lines, ("arm",))
 
 
-def _rows(benchmarks: Sequence[Benchmark], kind: str, part: str | None = None) -> Iterator[tuple[Benchmark, Record]]:
-    for each in benchmarks:
-        if each.record["kind"] == kind:
-            yield from ((each, row) for row in each.record["rows"] if part in (None, row.get("part")))
+def _rows(records: Sequence[Record], kind: str, part: str | None = None) -> Iterator[tuple[str, Record]]:
+    """Yield the rows of records of a kind, each with its record's name."""
+    for record in records:
+        if record["kind"] == kind:
+            yield from ((record["name"], row) for row in record["rows"] if part in (None, row.get("part")))
 
 
 def _speedup(row: Record, name: str = "speedup") -> Cells:
@@ -268,7 +206,7 @@ def _speedup(row: Record, name: str = "speedup") -> Cells:
     }
 
 
-def nanogpt(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
+def nanogpt(records: Sequence[Record]) -> Tables:
     """Yield the table of ordinary updates beside nanoGPT's."""
     lines = [
         {
@@ -279,15 +217,15 @@ def nanogpt(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame
             **_speedup(row),
             "nanoGPT, tokens/s": f"{row['baseline_tokens_per_second']:,.0f}",
             "ours, tokens/s": f"{row['arm_tokens_per_second']:,.0f}",
-            "in": each.name,
+            "in": name,
         }
-        for each, row in _rows(benchmarks, "nanogpt")
+        for name, row in _rows(records, "nanogpt")
         if not row["control"]
     ]
     yield "", frame(lines, ("model", "point"))
 
 
-def compilation(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
+def compilation(records: Sequence[Record]) -> Tables:
     """Yield what an event costs in compilation, and updates of models compiled whole and by layers."""
     forms = {"whole": "the whole model", "layers": "by decoder layers"}
     caches = {"empty": "empty", "ahead": "filled ahead", "warm": "of an earlier process"}  # the last two of old records
@@ -302,28 +240,26 @@ def compilation(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataF
             "lost": seconds(row["lost_s"]),
             "first update": seconds(row["first_s"]),
             "update after it": seconds(row["update_s"]),
-            "in": each.name,
+            "in": name,
         }
-        for each, row in _rows(benchmarks, "compile", "event")
+        for name, row in _rows(records, "compile", "event")
     ]
     yield "", frame(events, ("model", "point", "compiled", "cache on disk", "event"))
     pairs = []
-    for each, row in _rows(benchmarks, "compile", "pair"):
+    for name, row in _rows(records, "compile", "pair"):
         busy = {f"kernels {form.replace('layers', 'by layers')}": row.get("busy", {}).get(form) for form in forms}
-        kernels = {name: f"{number(one['kernels'])}, {number(one['ms'])} ms" for name, one in busy.items() if one}
+        kernels = {words: f"{number(one['kernels'])}, {number(one['ms'])} ms" for words, one in busy.items() if one}
         times = {"whole, ms": number(row["baseline_ms"]), "by layers, ms": number(row["arm_ms"])}
         if not row.get("control"):
             share = {"frozen": f"{100 * row['rate']:g}%"}
-            pairs.append(
-                {**where(row), **share, **times, **_speedup(row, "whole / by layers"), **kernels, "in": each.name}
-            )
+            pairs.append({**where(row), **share, **times, **_speedup(row, "whole / by layers"), **kernels, "in": name})
     yield "Updates compiled whole and by layers", frame(pairs, ("model", "point"))
 
 
-def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
+def freezing(records: Sequence[Record]) -> Tables:
     """Yield the warm seconds of interventions and of fits, and of dense collection as their baseline."""
     whole, fits, dense = [], [], []
-    for each, row in _rows(benchmarks, "calibration", "intervention"):
+    for name, row in _rows(records, "calibration", "intervention"):
         model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
         quoted = paper.intervention(model, length, row["rate"], sequences)
         whole.append(
@@ -334,11 +270,11 @@ def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFram
                 "range": f"{seconds(row['spread']['min'])} to {seconds(row['spread']['max'])}",
                 "first use": seconds(row["first_seconds"]),
                 "paper": quoted or MISSING,
-                "in": each.name,
+                "in": name,
             }
         )
     yield "", frame(whole, ("intervention",))
-    for each, row in _rows(benchmarks, "calibration", "fit"):
+    for name, row in _rows(records, "calibration", "fit"):
         over = row["excess_kl"]
         over = MISSING if over is None else f"{scientific(over)} nats{_limit(over, row['bar_excess_kl'], ' nats')}"
         fits.append(
@@ -352,11 +288,11 @@ def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFram
                 "worst KL": f"{row['worst_kl']:.4f} nats",
                 "not converged": number(row["not_converged"]),
                 "KL over the reference, at most": over,
-                "in": each.name,
+                "in": name,
             }
         )
     yield "Fit of all heads and its KL", frame(fits, ("of",))
-    for each, row in _rows(benchmarks, "calibration", "dense"):
+    for name, row in _rows(records, "calibration", "dense"):
         error = max(row["difference"].values())
         ratio = lambda name, row=row: "refused" if row["refused"] else f"{row[name]:.1f}×"  # noqa: E731
         dense.append(
@@ -369,7 +305,7 @@ def freezing(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFram
                 "intervention with it": seconds(row["intervention_seconds"]),
                 "ratio of wholes": ratio("intervention_ratio"),
                 "ours from float64, relative": scientific(error) + _limit(error, row["bar_difference"]),
-                "in": each.name,
+                "in": name,
             }
         )
     yield "Dense collection of the same queries and keys, in float32, as the baseline", frame(dense, ("point",))
@@ -392,42 +328,35 @@ _PARTS = {
 }
 
 
-def errors(benchmarks: Sequence[Benchmark]) -> Iterator[tuple[str, pd.DataFrame]]:
+def errors(records: Sequence[Record]) -> Tables:
     """Yield the largest error of each part, backend and precision, beside its limit and the paper's."""
     lines = []
-    for each in benchmarks:
-        where = lambda row: (row["part"], row["backend"], row["precision"])  # noqa: E731
-        for (part, backend, precision), group in (
-            groupby(each.record["rows"], where) if each.record["kind"] == "errors" else ()
-        ):
-            rows, place = list(group), {"fp32": 1, "bf16": 3}[precision]
-            papers = [paper.GRADIENT_ERRORS.get(row["tensor"]) for row in rows] if part == "layer" else []
-            quoted = [each[place] for each in papers if each] + [paper.PRUNED_ERRORS[precision]] * (
-                part == "pruned layer"
-            )
-            lines.append(
-                {
-                    "of": _PARTS[part],
-                    "backend": backend or MISSING,
-                    "precision": precision,
-                    "tensors": str(len(rows)),
-                    "relative L2": scientific(max(row["relative_l2"] for row in rows)),
-                    "largest share of its limit": f"{max(row['relative_l2'] / row['limit'] for row in rows):.0%}",
-                    "within": "yes" if all(row["within"] for row in rows) else "above",
-                    "unfrozen layer or PyTorch's attention": scientific(
-                        max(row["beside"]["relative_l2"] for row in rows)
-                    ),
-                    "from eager, L2": scientific(
-                        max((row["eager"]["relative_l2"] for row in rows if row["eager"]), default=None)
-                    ),
-                    "paper, L2": max(quoted, key=float, default=MISSING),
-                    "in": each.name,
-                }
-            )
+    of = lambda row: (row["part"], row["backend"], row["precision"])  # noqa: E731
+    for place, group in groupby(_rows(records, "errors"), lambda each: (each[0], *of(each[1]))):
+        name, part, backend, precision = place
+        rows, column = [row for _, row in group], {"fp32": 1, "bf16": 3}[precision]
+        papers = [paper.GRADIENT_ERRORS.get(row["tensor"]) for row in rows] if part == "layer" else []
+        quoted = [each[column] for each in papers if each] + [paper.PRUNED_ERRORS[precision]] * (part == "pruned layer")
+        eager = max((row["eager"]["relative_l2"] for row in rows if row["eager"]), default=None)
+        lines.append(
+            {
+                "of": _PARTS[part],
+                "backend": backend or MISSING,
+                "precision": precision,
+                "tensors": str(len(rows)),
+                "relative L2": scientific(max(row["relative_l2"] for row in rows)),
+                "largest share of its limit": f"{max(row['relative_l2'] / row['limit'] for row in rows):.0%}",
+                "within": "yes" if all(row["within"] for row in rows) else "above",
+                "unfrozen layer or PyTorch's attention": scientific(max(row["beside"]["relative_l2"] for row in rows)),
+                "from eager, L2": scientific(eager),
+                "paper, L2": max(quoted, key=float, default=MISSING),
+                "in": name,
+            }
+        )
     yield "Largest relative L2 error of output and gradients", frame(lines, ("of", "backend", "precision"))
 
 
-TABLES: dict[str, Callable[[Sequence[Benchmark]], Iterator[tuple[str, pd.DataFrame]]]] = {
+TABLES: dict[str, Callable[[Sequence[Record]], Tables]] = {
     **{kind: partial(speeds, kind=kind) for kind in SPEEDS},
     **{"finetune": finetuning, "nanogpt": nanogpt, "compile": compilation, "calibration": freezing, "errors": errors},
 }

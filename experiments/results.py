@@ -151,7 +151,7 @@ def render(results: Path, docs: Path) -> dict[Path, str]:
 
 
 def stale(results: Path, docs: Path) -> list[str]:
-    """Return what is not as `python -m experiments results` would write it, and records that newer ones supersede."""
+    """Return what is not as `python -m experiments results` would write it."""
     rendered = render(results, docs)
     problems = [
         f"{path}: not what {results}/ renders to; run `python -m experiments results`"
@@ -163,8 +163,7 @@ def stale(results: Path, docs: Path) -> list[str]:
         for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
             if number not in cells:
                 problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
-    older = benchmarks.superseded(benchmarks.read_benchmarks(results))
-    return problems + [f"{results}/bench/{name}.json: all that it measured stands newer elsewhere" for name in older]
+    return problems
 
 
 def _markdown(name: str, parts: list[Shown]) -> str:
@@ -200,10 +199,10 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
         yield from _linear(results / "bench" / "linear.json")
 
 
-def _benchmarks(name: str, measured: list[benchmarks.Benchmark]) -> Iterator[Shown]:
+def _benchmarks(name: str, measured: list[Record]) -> Iterator[Shown]:
     for kind, section in _KINDS.get(name, ()):
         columns = SPEED_COLUMNS if kind in benchmarks.SPEEDS and kind != "finetune" else ()
-        files = sorted({each.name for each in measured if each.record["kind"] == kind}, key=natural_order)
+        files = sorted({each["name"] for each in measured if each["kind"] == kind}, key=natural_order)
         where = {"section": section}
         *tables, last = [
             Shown(heading=section, title=title, frame=frame, columns=columns, cells=where)

@@ -1,13 +1,14 @@
-"""From records to tables: one long DataFrame (arm, seed, metric, value), then a recipe's rows by metric.
+"""From records to tables: numbers by arm, seed and metric, then a recipe's rows.
 
 A ratio or a difference is taken in each seed first, then averaged over seeds. Where there is one seed, the interval of
 a change is the paired bootstrap over held-out windows.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ import torch
 from scipy.special import stdtrit
 
 from experiments.arms import ARMS
-from experiments.recipe import Recipe, Row, names, recipe
+from experiments.recipe import Recipe, Row
 from experiments.scales import scale_named
 from saf.errors import CompareError
-from saf.evaluate.compare import free_heads_bound
 from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
 from saf.records.result import read_result
 
@@ -31,114 +31,6 @@ CHECKS = {"heads": True, "executed": True, "query_key_rows": 0, "query_key_gradi
 """What a run's check of its heads must have; earlier records lack the last."""
 PAPER_EXCHANGE = 0.14
 """Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
-
-# --- numbers of one record
-
-
-def field(*path: str, scale: float = 1.0) -> Callable[[Record], float | None]:
-    """Return the reader of a number of a record, which lies below names; None where one of them is missing."""
-
-    def read(record: Record) -> float | None:
-        value: Any = record
-        for name in path:
-            value = (value or {}).get(name)
-        return None if value is None else scale * value
-
-    return read
-
-
-def event_seconds(*parts: str) -> Callable[[Record], float | None]:
-    """Return the reader of an intervention's seconds, of some of its parts or of all."""
-
-    def read(record: Record) -> float | None:
-        seconds = (record.get("intervention") or {}).get("seconds")
-        return None if seconds is None else math.fsum(seconds.get(name, 0.0) for name in parts or seconds)
-
-    return read
-
-
-def _minutes(record: Record) -> float | None:
-    seconds = ((record.get("time") or {}).get("everything") or {}).get("seconds")
-    return None if seconds is None else seconds / 60
-
-
-def _continuation(record: Record) -> float | None:
-    """Return the minutes of a run without its parent's; None of one from initialisation."""
-    time = record.get("time") or {}
-    if time.get("parent_parts") is None:
-        return None
-    # Earlier records also have parts that neither total counted.
-    return sum(seconds for part, seconds in time["parts"].items() if part not in ("afterwards", "lost")) / 60
-
-
-def _compilation(record: Record) -> float | None:
-    parts = (record.get("time") or {}).get("parts") or {}
-    return parts.get("compile", parts.get("compilation"))  # the latter in earlier records
-
-
-def _context(record: Record) -> float | None:
-    """Return by how many nats the loss of a window's last targets is below that of targets 17 to 64."""
-    losses = dict(record.get("by_position") or ())
-    return losses[64] - losses[max(losses)] if 64 in losses and len(losses) > 2 else None
-
-
-def _window(record: Record) -> float | None:
-    """Return the tokens of a window that perplexity is measured on."""
-    return max((end for end, _ in record.get("by_position") or ()), default=None)
-
-
-def _perplexity_to_4k(record: Record) -> float | None:
-    """Return the perplexity of the first 4,096 targets of each window."""
-    losses = {end: loss for end, loss in record.get("by_position") or () if end <= 4_096}
-    if 4_096 not in losses:
-        return None
-    counts = np.diff([0, *losses])
-    return math.exp(np.average(list(losses.values()), weights=counts))
-
-
-def _heads(record: Record) -> float | None:
-    frozen = record["provenance"].get("heads")
-    return None if frozen is None else float(len(frozen) + len(record["provenance"].get("pruned") or ()))
-
-
-def _remaining(record: Record) -> float | None:
-    event = record.get("intervention")
-    return None if event is None else float(record["updates"] - event["update"])
-
-
-READ: dict[str, Callable[[Record], float | None]] = {
-    "loss": lambda run: run.get("report_loss") if "report_perplexity" in run else None,
-    "perplexity": field("report_perplexity"),
-    "accuracy": field("accuracy", scale=100),
-    "epochs": field("epochs"),
-    "example_tokens": field("example_tokens"),
-    "gate": field("recall", "development", "accuracy", scale=100),
-    "rise": field("intervention", "loss_rise"),
-    "context": _context,
-    "window": _window,
-    "to_4k": _perplexity_to_4k,
-    "heads": _heads,
-    "num_heads": field("num_heads"),
-    "updates": field("updates"),
-    "remaining": _remaining,
-    "peak": lambda run: run["peak_memory_bytes"] / 2**30 if run.get("peak_memory_bytes") else None,
-    "fit_kl": field("fits", "largest_kl"),
-    "median_kl": field("fits", "median_kl"),
-    "skipped": field("fits", "skipped"),
-    "exponential": field("fits", "exponential"),
-    "extra_kl": field("fits", "largest_extra_kl"),
-}
-TIMES: dict[str, Callable[[Record], float | None]] = {
-    "minutes": _minutes,
-    "continuation": _continuation,
-    "intervention": event_seconds(),
-    "compilation": _compilation,
-    "capture": event_seconds("capture", "statistics"),
-    "fit": event_seconds("fit"),
-    "update": field("update_seconds", "median", scale=1e3),
-    "last_updates": field("last_updates_seconds", scale=1e3),
-}
-"""Numbers that mean nothing of a run that shared its device."""
 RECALL = ((512, 8), (512, 16), (512, 24), (512, 32), (512, 48), (512, 64), (2_048, 8), (4_096, 8))
 """Tokens and pairs of the paper's tests of associative recall."""
 SMOKE_RECALL = ((32, 2), (32, 4))
@@ -151,25 +43,69 @@ def recall_metric(length: int, pairs: int) -> str:
 
 RECALL_METRICS = tuple(recall_metric(*test) for test in (*RECALL, *SMOKE_RECALL))
 
+# --- numbers of one record
 
-def frame(records: Mapping[tuple[str, int], Record]) -> pd.DataFrame:
-    """Return the numbers of records as a long table: arm, seed, metric, value.
 
-    Reports before the end of a run are arms of their own, NAME@0 the first.
-    """
-    rows: list[tuple[str, int, str, float]] = []
-    for (arm, seed), record in records.items():
-        reports = record.get("reports") or {}
-        by_name = {arm: record} | {
-            f"{arm}@{place}": {**record, **reports[update]} for place, update in enumerate(sorted(reports, key=int))
+def numbers_of(record: Record) -> dict[str, float]:
+    """Return the numbers of a record by metric; those that it lacks are left out."""
+
+    def at(*path: str) -> float:
+        value: Any = record
+        for name in path:
+            value = (value or {}).get(name)
+        return math.nan if value is None else float(value)
+
+    losses, heads = dict(record.get("by_position") or ()), record["provenance"].get("heads")
+    tests = (record.get("recall") or {}).get("tests", ())
+    numbers: dict[str, float] = {
+        "loss": at("report_loss") if "report_perplexity" in record else math.nan,
+        "perplexity": at("report_perplexity"),
+        "accuracy": 100 * at("accuracy"),
+        "epochs": at("epochs"),
+        "example_tokens": at("example_tokens"),
+        "gate": 100 * at("recall", "development", "accuracy"),
+        "rise": at("intervention", "loss_rise"),
+        # By how many nats the loss of a window's last targets is below that of targets 17 to 64.
+        "context": losses[64] - losses[max(losses)] if 64 in losses and len(losses) > 2 else math.nan,
+        "window": max(losses, default=math.nan),
+        "to_4k": _perplexity_to(4_096, losses),
+        "heads": math.nan if heads is None else len(heads) + len(record["provenance"].get("pruned") or ()),
+        "num_heads": at("num_heads"),
+        "updates": at("updates"),
+        "remaining": at("updates") - at("intervention", "update"),
+        "peak": (at("peak_memory_bytes") or math.nan) / 2**30,
+        "fit_kl": at("fits", "largest_kl"),
+        "median_kl": at("fits", "median_kl"),
+        "skipped": at("fits", "skipped"),
+        "exponential": at("fits", "exponential"),
+        "extra_kl": at("fits", "largest_extra_kl"),
+        **{recall_metric(test["length"], test["pairs"]): 100 * test["accuracy"] for test in tests},
+    }
+    if not record.get("shared"):  # times mean nothing of a run that shared its device
+        parts = (record.get("time") or {}).get("parts") or {}
+        event = (record.get("intervention") or {}).get("seconds")
+        numbers |= {
+            "minutes": at("time", "everything", "seconds") / 60,
+            "compilation": parts.get("compile", parts.get("compilation", math.nan)),  # the latter in earlier records
+            "update": 1e3 * at("update_seconds", "median"),
+            "last_updates": 1e3 * at("last_updates_seconds"),
         }
-        for name, report in by_name.items():
-            readers = READ if report.get("shared") else {**READ, **TIMES}
-            values = {metric: read(report) for metric, read in readers.items()}
-            for test in (report.get("recall") or {}).get("tests", ()):
-                values[recall_metric(test["length"], test["pairs"])] = 100 * test["accuracy"]
-            rows += [(name, seed, metric, float(value)) for metric, value in values.items() if value is not None]
-    return pd.DataFrame(rows, columns=["arm", "seed", "metric", "value"])
+        if (record.get("time") or {}).get("parent_parts") is not None:
+            # Earlier records also have parts that neither total counted.
+            counted = (seconds for part, seconds in parts.items() if part not in ("afterwards", "lost"))
+            numbers["continuation"] = sum(counted) / 60
+        if event is not None:
+            for name, of in (("intervention", event), ("capture", ("capture", "statistics")), ("fit", ("fit",))):
+                numbers[name] = math.fsum(event.get(part, 0.0) for part in of)
+    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def _perplexity_to(last: int, losses: Mapping[int, float]) -> float:
+    """Return the perplexity of a window's first targets, from mean losses by the last target of each group."""
+    groups = {end: loss for end, loss in losses.items() if end <= last}
+    if last not in groups:
+        return math.nan
+    return math.exp(np.average(list(groups.values()), weights=np.diff([0, *groups])))
 
 
 def read_records(folder: Path, scale: str) -> dict[tuple[str, int], Record]:
@@ -189,20 +125,12 @@ def read_records(folder: Path, scale: str) -> dict[tuple[str, int], Record]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row with the numbers of arms: the metrics of several records are computed from it."""
+    """A row with the numbers of arms: metrics of several records are computed from it, in percent."""
 
     row: Row
     references: Mapping[str, str | None]
     """The reference of each arm that the recipe shows."""
     get: Get
-
-    def change(self, arm: str | None, reference: str | None) -> Any:
-        """Return by how many percent an arm's perplexity is above another's."""
-        return 100.0 * np.expm1(self.gap("loss", arm, reference))
-
-    def own_change(self, arm: str | None) -> Any:
-        """Return an arm's change from its own reference."""
-        return self.change(arm, self.references.get(arm or ""))
 
     def gap(self, metric: str, arm: str | None, reference: str | None) -> Any:
         """Return an arm's number minus another's; NaN for an arm and itself."""
@@ -214,12 +142,20 @@ class Comparison:
         same = arm is None or reference is None or arm == reference
         return math.nan if same else self.get(arm, metric) / self.get(reference, metric)
 
+    def change(self, arm: str | None, reference: str | None) -> Any:
+        """Return how far an arm's perplexity is above another's."""
+        return 100.0 * np.expm1(self.gap("loss", arm, reference))
+
+    def own_change(self, arm: str | None) -> Any:
+        """Return an arm's change from its own reference."""
+        return self.change(arm, self.references.get(arm or ""))
+
     def extra(self, arm: str | None, reference: str | None) -> Any:
-        """Return by how many percent an arm has more updates than another."""
+        """Return how many more updates an arm has than another."""
         return 100.0 * (self.ratio("updates", arm, reference) - 1.0)
 
     def exchange(self) -> Any:
-        """Return by how many percent perplexity falls with 1% more tokens, from an ordinary run that had more."""
+        """Return how far perplexity falls with 1% more tokens, from an ordinary run that had more."""
         arm = self.row.companions.get("exchange")
         return -self.own_change(arm) / self.extra(arm, self.references.get(arm or ""))
 
@@ -227,16 +163,6 @@ class Comparison:
         """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
         gained = self.extra(self.row.arm, self.row.reference)
         return self.own_change(self.row.companions.get("tokens")) - rate * gained
-
-    def speedup(self) -> Any:
-        """Return the reference's update over the arm's; a number beyond free heads' bound is a busy machine's."""
-        speedup = np.atleast_1d(1.0 / self.ratio("update", self.row.arm, self.row.reference))
-        heads, total = (np.atleast_1d(self.get(self.row.arm, name)) for name in ("heads", "num_heads"))
-        bounds = [
-            math.inf if math.isnan(of) else free_heads_bound(int(some), int(of)) or math.inf
-            for some, of in zip(heads, total, strict=True)
-        ]
-        return np.where(speedup > np.array(bounds), math.nan, speedup)
 
 
 @dataclass(frozen=True)
@@ -291,7 +217,7 @@ METRICS = {
     "epochs": Metric("epochs", 0),
     "example_tokens": Metric("mean tokens of a training example", 1),
     "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", c.row.arm, c.row.reference)),
-    "speedup": Metric("speedup", 3, False, Comparison.speedup),
+    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", c.row.arm, c.row.reference)),
     "peak_change": Metric(
         *("change of peak memory (%)", 2, True),
         lambda c: 100.0 * (c.ratio("peak", c.row.arm, c.row.reference) - 1.0),
@@ -366,48 +292,28 @@ class Value:
         return self.mean - reach, self.mean + reach
 
 
-@cache
-def _arms_of_others(name: str) -> frozenset[str]:
-    """Return the arms that stand in rows of recipes other than `name`."""
-    others = (recipe(other) for other in names() if other != name)
-    return frozenset(row.arm.partition("@")[0] for other in others for row in other.rows)
-
-
 class RecipeTable:
     """The numbers of one recipe at one scale, from records alone."""
 
     def __init__(self, name: str, recipe: Recipe, scale: str, records: Mapping[tuple[str, int], Record]):
         self.name, self.recipe, self.scale, self.records = name, recipe, scale, records
-        self.frame = frame(records)
+        self.numbers: dict[tuple[str, int], dict[str, float]] = {}
+        """By arm and seed, then by metric; reports before the end of a run are arms of their own, NAME@0 the first."""
+        for (arm, seed), record in records.items():
+            self.numbers[arm, seed] = numbers_of(record)
+            reports = record.get("reports") or {}
+            for place, update in enumerate(sorted(reports, key=int)):
+                self.numbers[f"{arm}@{place}", seed] = numbers_of({**record, **reports[update]})
         self._arms = {arm for arm, _ in records}
         self._references = {row.arm: row.reference for row in recipe.rows}
         self._draws: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
 
     @cached_property
     def seeds(self) -> list[int]:
-        """The seeds of the table, as many as the recipe has: those that most of its rows have.
-
-        Arms are run once for all recipes: seeds that only rows shared with another recipe have are that one's.
-        """
-        arms = {row.arm: self._resolved(row.arm) for row in self.recipe.rows}
-        own = {arms[arm] for arm in arms if arm.partition("@")[0] not in _arms_of_others(self.name)}
-        ran: Any = self.frame[self.frame.arm.isin(list(arms.values()))]
-        ran = ran.drop_duplicates(["arm", "seed"])
-        if len(mine := ran[ran.arm.isin(list(own))]):
-            ran = ran[ran.seed.isin(list(mine.seed))]
-        counts = ran.seed.value_counts()
-        ordered = sorted(counts.index, key=lambda seed: (-counts[seed], seed))
-        return sorted(int(seed) for seed in ordered[: self.recipe.seeds])
-
-    @cached_property
-    def numbers(self) -> dict[tuple[str, str], np.ndarray]:
-        """The long table as arrays over `seeds`, by arm and metric; NaN where a seed was not run."""
-        numbers: dict[tuple[str, str], np.ndarray] = {}
-        for arm, seed, metric, value in zip(*(self.frame[name] for name in self.frame), strict=True):
-            if seed in self.seeds:
-                array = numbers.setdefault((arm, metric), np.full(len(self.seeds), math.nan))
-                array[self.seeds.index(seed)] = value
-        return numbers
+        """The seeds of the table, as many as the recipe has: those that most of its rows have."""
+        arms = {self._resolved(row.arm) for row in self.recipe.rows}
+        counts = Counter(seed for arm, seed in self.numbers if arm in arms)
+        return sorted(sorted(counts, key=lambda seed: (-counts[seed], seed))[: self.recipe.seeds])
 
     @cached_property
     def values(self) -> dict[tuple[str, str], Value]:
@@ -423,21 +329,17 @@ class RecipeTable:
             name = str(ARMS[name].elsewhere)
         return f"{name}{at}{place}"
 
-    def _number(self, arm: str | None, metric: str) -> Any:
-        return self.numbers.get((self._resolved(arm or ""), metric), math.nan)
+    def _number(self, arm: str | None, metric: str, seed: int) -> np.float64:
+        return np.float64(self.numbers.get((self._resolved(arm or ""), seed), {}).get(metric, math.nan))
 
     def _value(self, row: Row, metric: str) -> Value | None:
-        updates = self.numbers.get((self._resolved(row.arm), "updates"))
-        if updates is None:
-            return None
         of = METRICS[metric].of or (lambda comparison: comparison.get(comparison.row.arm, metric))
-        numbers = np.broadcast_to(of(Comparison(row, self._references, self._number)), updates.shape)
-        seeds = [scale_named(self.scale).seeds[0]] if row.first_seed else self.seeds
-        by_seed = {
-            seed: float(number)
-            for seed, number, ran in zip(self.seeds, numbers, updates, strict=True)
-            if seed in seeds and not math.isnan(number) and not math.isnan(ran)
-        }
+        by_seed: dict[int, float] = {}
+        for seed in [scale_named(self.scale).seeds[0]] if row.first_seed else self.seeds:
+            get = lambda arm, metric, seed=seed: self._number(arm, metric, seed)  # noqa: E731
+            number = float(of(Comparison(row, self._references, get)))
+            if seed in self.seeds and (self._resolved(row.arm), seed) in self.numbers and not math.isnan(number):
+                by_seed[seed] = number
         if not by_seed:
             return None
         value = Value(by_seed=by_seed)
@@ -455,8 +357,7 @@ class RecipeTable:
             def get(arm: str | None, metric: str) -> Any:
                 name = self._resolved(arm or "")
                 if metric not in ("loss", "accuracy"):
-                    number = self._number(arm, metric)
-                    return number if number is math.nan else number[self.seeds.index(seed)]
+                    return self._number(arm, metric, seed)
                 if (sample := self._samples[seed].get(name)) is None:
                     return math.nan
                 samples.setdefault(name, sample)
