@@ -9,7 +9,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 
 from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import Inputs
-from experiments.scales import BRANCHES, Scale, scale_named
+from experiments.scales import BRANCHES, Scale
 from saf.checkpoint import Checkpoint, latest, load_model, step_name
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
@@ -441,42 +441,30 @@ def _make(run: Run, inputs: Inputs) -> str | None:
 
 def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
     """Make a run in a process of its own, its output beside its folder."""
-    folders = {name: str(path) for name, path in vars(inputs).items() if path is not None}
-    # Its records name the command that was typed, and not this process's.
-    place = {"key": run.key, "scale": run.scale.name, "root": str(run.root), "inputs": folders}
-    task = json.dumps({**place, "argv": sys.argv})
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-    with open(log, "ab") as file:
-        # A session of its own: a terminal's Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.run", task],
-            stdout=file, stderr=file, env=environment, start_new_session=True,
-        )  # fmt: skip
-        terminated = False
-        while process.poll() is None:
-            if stop.requested and not terminated:
-                process.send_signal(signal.SIGTERM)
-                terminated = True
-            time.sleep(0.2)
-    if process.returncode == EXIT_STOPPED or (terminated and process.returncode == -signal.SIGTERM):
+    process = get_context("spawn").Process(target=_make_alone, args=(run, inputs, device, log))
+    process.start()
+    terminated = False
+    while process.is_alive():
+        process.join(0.2)
+        if stop.requested and not terminated:
+            process.terminate()
+            terminated = True
+    if process.exitcode == EXIT_STOPPED or (terminated and process.exitcode == -signal.SIGTERM):
         return STOPPED
     lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]
-    return None if process.returncode == 0 else f"failed: {lines[-1]} (see {log})"
+    return None if process.exitcode == 0 else f"failed: {lines[-1]} (see {log})"
 
 
-def _main(task: str) -> int:
-    """Make one run that another process named."""
-    named = json.loads(task)
-    sys.argv = named["argv"]
-    inputs = Inputs(**{name: Path(path) for name, path in named["inputs"].items()})
-    arm, seed = named["key"]
-    run = plan([(arm, seed)], scale_named(named["scale"]), Path(named["root"]))[arm, seed]
+def _make_alone(run: Run, inputs: Inputs, device: str | None, log: Path) -> None:
+    """Make a run in this new process, its output in a log."""
+    os.setsid()  # a terminal's Ctrl-C reaches it once, from the process that started it
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device  # CUDA is not initialised yet
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     problem = _make(run, inputs)
-    print(problem or "ended")
-    return EXIT_STOPPED if problem == STOPPED else int(problem is not None)
-
-
-if __name__ == "__main__":
-    raise SystemExit(_main(sys.argv[1]))
+    print(problem or "ended", flush=True)
+    sys.exit(EXIT_STOPPED if problem == STOPPED else int(problem is not None))
