@@ -12,7 +12,7 @@ from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
 from experiments.paper import NUMBERED
 from experiments.recipe import Recipe, answering, names, recipe
-from experiments.results import document_parts, measured_records, pictures, write_pages
+from experiments.results import document, recipe_parts, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
@@ -130,18 +130,15 @@ class Experiments:
         records = read_records(self.out, self.scale)
         for name, each in chosen.items():
             table = RecipeTable(name, each, self.scale, records)
-            measured = measured_records(table, self.out / self.scale)
-            text = "\n\n".join(document_parts(table, measured))
+            parts = list(recipe_parts(table, self.out / self.scale))
+            text, stem = document(parts), f"{self.scale}-{name}"
             print(f"\n{text}")
-            if self.tables is None:
-                continue
-            stem = f"{name}-{self.scale}"
-            tex = "\n".join(latex(shown) for _, shown in table.tables())
+            tex = "\n".join(latex(part.frame) for part in parts if len(part.frame))
             files = {f"{stem}.md": text, f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
-            files |= {f"{stem}-{figure}.svg": picture for figure, (_, picture) in pictures(table, measured).items()}
-            for file, content in files.items():
+            files |= {part.picture[1]: part.picture[2] for part in parts if part.picture}
+            for file, content in files.items() if self.tables else ():
                 if content:
-                    write_atomically(self.tables / file, content.encode())
+                    write_atomically(Path(self.tables or "") / file, content.encode())
 
 
 def _list(runs: dict[Key, Run]) -> None:

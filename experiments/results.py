@@ -5,7 +5,7 @@ answers, docs/results.md, is written by hand: every number of it stands in a cel
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
     for scale, recipes in SHOWN.get(name, {}).items():
         records = read_records(results, scale)
         for each in recipes if records else ():
-            yield from _recipe(RecipeTable(each, recipe(each), scale, records), results / scale)
+            yield from recipe_parts(RecipeTable(each, recipe(each), scale, records), results / scale)
     if name == "heads":
         yield from _analyses(results / "124m-midpoint")
     if name == "updates":
@@ -215,26 +215,40 @@ def _benchmarks(name: str, measured: list[Record]) -> Iterator[Shown]:
             yield Shown(heading=section, frame=frame, columns=columns, cells={"section": section})
 
 
-def _recipe(table: RecipeTable, folder: Path) -> Iterator[Shown]:
+def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
     """Yield a recipe's tables at one scale: its headline where it has one, and what it measured."""
     heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
     where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
-    shown = table.shown(headline=bool(table.recipe.headline))
-    if table.recipe.metrics and len(shown):
+    if table.recipe.metrics and len(shown := table.shown(headline=bool(table.recipe.headline))):
         yield Shown(heading=heading, frame=shown)  # its cells are among those of the whole table
         yield Shown(heading=heading, title=title, frame=table.shown(), cells=where, on_page=False)
-    measured = measured_records(table, folder)
-    numbers = measured_table(table.recipe, measured)
-    if len(numbers):
+    measured = _measured_records(table, folder)
+    if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Shown(heading=heading, title=title, frame=numbers, cells=where)
     for record in (record for records in measured.values() for record in records if record["kind"] in ANALYSES):
         for part in ANALYSES[record["kind"]].tables(record):
             if not isinstance(part, str):
                 yield replace(_analysed(heading, part, where), text="", on_page=False)
-    for name, (title, picture) in pictures(table, measured).items():
-        yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
+    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
+    drawn |= {
+        name.replace(" ", "-"): (name, svg(records))
+        for name, records in measured.items()
+        if records[0]["kind"] in FIGURES
+    }
+    for name, (title, picture) in drawn.items():
+        if picture is not None:
+            yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
     yield Shown(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
+
+
+def document(parts: Sequence[Shown]) -> str:
+    """Return all tables and notes of a recipe as Markdown."""
+    blocks: dict[str, str] = {}
+    for part in parts:
+        table = markdown(part.frame) if len(part.frame) else part.text
+        blocks.setdefault(table, f"**{escaped(part.title or part.heading)}**\n\n{table}" if len(part.frame) else table)
+    return "\n\n".join(filter(None, blocks.values()))
 
 
 def _analysed(heading: str, part: pd.DataFrame, where: Mapping[str, str]) -> Shown:
@@ -312,33 +326,11 @@ def _linear(path: Path) -> Iterator[Shown]:
     yield Shown(heading=heading, title=title, frame=frame, picture=picture, cells=where)
 
 
-def measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
+def _measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
     """Return the records of a recipe's measurements at a scale, by measurement."""
     records: dict[str, list[Record]] = {}
-    base = scale_named(table.scale).base
     for each in table.recipe.measurements:
-        place = each.file(folder, table.name, base, 0).parent
+        place = each.file(folder, table.name, scale_named(table.scale).base, 0).parent
         if files := sorted(path for path in place.glob("*.json") if path.stem.partition("-")[0] in ("seed", "once")):
             records[each.name] = [read_result(path) for path in files]
     return records
-
-
-def pictures(table: RecipeTable, measured: Mapping[str, list[Record]]) -> dict[str, tuple[str, str]]:
-    """Return title and SVG of a recipe's figures and of its analyses', by name."""
-    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
-    for name, records in measured.items():
-        if records[0]["kind"] in FIGURES:
-            drawn[name.replace(" ", "-")] = (name, svg(records))
-    return {name: (title, picture) for name, (title, picture) in drawn.items() if picture is not None}
-
-
-def document_parts(table: RecipeTable, measured: Mapping[str, list[Record]]) -> Iterator[str]:
-    """Yield the Markdown of a recipe's tables and measurements."""
-    for title, shown in table.tables():
-        yield f"**{escaped(title)}**"
-        yield markdown(shown)
-    numbers = measured_table(table.recipe, measured)
-    if len(numbers):
-        yield f"**{escaped(table.recipe.title)}, measured ({escaped(table.scale)})**"
-        yield markdown(numbers)
-    yield "\n".join(f"- {escaped(note)}" for note in table.notes())

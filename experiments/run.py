@@ -334,7 +334,7 @@ def check_heads(recorded: RecordedRun) -> dict[str, Any]:
     adapter = adapter_for(load_model(checkpoint or recorded.folder, pick_device("auto")))
     sites = adapter.sites()
     own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
-    ids = torch.arange(32, device=adapter.device)[None]
+    ids = torch.arange(16, device=adapter.device)[None]
     adapter.next_token_loss(ids, ids).backward()
     rows = gradients = 0
     for site, found in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):

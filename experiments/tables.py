@@ -319,7 +319,8 @@ class RecipeTable:
     def values(self) -> dict[tuple[str, str], Value]:
         """Numbers by row's label and metric; those that there are not are absent."""
         pairs = ((row, metric) for row in self.recipe.rows for metric in self.recipe.metrics)
-        values = {(row.label, metric): self._value(row, metric) for row, metric in pairs}
+        with np.errstate(divide="ignore", invalid="ignore"):  # a smoke run may have no update more than another
+            values = {(row.label, metric): self._value(row, metric) for row, metric in pairs}
         return {place: value for place, value in values.items() if value is not None}
 
     def _resolved(self, arm: str) -> str:
@@ -430,14 +431,6 @@ class RecipeTable:
             if any(metric in row.paper for row in rows):
                 columns[f"paper's {title}"] = [row.paper.get(metric, "–") for row in rows]
         return pd.DataFrame(columns, index=pd.Index([row.label for row in rows], name="arm"))
-
-    def tables(self) -> list[tuple[str, pd.DataFrame]]:
-        """Return the headline, where the recipe has one, and every number, each with its title; none without a run."""
-        if not self.recipe.metrics or not self.ran():
-            return []
-        title = f"{self.recipe.title} ({self.scale})"
-        every = [(f"{title}, every number" if self.recipe.headline else title, self.shown())]
-        return ([(title, self.shown(headline=True))] if self.recipe.headline else []) + every
 
     def notes(self) -> list[str]:
         """Return what a reader of the tables has to know."""

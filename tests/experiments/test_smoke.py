@@ -20,15 +20,15 @@ def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     assert main(asked) == 0, capsys.readouterr().err[-4_000:]
     assert time.process_time() - began < SECONDS
     for name in names():
-        found, stem = recipe(name), tmp_path / "tables" / f"{name}-smoke"
+        found, stem = recipe(name), tmp_path / "tables" / f"smoke-{name}"
         if found.metrics or any(each.smoke and each.numbers for each in found.measurements):
             assert found.title in stem.with_suffix(".md").read_text()
         if found.metrics:
             numbers = pd.read_csv(stem.with_suffix(".csv"))
             assert numbers["mean"].notna().sum() >= len(found.smoke or found.rows)
             assert "toprule" in stem.with_suffix(".tex").read_text()
-    recalled = pd.read_csv(tmp_path / "tables" / "recall-smoke.csv").set_index(["row", "metric"])
+    recalled = pd.read_csv(tmp_path / "tables" / "smoke-recall.csv").set_index(["row", "metric"])
     assert 0 <= recalled.loc[("mean 25%, 500 updates after replacement", "recall 32 2"), "mean"] <= 100
-    schedules = pd.read_csv(tmp_path / "tables" / "schedules-smoke.csv").set_index(["row", "metric"])
+    schedules = pd.read_csv(tmp_path / "tables" / "smoke-schedules.csv").set_index(["row", "metric"])
     assert schedules.loc[("train loss, z = 3.0", "heads"), "mean"] >= 1
-    assert (tmp_path / "tables" / "rates_and_patterns-smoke-rates.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "tables" / "smoke-rates_and_patterns-rates.svg").read_text().startswith("<?xml")
