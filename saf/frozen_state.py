@@ -1,8 +1,8 @@
 """Restore the frozen heads of a model from the plain data in checkpoints and sidecars.
 
-`state_of` returns these data. `restore_` shapes a model for the saved weights, which `load_weights_` loads; `apply_`
-freezes a model that has its weights, and warns where these are not the saved ones. Where another library fills in the
-weights, `resize_` comes before and `restore_(resized=True)` afterwards.
+`state_of` returns these data. `restore_` edits a model as they say, before `load_weights_` loads the saved weights; a
+model that has its weights is compared with them. Where another library fills in the weights, `resize_` comes before and
+`restore_(resized=True)` afterwards.
 """
 
 import warnings
@@ -50,19 +50,30 @@ def restore_(
     *,
     backend: str | None = None,
     resized: bool = False,
+    compare: bool = False,
 ) -> None:
-    """Give a model without frozen heads the layout and patterns of `state_of`, before its weights are loaded.
+    """Give a model without frozen heads the layout and patterns of `state_of`, and the saved rows for undoing.
 
-    Weights are only resized to the layout, unless `resize_` did that; so load them afterwards, and make the optimiser
-    then. Without `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises
-    CheckpointError, with the model unchanged, for a state of another schema or shape of model, or without some pattern.
+    Rows of its weights move as when heads are frozen, unless `resize_` cut them already. With `compare` the model has
+    its weights, and a warning lists attention weights that differ from the saved ones, by the saved rows and by the
+    checksums of those that stay (`sums_of`, the `weights` of each layer); else load the saved ones afterwards. Without
+    `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the
+    model unchanged, for a state of another schema or shape of model, or without some pattern.
     """
     edits = _plan(model, state, tensors, backend)
+    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
+    differing = {number: _differing_rows(number, edit.site, saved[number]) for number, edit in edits if compare}
+    if resized:
+        edited_([edit.site for _, edit in edits])
+    else:
+        apply_edits_([edit for _, edit in edits], None)
     for number, edit in edits:
-        if not resized:
-            _resize_(edit.site, edit.layout)
-        edit.site.assign(edit.layout, edit.frozen, _saved_rows(number, edit.layout, tensors))
-    edited_([edit.site for _, edit in edits])
+        edit.site.assign(edit.layout, edit.frozen, saved[number])
+    if compare:
+        for number, site in enumerate(adapter_for(model).sites()):
+            sums = _differing_sums(site, state["layers"][number].get("weights", {}))
+            differing[number] = differing.get(number, set()) | sums
+        _warn_of_other_weights(differing)
 
 
 @torch.inference_mode(False)
@@ -77,36 +88,21 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
     for site, layout in edited:
         site.check(layout)
         check_plain_weights(site)
-        _resize_(site, layout)
+        for name, (parameter, dimension) in site.projections().items():
+            rows = len(layout.rows_in(name)) * site.head_dim
+            replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
     return edited
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def apply_(
-    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], *, backend: str | None = None
-) -> None:
-    """Edit a model that has all its weights as the model of `state_of` was edited; backends and errors as `restore_`.
-
-    Rows for undoing are the saved ones. A warning lists the attention weights that differ from the saved ones, by
-    these rows and by the checksums of weights that stay (`sums_of`, the `weights` of each layer).
-    """
-    edits = _plan(model, state, tensors, backend)
-    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
-    differing = {number: _differing_rows(number, edit.site, saved[number]) for number, edit in edits}
-    apply_edits_([edit for _, edit in edits], None)
-    for number, edit in edits:
-        edit.site.assign(edit.layout, edit.frozen, saved[number])
-    for number, site in enumerate(adapter_for(model).sites()):
-        sums = state["layers"][number].get("weights", {})
-        differing[number] = differing.get(number, set()) | differing_roles(site, sums)
+def _warn_of_other_weights(differing: Mapping[int, set[str]]) -> None:
+    """Warn of the projections, by layer, that are not those of the frozen heads."""
     if listed := [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]:
         more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
         warnings.warn(
             f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed[:_LISTED] + more)}):"
             " load the state dict of the frozen model now",
             SafWarning,
-            stacklevel=5,  # past two decorators, at the caller of load
+            stacklevel=6,  # past two decorators, at the caller of load
         )
 
 
@@ -158,13 +154,6 @@ def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, di
 def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
     """Return the layout in a layer's description."""
     return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
-
-
-def _resize_(site: Site, layout: HeadLayout) -> None:
-    """Cut a layer's weights to the shapes of a layout; their values have no meaning."""
-    for name, (parameter, dimension) in site.projections().items():
-        rows = len(layout.rows_in(name)) * site.head_dim
-        replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
 
 
 def _saved_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
@@ -219,7 +208,7 @@ def _differing_rows(number: int, site: Site, saved: Removed) -> set[str]:
     return differing
 
 
-def differing_roles(site: Site, sums: Sums) -> set[str]:
+def _differing_sums(site: Site, sums: Sums) -> set[str]:
     """Return the roles whose weights do not have the checksums `sums`, in the dtype of these; narrower ones pass."""
     differing = set()
     for role, recorded in sums.items():

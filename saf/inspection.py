@@ -17,7 +17,7 @@ from saf.hf.card import folder_hash, weight_files
 from saf.models.description import STATE_FILE, TENSORS_FILE, read_description
 from saf.records.files import read_json, read_metadata
 from saf.records.run import Kind, RecordedRun, expect
-from saf.storage import storage_report
+from saf.storage import storage_of
 
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
 """Values of an event in the result."""
@@ -186,6 +186,6 @@ def _storage(frozen: Sequence[Sequence[int]], length: int, per_layer: int, saved
     """Return the bytes of the patterns in float32 in each form, and of their saved `parameters`; empty without any."""
     if not frozen:
         return {}
-    report = storage_report([(layer, head) for layer, head in frozen], length=length, num_heads=per_layer)
+    report = storage_of([(layer, head) for layer, head in frozen], length=length, num_heads=per_layer)
     sizes = asdict(replace(report, parameters=saved))
     return {name: size for name, size in sizes.items() if size is not None}

@@ -10,7 +10,7 @@ from torch import nn
 
 from saf.checkpoint import find_checkpoint, open_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.frozen_state import apply_, load_weights_, restore_
+from saf.frozen_state import load_weights_, restore_
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.description import (
@@ -90,7 +90,7 @@ def load(
         model = _empty_model(source, state)
     adapter = adapter_for(model)
     if not adapter.saves_weights:
-        apply_(model, state, tensors, backend=backend)
+        restore_(model, state, tensors, backend=backend, compare=True)
         if differing := _differing_settings(adapter, state.get("attention", {})):
             warnings.warn(
                 f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with the "

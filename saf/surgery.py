@@ -8,6 +8,7 @@ All go the same way: the verb computes the next layout of each layer, `plan_edit
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,9 +37,6 @@ from saf.optimizer_state import (
     update_steps_,
 )
 from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
-
-Plan = Sequence[int | Mapping[str, Tensor]]
-"""For each head of the result: the old slot it comes from, or rows to put back, by name (`weight`, moments)."""
 
 # --- the verbs. Outside inference mode, whose tensors could never be trained.
 
@@ -291,9 +289,10 @@ def plan_edit(
     _check_layer(site, layout, optimizer)
     if optimizer is not None:
         for name, (parameter, _) in site.projections().items():
-            own = moments(parameter, optimizer).keys()
-            for rows in _returning(layout, name, site.removed).values():
-                check_returning(optimizer, parameter, own - rows.keys())
+            suffix = name.removeprefix(role_of(name))
+            for role, head in set(layout.rows_in(name)) - set(site.layout.rows_in(name)):
+                missing = moments(parameter, optimizer).keys() - site.removed[role + suffix][head].keys()
+                check_returning(optimizer, parameter, missing)
     frozen = None
     if layout.frozen:
         frozen = FrozenHeads.from_patterns(
@@ -345,55 +344,50 @@ def absent_rows(before: HeadLayout, after: HeadLayout) -> dict[str, list[int]]:
 
 
 def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
-    """Rearrange the rows of every projection to a layout; return the removed ones, on the CPU.
+    """Rearrange the head rows of every projection, its moments and its gradient; return removed rows, on the CPU.
 
     These are stored by role, whether a projection holds the rows of one role or, fused, of several.
     """
-    site, layout, dim = edit.site, edit.layout, edit.site.head_dim
+    site, dim = edit.site, edit.site.head_dim
     removed = {role: dict(rows) for role, rows in site.removed.items()}
     for name, (parameter, dimension) in site.projections().items():
-        old, new = site.layout.rows_in(name), layout.rows_in(name)
-        suffix = name.removeprefix(role_of(name))
-        tensors = {"weight": parameter.data, **moments(parameter, optimizer)}
+        old, new = site.layout.rows_in(name), edit.layout.rows_in(name)
+        if old == new:
+            continue
+        suffix, gradient, carried = name.removeprefix(role_of(name)), parameter.grad, moments(parameter, optimizer)
+        starts = {row: number * dim for number, row in enumerate(old)}
         for role, head in (row for row in old if row not in new):
-            start = old.index((role, head)) * dim
             removed.setdefault(role + suffix, {})[head] = {
-                each: tensor.narrow(dimension, start, dim).detach().to("cpu", copy=True)
-                for each, tensor in tensors.items()
+                each: tensor.narrow(dimension, starts[role, head], dim).detach().to("cpu", copy=True)
+                for each, tensor in {"weight": parameter.data, **carried}.items()
             }
-        back = _returning(layout, name, removed)
-        plan: Plan = [back[row] if row in back else old.index(row) for row in new]
-        for role, head in back:
-            del removed[role + suffix][head]
-        if plan != list(range(len(old))):
-            _rearrange_(parameter, dimension, plan, dim, optimizer)
+        back = {(role, head): removed[role + suffix].pop(head) for role, head in new if (role, head) not in starts}
+        sources = [starts.get(row, back.get(row)) for row in new]
+        move = partial(_rearranged, dimension=dimension, head_dim=dim, sources=sources)
+        if optimizer is not None and not parameter.numel():
+            update_steps_(parameter, optimizer)
+        for each, tensor in carried.items():
+            optimizer.state[parameter][each] = move(tensor, each)  # type: ignore
+        replace_data_(parameter, move(parameter.data, "weight"))
+        if gradient is not None and parameter.numel():  # a forward pass gives an empty weight none either
+            parameter.grad = move(gradient.detach(), "gradient")
     return {role: rows for role, rows in removed.items() if rows}
 
 
-def _returning(layout: HeadLayout, name: str, removed: Removed) -> dict[tuple[str, int], Mapping[str, Tensor]]:
-    """Return the removed rows that a projection takes back under a layout, by role and head."""
-    suffix = name.removeprefix(role_of(name))
-    return {
-        (role, head): removed[role + suffix][head]
-        for role, head in layout.rows_in(name)
-        if head in removed.get(role + suffix, {})
-    }
+def _rearranged(tensor: Tensor, name: str, *, dimension: int, head_dim: int, sources: Sequence[Any]) -> Tensor:
+    """Return head rows from their sources: where they start in the tensor, or rows to put back, by name.
 
-
-def _rearrange_(parameter: Tensor, dimension: int, plan: Plan, head_dim: int, optimizer: Optimizer | None) -> None:
-    """Rebuild the head rows of a parameter, its moments and its gradient by a plan.
-
-    Rows to put back that lack a moment (frozen before the optimiser's first step) get zeros, as do their gradients.
+    Rows to put back that lack the name (a moment, if frozen before the optimiser's first step) are zeros.
     """
-    if optimizer is not None:
-        if not parameter.numel():
-            update_steps_(parameter, optimizer)
-        for name, old in moments(parameter, optimizer).items():
-            optimizer.state[parameter][name] = _rebuilt(old, dimension, plan, head_dim, name)
-    gradient = parameter.grad
-    replace_data_(parameter, _rebuilt(parameter.data, dimension, plan, head_dim, "weight"))
-    if gradient is not None and parameter.numel():  # a forward pass gives an empty weight none either
-        parameter.grad = _rebuilt(gradient.detach(), dimension, plan, head_dim, "gradient")
+    shape = list(tensor.shape)
+    shape[dimension] = head_dim
+    blocks = [tensor.narrow(dimension, 0, 0)]
+    for source in sources:
+        if isinstance(source, int):
+            blocks.append(tensor.narrow(dimension, source, head_dim))
+        else:
+            blocks.append(source[name].to(tensor) if name in source else tensor.new_zeros(shape))
+    return torch.cat(blocks, dim=dimension)
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:
@@ -408,22 +402,6 @@ def replace_data_(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
     parameter.grad = None
     torch.clear_autocast_cache()
-
-
-def _rebuilt(old: Tensor, dimension: int, plan: Plan, head_dim: int, name: str) -> Tensor:
-    """Return a tensor with the head rows of the plan, in its order."""
-    shape = list(old.shape)
-    shape[dimension] = head_dim
-    parts = []
-    for item in plan:
-        if isinstance(item, int):
-            parts.append(old.narrow(dimension, item * head_dim, head_dim))
-        else:
-            parts.append(item[name].to(old) if name in item else old.new_zeros(shape))
-    if not parts:
-        shape[dimension] = 0
-        return old.new_empty(shape)
-    return torch.cat(parts, dim=dimension)
 
 
 # --- data-parallel wrappers from before an edit, which would not average the gradients of edited weights
