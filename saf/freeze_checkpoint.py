@@ -10,21 +10,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from saf.calibration import collection_bytes, heads_at_a_time, plan_calibration
+from saf.calibration import plan_calibration
 from saf.checkpoint import save_checkpoint
 from saf.data import TextData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.freeze_config import FreezeConfig, check_heads
+from saf.evaluate.passes import Progress
+from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
-from saf.models.description import STATE_FILE, recorded_layouts
 from saf.opening import ModelFolder, find_model
-from saf.records.files import read_json
-from saf.records.table import byte_size
 from saf.surgery import finalize_
-from saf.targets import collect_for
 from saf.tasks.text import heldout_batches
 from saf.train.events import recorded_gradient
 from saf.train.run import with_freeze
@@ -33,13 +30,8 @@ HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""
 CPU_TOKENS = 8192
 """Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
-Progress = Callable[[int, int], Any]
-"""Is called with how many items are done, and how many there are."""
-
-
-def no_countdown(verb: str, items: str) -> Progress:
-    """Return a counter that shows nothing; the command line's shows `verb` and `items` with the time left."""
-    return lambda done, total: None
+Countdown = Callable[[str, str], Progress]
+"""Returns a counter for a part of the work, from its verb and its items: ("calibrating", "layers")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +107,12 @@ def check_new(settings: CheckpointFreezing) -> None:
 
 
 def freeze_checkpoint(
-    settings: CheckpointFreezing,
-    *,
-    say: Callable[[str], Any] = lambda text: None,
-    countdown: Callable[[str, str], Progress] = no_countdown,
+    settings: CheckpointFreezing, *, say: Callable[[str], Any], countdown: Countdown
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a checkpoint and write a new one; return the report, the new hash, and the checkpoint's hash.
 
-    The optimiser's state is carried along. `say` hears what will be held in memory before anything is measured;
-    `countdown` makes a counter for each part that takes long.
+    The optimiser's state is carried along. `say` is called with lines for people, `countdown` for each part that takes
+    long.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or `out` exists.
@@ -140,21 +129,18 @@ def freeze_checkpoint(
             "saf.freeze_"
         )
     check_new(settings)
-    heads = read_json(checkpoint.path / STATE_FILE, error=CheckpointError)
-    check_heads(settings.config, recorded_layouts(heads))  # now, not once the weights are there
     batches, heldout = _batches(settings, source)
     model = checkpoint.model(pick_device(settings.device))
     optimizer = checkpoint.optimizer(model)
-    inputs: dict[str, Any] = {}
+    options: dict[str, Any] = {"optimizer": optimizer, "accept_loss": settings.accept_loss}
     if "gradient" in settings.config.needs:
-        inputs["gradient"] = recorded_gradient(model, checkpoint.state)
-        if inputs["gradient"] is None:
+        if (gradient := recorded_gradient(model, checkpoint.state)) is None:
             raise InputError(
-                f"{checkpoint.path} holds no average of Q/K gradients, which this score reads; "
-                "train its run with --track-gradients, or choose another score"
+                f"{checkpoint.path} must hold an average of Q/K gradients for this score: train its run with "
+                "--track-gradients, or choose another score"
             )
-    given: dict[str, Any] = {"optimizer": optimizer, "score_inputs": inputs, "accept_loss": settings.accept_loss}
-    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, **given)
+        options["score_inputs"] = {"gradient": gradient}
+    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, **options)
     if settings.finalize:
         finalize_(model)
     state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
@@ -177,20 +163,13 @@ def freeze_opened(
     heldout: list[Tensor],
     *,
     say: Callable[[str], Any],
-    countdown: Callable[[str, str], Progress],
+    countdown: Countdown,
     **options: Any,
 ) -> FreezeReport:
-    """Freeze heads of an open model as the settings and the `options` of `freeze_` say; tell first what is held."""
-    config = settings.config
-    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
+    """Freeze heads of an open model as the settings and the `options` of `freeze_` say, after a line about memory."""
+    config, limit = settings.config, None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     with autocast(pick_device(settings.device), settings.precision):
-        plan = plan_calibration(model, batches, collect=config.collect, capture_bytes=limit)
-        say(str(plan))
-        if names := collect_for(config.pattern, config.storage):
-            shape = {"sequences": plan.sequences, "length": plan.length}
-            together = min(heads_at_a_time(model, names, **shape), len(plan.heads))
-            size = byte_size(collection_bytes(names, heads=together, **shape))
-            say(f"for the patterns, {', '.join(names)} of up to {together} heads at a time: {size} on the CPU")
+        say(str(plan_calibration(model, batches, collect=config.collect, capture_bytes=limit)))
         options |= {"progress": countdown("calibrating", "layers"), "joint_progress": countdown("measuring", "heads")}
         return freeze_(model, batches, config, heldout=heldout, capture_bytes=limit, **options)
 

@@ -25,7 +25,7 @@ from saf.data import (
 )
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.passes import PARENT, precision_in_use
-from saf.freeze_checkpoint import CheckpointFreezing, Progress, check_new, freeze_opened, no_countdown
+from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
 from saf.freeze_report import FreezeReport
 from saf.heal import heal_and_compare
 from saf.heldout import halves
@@ -154,10 +154,7 @@ class TransformersFolder:
 
 
 def freeze_folder(
-    settings: CheckpointFreezing,
-    *,
-    say: Callable[[str], Any] = lambda text: None,
-    countdown: Callable[[str, str], Progress] = no_countdown,
+    settings: CheckpointFreezing, *, say: Callable[[str], Any], countdown: Countdown
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a model in a folder and write another folder; return the report and the hashes of both.
 
