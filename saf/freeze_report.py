@@ -55,7 +55,7 @@ class FreezeReport:
     """Of each fit, rejected ones too: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
     exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)
     """With exponential storage, of each frozen head the numbers of `saf.fit.ExponentialFit`: `extra_kl`,
-    `cancellation`, `worst_row`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
+    `cancellation`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
     joint_cost: JointCost | None = None
     """With a budget: which heads were accepted together and refused, and what each costs alone."""
     loss_before: float | None = None

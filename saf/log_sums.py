@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from saf.errors import InputError
-
 DEFAULT_BLOCK = 128
 """Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache."""
 # Block offsets that a GPU takes in one product: enough to fill it.
@@ -49,15 +47,9 @@ def log_diagonal_sums(log_row: Tensor, alpha: Tensor) -> Tensor:
 def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
     """Return `logsumexp_{j<=k}(left_j + right_{k-j})` for every k; inputs and result `[..., T]`.
 
-    Keeps the dtype. Any T, any leading dimensions, any finite values: the block shrinks when the inputs vary
-    so much inside one that a sum could underflow. Raises InputError unless both are float32 or float64 of one
-    shape.
+    Both are float32 or float64, which stays. Any T, any leading dimensions, any finite values: the block shrinks when
+    the inputs vary so much inside one that a sum could underflow.
     """
-    if left.shape != right.shape or left.ndim == 0 or left.shape[-1] == 0:
-        shapes = f"{list(left.shape)} and {list(right.shape)}"
-        raise InputError(f"expected two tensors [..., T] of one shape, T >= 1; got {shapes}")
-    if left.dtype != right.dtype or left.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"expected two float32 or two float64 tensors; got {left.dtype} and {right.dtype}")
     length = left.shape[-1]
     block = _safe_block(left, right, max(1, min(block, length)))
     # A GPU takes many offsets in one product; a CPU is fastest with one offset's tiles in cache. Neither choice

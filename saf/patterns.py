@@ -48,12 +48,8 @@ class Pattern(ABC):
         """Return the pattern on a device, in `dtype`; a trainable one moves in place, in its own dtype."""
 
     @abstractmethod
-    def to_storage(self) -> Self:
-        """Return the pattern as a layer stores it: a fixed one on the CPU, a trainable one itself."""
-
-    @abstractmethod
     def singles(self) -> Sequence["Pattern"]:
-        """Return one pattern a head, from a batched pattern `[F, ...]` or from a single one."""
+        """Return one pattern a head, with memory of its own, from a batched pattern `[F, ...]` or from a single one."""
 
     @abstractmethod
     def logits(self) -> tuple[Tensor, Tensor] | None:
@@ -133,10 +129,7 @@ class _FixedPattern(Pattern):
     def singles(self) -> list[Self]:
         if len(self.shape) > 1:
             raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
-        return [self[index] for index in range(len(self))] if self.shape else [self]
-
-    def to_storage(self) -> Self:
-        return self.to(device="cpu")
+        return [self[head]._map(lambda _, x: x.clone()) for head in range(len(self))] if self.shape else [self]
 
     def __repr__(self) -> str:
         first = next(iter(self._tensors().values()))
@@ -183,14 +176,10 @@ class CompactPattern(_FixedPattern):
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
-        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64, Eq. (3).
-
-        Raises InputError for shapes or dtypes that differ, and for values that are not finite.
-        """
-        if alpha.shape != rho.shape:
-            raise InputError(f"alpha and rho must share one shape; got {list(alpha.shape)} and {list(rho.shape)}")
-        if alpha.dtype != rho.dtype or not alpha.is_floating_point():
-            raise InputError(f"alpha and rho must share one dtype, floating point; got {alpha.dtype}, {rho.dtype}")
+        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64, Eq. (3)."""
+        if alpha.shape != rho.shape or not alpha.shape or not alpha.shape[-1]:
+            shapes = f"{list(alpha.shape)} and {list(rho.shape)}"
+            raise InputError(f"alpha and rho must share one shape [..., T], T >= 1; got {shapes}")
         with torch.no_grad():
             return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
 
@@ -317,12 +306,6 @@ class DensePattern(_FixedPattern):
 
     def dense(self) -> Tensor:
         return self.weights
-
-    def to_storage(self) -> "DensePattern":
-        # A part of a batch is copied: its memory would hold the whole batch.
-        moved = self.to(device="cpu")
-        shared = moved.weights.untyped_storage().nbytes() > moved.weights.nbytes
-        return DensePattern(moved.weights.clone()) if shared else moved
 
     def state(self) -> dict[str, Tensor]:
         return {"weights": self.weights}
@@ -542,9 +525,6 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def singles(self) -> list["TrainablePattern"]:
         return [self]
 
-    def to_storage(self) -> "TrainablePattern":
-        return self
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
         # Follows the module to another device but not to another dtype.
         for parameter in self.parameters():
@@ -553,14 +533,6 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
         return self
-
-    def extra_repr(self) -> str:
-        """Describe the pattern when the model is printed."""
-        return f"length={self.length}"
-
-    def forward(self, *_: Any) -> Tensor:
-        """Refuse: patterns are executed by a backend."""
-        raise InputError("a pattern is executed by saf.frozen_attention; call compact() to look at it")
 
 
 def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:

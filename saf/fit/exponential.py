@@ -44,23 +44,18 @@ _HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # entries of the largest array: a CPU
 
 @dataclass(frozen=True, eq=False)
 class ExponentialFit:
-    """One head's accepted pattern, compared with the head's compact fit.
-
-    Attributes:
-        pattern: an ExponentialPattern, or the compact fit where none was accepted.
-        extra_kl: nats per row further from the target than the compact fit; of the best attempt if none was accepted.
-        cancellation: mean over attention mass beyond the band of (sum of the poles' envelopes) / g.
-        worst_row: the largest KL of a row of the compact fit to the same row of the pattern, nats.
-        poles: their number; 0 for a compact pattern.
-        free_keys: number of keys with a logit of their own.
-    """
+    """One head's accepted pattern, compared with the head's compact fit."""
 
     pattern: CompactPattern | ExponentialPattern
+    """The compact fit where no exponential one was accepted."""
     extra_kl: float
+    """Nats per row further from the target than the compact fit; of the best attempt if none was accepted."""
     cancellation: float
-    worst_row: float
+    """Mean over attention mass beyond the band of (sum of the poles' envelopes) / g."""
     poles: int
+    """0 for a compact pattern."""
     free_keys: int
+    """Number of keys with a logit of their own."""
 
 
 def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = POLES[0]) -> ExponentialPattern:
@@ -119,7 +114,7 @@ def fit_exponential_heads(
         if not pending:
             break
     for head in pending:
-        best[head] = replace(best[head], pattern=compact[head], worst_row=0.0, poles=0, free_keys=compact.length)
+        best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
 
 
@@ -146,7 +141,7 @@ def _fit(
     if length <= band:
         none = compact.rho[:, :0]
         same = ExponentialPattern(compact.alpha, compact.rho, none, none, none, none, length)
-        fits = [ExponentialFit(same[head], 0.0, 1.0, 0.0, 0, length) for head in range(len(same))]
+        fits = [ExponentialFit(same[head], 0.0, 1.0, 0, length) for head in range(len(same))]
         return list(zip(fits, fits, strict=True))
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
     mass = _sums(torch.stack([compact.alpha, compact.rho]))[1][1]
@@ -353,11 +348,11 @@ class _Model:
         pattern = ExponentialPattern(keys, band, *poles, self.length, trend, damping)
         executed = pattern.to_compact()
         loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
-        numbers = torch.stack([loss - least, cancellation, _row_kl(compact, executed)], 1).tolist()
+        numbers = torch.stack([loss - least, cancellation], 1).tolist()
         # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
         return [
-            ExponentialFit(single, extra, cancelled, worst, self.poles.damping.shape[-1], self.free_keys)
-            for single, (extra, cancelled, worst) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
+            ExponentialFit(single, *measured, self.poles.damping.shape[-1], self.free_keys)
+            for single, measured in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
         ]
 
 
@@ -381,20 +376,6 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
     # Where one would be negative the other is best alone: every product of two decays is positive.
     both = torch.where(both.flip(-1) < 0, alone, both).clamp(min=0)
     return torch.nn.functional.pad(both, (0, size - both.shape[-1]))
-
-
-def _row_kl(compact: CompactPattern, other: CompactPattern) -> Tensor:
-    """Return the largest KL of a row of `compact` to the same row of `other`, nats, `[N]`."""
-    keys, weights = compact.alpha.exp(), compact.rho.exp()
-    by_key, by_distance = compact.alpha - other.alpha, compact.rho - other.rho
-    rows = _convolve(keys * by_key, weights) + _convolve(keys, weights * by_distance)
-    return (rows / compact.log_z.exp() + other.log_z - compact.log_z).amax(-1)
-
-
-def _convolve(left: Tensor, right: Tensor) -> Tensor:
-    """Return the causal convolution of `[N, T]` with `[N, T]`."""
-    length = left.shape[-1]
-    return torch.fft.irfft(torch.fft.rfft(left, 2 * length) * torch.fft.rfft(right, 2 * length), 2 * length)[:, :length]
 
 
 # --- L-BFGS

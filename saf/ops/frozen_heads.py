@@ -38,7 +38,7 @@ class FrozenHeads(nn.Module):
         for slot, one in enumerate(patterns):
             if is_trainable(one):
                 self.add_module(f"pattern_{slot}", one)
-        self.patterns = [one.to_storage() for one in patterns]
+        self.patterns = [one if one.trainable else one.to(device="cpu") for one in patterns]
         self.backend = backend
         self.max_length = max_length
         self.kv_head = kv_head

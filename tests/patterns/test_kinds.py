@@ -46,7 +46,6 @@ def test_prefix_device_and_heads_of_a_pattern(kind):
     assert torch.allclose(pattern.dense(), COMPACT.dense())
     assert torch.allclose(pattern.prefix(4).dense(), COMPACT.dense()[:4, :4])
     assert torch.equal(pattern.to(device="cpu").dense(), pattern.dense())
-    assert torch.equal(pattern.to_storage().dense(), pattern.dense())
     assert pattern_for_each_head(pattern) == [pattern]
     for length in (0, 7):
         with pytest.raises(InputError, match="prefix must have 1 to 6 positions"):
@@ -70,8 +69,8 @@ def test_tensors_that_no_kind_has_are_refused():
 
 
 def test_a_dense_pattern_owns_its_memory_and_has_no_logits_to_train():
-    part = DensePattern(torch.stack([COMPACT.dense()] * 3))[1]
-    assert part.to_storage().weights.untyped_storage().nbytes() == part.weights.nbytes
+    part = DensePattern(torch.stack([COMPACT.dense()] * 3)).singles()[1]
+    assert part.weights.untyped_storage().nbytes() == part.weights.nbytes
     for pattern in (part, EXPONENTIAL):
         with pytest.raises(UnsupportedError, match="only key and distance logits can be trained"):
             TrainablePattern.of(pattern)
