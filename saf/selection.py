@@ -1,6 +1,6 @@
 """Selection takes heads in ascending order of their score over the whole model, one by one or by KV groups."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,6 @@ from saf.heads import Head, HeadSet, head_pairs
 
 Unit = tuple[Head, ...]
 """Heads that are chosen together: one, or the live heads of a KV group."""
-Limits = int | Mapping[int, int]
-"""Most heads to choose in a layer: one number for all, or by layer; layers left out of a mapping have no limit."""
 
 
 def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> HeadSet:
@@ -42,7 +40,7 @@ class Chooser:
         count: Number of heads, instead of a rate.
         exclude: Heads that stay live.
         only: The heads that may be chosen; all by default.
-        max_per_layer: Most heads in a layer, one number or by layer.
+        max_per_layer: Most heads in a layer.
         match: Take as many from each layer as this set has, instead of a rate: the random control.
         group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
             scores; as many groups as stay within the budget.
@@ -59,7 +57,7 @@ class Chooser:
         count: int | None = None,
         exclude: Iterable[Head] = (),
         only: Iterable[Head] | None = None,
-        max_per_layer: Limits | None = None,
+        max_per_layer: int | None = None,
         match: Iterable[Head] | None = None,
         group_size: int = 1,
     ):
@@ -67,19 +65,16 @@ class Chooser:
             raise InputError("pass either rate or count, or a set of heads to match by layer")
         if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
             raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
+        if match is not None and max_per_layer is not None:
+            raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
+        self._limits = [scores.shape[1] if max_per_layer is None else max_per_layer] * len(scores)
         if match is not None:
-            if max_per_layer is not None:
-                raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
             matched = existing(scores, match)
-            max_per_layer = {layer: sum(at == layer for at, _ in matched) for layer in range(len(scores))}
-            count = len(matched)
+            self._limits, count = [sum(at == layer for at, _ in matched) for layer in range(len(scores))], len(matched)
         self.total = budget(rate or 0.0, scores.numel()) if count is None else count
-        if self.total < 0:
-            raise SelectionError(f"count is a number of heads, 0 or more; got {count}")
         # A matched set has the same number of heads in every layer; any other may end short of a whole group.
         self._group_size = group_size if match is None else 1
         self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
-        self._limits = _limits(scores, max_per_layer)
         self._chosen: list[Head] = []
 
     def propose(self) -> list[Unit]:
@@ -163,12 +158,3 @@ def _units(scores: Tensor, order: Sequence[Head], group_size: int) -> list[Unit]
             if unit and eligible.issuperset(unit):
                 groups.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))
     return [unit for _, unit in sorted(groups)]
-
-
-def _limits(scores: Tensor, most: Limits | None) -> list[int]:
-    """Return the most heads of each layer that may be chosen: at most `most` of those with scores."""
-    live: list[int] = (~scores.isnan()).sum(1).tolist()
-    by_layer = dict.fromkeys(range(len(live)), most) if isinstance(most, int) else dict(most or {})
-    if strange := {layer: limit for layer, limit in by_layer.items() if not (0 <= layer < len(live) and limit >= 0)}:
-        raise InputError(f"max_per_layer gives {len(live)} layers limits of 0 or more; got {strange}")
-    return [min(by_layer.get(layer, count), count) for layer, count in enumerate(live)]

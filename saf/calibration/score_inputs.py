@@ -1,4 +1,4 @@
-"""Collectors measure the inputs of scores beside the statistics: Q/K gradients, gates, and outputs of heads.
+"""Inputs of scores beside the statistics: Q/K gradients, gates, and outputs of heads.
 
 `QKGradient` averages gradients of queries and keys while a model trains, `gate_gradients` measures those of gates on
 the heads' outputs, `head_outputs` the contributions of heads to the residual stream, with their own and mean patterns.
@@ -213,8 +213,9 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
             "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
             "such as 'variance'"
         )
-    samples = sum(map(len, batches)) * len(statistics.positions)
-    layers = [_Layer(unwrap(model), site, number, statistics, samples) for number, site in enumerate(sites)]
+    rows, mean_rows = statistics.positions, statistics.by_head("mean_rows")
+    samples = sum(map(len, batches)) * len(rows)
+    layers = [_Layer(unwrap(model), *each, rows, samples) for each in zip(sites, mean_rows, strict=True)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
             layer.hook(stack)
@@ -225,20 +226,16 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
 
 
 class _Layer:
-    """Sums of one layer, filled sequence by sequence by hooks around its attention; NaN where a head is not live."""
+    """Sums of one layer, filled batch by batch by hooks around its attention; NaN where a head is not live."""
 
-    def __init__(self, model: nn.Module, site: Site, number: int, statistics: AttentionStatistics, samples: int):
-        self.site, self.live, self.rows = site, list(site.layout.live), list(statistics.positions)
+    def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, rows: Sequence[int], samples: int):
+        self.site, self.live, self.rows = site, list(site.layout.live), list(rows)
         self.decoder_layer = _decoder_layer(model, site.attention)
         weight, dimension = site.projections()["output"]
         self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
         self.weight = by_slot[: len(self.live)].to(self.wide)
-        mean = torch.full((len(self.live), len(self.rows), statistics.length), torch.nan, dtype=self.wide)
-        if known := [head for head in self.live if (number, head) in statistics.collected_heads]:
-            slots = [self.live.index(head) for head in known]
-            mean[slots] = statistics.take("mean_rows", [(number, head) for head in known]).to(self.wide)
-        self.mean = mean.to(weight.device)
+        self.mean = mean_rows[self.live].to(weight.device, self.wide)
         heads = site.layout.num_heads
         shapes = {"gram": (heads, heads), "change": (heads, samples), "residual_change": (heads, samples)}
         shapes |= {"residual": (samples,), "output": (samples,)}
@@ -261,7 +258,8 @@ class _Layer:
 
         def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
             if "query" in self._seen:  # a layer without live heads has none
-                self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
+                with torch.autocast(self.weight.device.type, enabled=False):
+                    self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
             self._seen = {}
 
         for module, name in ((self.decoder_layer, "residual"), (self.site.attention, "normed")):
@@ -271,29 +269,23 @@ class _Layer:
 
     def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
         """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
-        layout, wide, rows = self.site.layout, self.wide, self.rows
-        groups, keys = list(layout.kv_head[: len(self.live)]), list(layout.key_head)
-        with torch.autocast(query.device.type, enabled=False):
-            for n in range(len(query)):
-                self._add_sequence(
-                    query[n][:, rows].to(wide),
-                    key[n][keys].to(wide),
-                    _values(self.site, normed[n], wide)[groups],
-                    residual[n][rows].to(wide),
-                    output[n][rows].to(wide),
-                )
-
-    def _add_sequence(self, query: Tensor, key: Tensor, value: Tensor, residual: Tensor, output: Tensor) -> None:
-        scale = score_scale(self.site.scale, query.shape[-1])
-        logits = capped(query @ key.mT * scale, self.site.soft_cap)
-        position = torch.arange(key.shape[1], device=key.device)
-        future = position > torch.tensor(self.rows, device=key.device)[:, None]
+        layout, rows = self.site.layout, self.rows
+        query, key = query[:, :, rows].to(self.wide), key[:, list(layout.key_head)].to(self.wide)
+        value = _values(self.site, normed, self.wide)[:, list(layout.kv_head[: len(self.live)])]
+        logits = capped(query @ key.mT * score_scale(self.site.scale, query.shape[-1]), self.site.soft_cap)
+        position = torch.arange(key.shape[2], device=key.device)
+        future = position > torch.tensor(rows, device=key.device)[:, None]
         pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)
-        contribution = (pattern @ value) @ self.weight
-        change = ((self.mean - pattern) @ value @ self.weight).double()
-        flat = contribution.flatten(1).double()
-        after = (residual + output).double()
-        at, self._filled = slice(self._filled, self._filled + len(self.rows)), self._filled + len(self.rows)
+        # [heads, N R, channels] and [N R, channels]; samples are rows of one sequence after another.
+        contribution, change = (
+            (weights @ value @ self.weight).double().transpose(0, 1).flatten(1, 2)
+            for weights in (pattern, self.mean - pattern)
+        )
+        output = output[:, rows].to(self.wide).flatten(0, 1)
+        after = (residual[:, rows].to(self.wide).flatten(0, 1) + output).double()
+        at = slice(self._filled, self._filled + len(after))
+        self._filled = at.stop
+        flat = contribution.flatten(1)
         self.sums["gram"][np.ix_(self.live, self.live)] += (flat @ flat.T).cpu()
         self.sums["change"][self.live, at] = change.norm(dim=-1).cpu()
         self.sums["residual_change"][self.live, at] = (change * after).sum(-1).cpu()
@@ -308,7 +300,7 @@ def _decoder_layer(model: nn.Module, attention: nn.Module) -> nn.Module:
 
 
 def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the values `[H_kv, T, D]` of the projections' input `[T, channels]`, computed in `wide`."""
+    """Return the values `[N, H_kv, T, D]` of the projections' input `[N, T, channels]`, computed in `wide`."""
     rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
     weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
     values = normed.to(wide) @ weight.to(wide).T
