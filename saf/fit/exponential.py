@@ -351,8 +351,8 @@ class _Model:
         numbers = torch.stack([loss - least, cancellation], 1).tolist()
         # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
         return [
-            ExponentialFit(single, *measured, self.poles.damping.shape[-1], self.free_keys)
-            for single, measured in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
+            ExponentialFit(single, extra, cancelled, self.poles.damping.shape[-1], self.free_keys)
+            for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
         ]
 
 
