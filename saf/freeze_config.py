@@ -16,7 +16,7 @@ from saf.ops.backends import BACKENDS
 from saf.records.events import STATE_AFTER
 from saf.scores import SCORES, Score, required_inputs, score_name
 from saf.selection import Chooser, budget, existing, select
-from saf.targets import FITTED, TARGETS, Seed, Storage, check_options, seed_of
+from saf.targets import FITTED, TARGETS, Storage, check_options
 
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that set the number of heads; one of them counts."""
@@ -94,8 +94,8 @@ class FreezeConfig:
     budget: float | None = None
     """Choose heads by joint cost, and stop where perplexity on held-out text would rise by more than this share, such
     as 0.01; the rate is then the most that may freeze."""
-    seed: Seed = 0
-    """Random seed for random scores and sampled patterns; in Python it may be a torch.Generator."""
+    seed: int = 0
+    """Random seed for random scores and sampled patterns."""
     backend: str = "auto"
     """Execute frozen heads by this backend: toeplitz, linear, fused or reference; auto takes the one that `saf doctor`
     names."""
@@ -122,13 +122,12 @@ class FreezeConfig:
             if (heads := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(head_pairs(heads)))
                 HeadSet(heads)  # raises for a head named twice
-        object.__setattr__(self, "seed", seed_of(self.seed))
-        object.__setattr__(self, "pattern_options", check_options(self.pattern, self.pattern_options))
+        check_options(self.pattern, self.pattern_options)
         if not self.max_fit_kl > 0:
             raise InputError(f"max_fit_kl must be positive, in nats, got {self.max_fit_kl}")
         if self.budget is not None and not self.budget > 0:
             raise InputError(f"budget must be positive, such as 0.01 for 1% of perplexity, got {self.budget}")
-        for name, least in (("count", 0), ("max_per_layer", 1)):
+        for name, least in (("count", 0), ("max_per_layer", 1), ("seed", 0)):
             if (number := getattr(self, name)) is not None and number < least:
                 raise InputError(f"{name} must be at least {least}, got {number}")
         self._check_effects()

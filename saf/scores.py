@@ -5,7 +5,6 @@ tensors that calibration collects, by their names in `saf.calibration.COLLECTION
 `HOW_TO_MEASURE`.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from saf.errors import InputError, check_keywords, check_name, shown
-from saf.records.table import Table
 from saf.statistics import AttentionStatistics, required_keywords
-from saf.targets import Seed, seed_of
 
 Score = Callable[..., Tensor]
 """`(statistics, **inputs)` to one number a head, `[L, H]`."""
@@ -25,7 +22,7 @@ OUTPUT_FLOOR = 1e-8
 
 
 SCORES: dict[str, Score] = {}
-"""Scores by name, in the order of the paper; settings and the table of scores in docs/method.md read it."""
+"""Scores by name, in the order of the paper."""
 HOW_TO_MEASURE = {
     "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
     "outputs": (
@@ -38,7 +35,7 @@ HOW_TO_MEASURE = {
 
 
 def head_score(function: Score) -> Score:
-    """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it in tables."""
+    """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it."""
     SCORES[function.__name__] = function
     return function
 
@@ -152,12 +149,12 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
 
 
 @head_score
-def random(statistics: AttentionStatistics, *, seed: Seed = 0) -> Tensor:
+def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
     """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set.
 
     Frozen heads draw too, so that a head's number does not depend on earlier events.
     """
-    generator = torch.Generator().manual_seed(seed_of(seed))
+    generator = torch.Generator().manual_seed(seed)
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
 
 
@@ -165,8 +162,8 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
 
     `name` is one of `SCORES`, or a function of the statistics. `inputs` are the score's further inputs: `gradient`,
-    `outputs`, `gates`, or `seed` of `random` (a number or a `torch.Generator`); tensors that calibration collected are
-    read from the statistics. Raises InputError for an unknown name, missing inputs, and live heads without a value.
+    `outputs`, `gates`, or `seed` of `random`; tensors that calibration collected are read from the statistics. Raises
+    InputError for an unknown name, missing inputs, and live heads without a value.
     """
     function, label = _function(name), score_name(name)
     collected = "pass it, or call calibrate(..., collect=({!r},))"
@@ -196,15 +193,6 @@ def required_inputs(name: str | Score) -> tuple[str, ...]:
 def score_name(name: str | Score) -> str:
     """Return the name of a score in reports."""
     return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
-
-
-def score_table() -> Table:
-    """Return one row a score: its name, the first line of its docstring, and its inputs beside the statistics."""
-    rows = [
-        [name, (inspect.getdoc(function) or "").partition("\n")[0], ", ".join(required_keywords(function)) or None]
-        for name, function in SCORES.items()
-    ]
-    return Table.of("Scores, lowest first", ["score", "what it measures", "further inputs"], rows)
 
 
 def _function(name: str | Score) -> Score:

@@ -53,12 +53,6 @@ class AttentionStatistics:
             values = getattr(self, name)
             if len(heads) != 2 or tuple(values.shape) != expected or not values.is_floating_point():
                 raise InputError(f"{name} must be floating point, [L, H] or [L, H, {self.length}]; got {shown(values)}")
-        if self.lengths and (len(self.lengths) != self.num_sequences or max(self.lengths) != self.length):
-            raise InputError(f"lengths must be of {self.num_sequences} sequences, at most {self.length} tokens each")
-        for name, values in self.collected.items():
-            if not values.dim() or len(values) != len(self.collected_heads):
-                count = len(self.collected_heads)
-                raise InputError(f"collected must have {count} collected_heads; got {name!r} {list(values.shape)}")
 
     def __repr__(self) -> str:
         layers, heads = self.variance.shape

@@ -5,7 +5,6 @@ collects are keyword-only arguments without a default, by their names in `saf.ca
 those with a default are options.
 """
 
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -21,8 +20,6 @@ from saf.statistics import FLOOR, AttentionStatistics, required_keywords
 Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
 FITTED = ("compact", "exponential")
 """Storages whose patterns are fitted to marginals; the others hold every entry."""
-Seed = int | torch.Generator
-"""A seed, or a generator that draws one."""
 
 SCALE = 16.0
 """Factor of the moment estimate of Dirichlet concentrations: the paper's."""
@@ -163,9 +160,9 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
     """Return the target of the compact fit of a pattern, for `heads` in order.
 
-    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. A `torch.Generator` as
-    seed draws one for all heads: draws depend on the seed, the layer and the head alone. Raises InputError for unknown
-    names and options, and for statistics without the tensors of `collect_for`.
+    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. Draws depend on the seed,
+    the layer and the head alone. Raises InputError for unknown names and options, and for statistics without the
+    tensors of `collect_for`.
     """
     options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
@@ -221,26 +218,13 @@ def target_of(weights: Tensor) -> Target:
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a pattern's options, with a generator as `seed` replaced by a seed that it draws; all accept `seed`.
-
-    Raises InputError for an unknown pattern, other options, and a seed that is not a number.
-    """
+    """Return the options that a pattern takes; all patterns accept `seed`. Raises InputError for unknown names."""
     check_name("pattern", name, TARGETS)
     known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, TARGETS[name].dense)
-    taken = {key: value for key, value in options.items() if key in known}
-    return taken | ({"seed": seed_of(taken["seed"])} if "seed" in taken else {})
+    return {key: value for key, value in options.items() if key in known}
 
 
 # --- draws
-
-
-def seed_of(seed: Seed) -> int:
-    """Return the seed itself, or one that the generator draws, below 2**53, exact in JSON."""
-    if isinstance(seed, torch.Generator):
-        return int(torch.randint(1 << 53, (), generator=seed, device=seed.device))
-    if (number := operator.index(seed)) < 0:
-        raise InputError(f"seed must be an integer from 0 on, or a torch.Generator to draw one from; got {seed!r}")
-    return number
 
 
 def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Generator:

@@ -14,7 +14,6 @@ from saf.heads import Head, HeadSet
 from saf.statistics import AttentionStatistics
 from saf.targets import (
     TARGETS,
-    Seed,
     collect_for,
     concentration,
     dense_pattern,
@@ -101,9 +100,8 @@ def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_draw_depends_on_seed_layer_and_head_alone(name):
     actual, state = make_statistics(make_logits()), torch.get_rng_state()
-    last = list(HEADS)[-1]
 
-    def draw(heads: Iterable[Head], seed: Seed) -> torch.Tensor:
+    def draw(heads: Iterable[Head], seed: int) -> torch.Tensor:
         return pattern_of(actual, heads, name, seed=seed)
 
     whole, other = draw(HEADS, 5), draw(HEADS, 6)
@@ -111,12 +109,6 @@ def test_a_draw_depends_on_seed_layer_and_head_alone(name):
         assert torch.equal(draw([head], 5)[0], whole[number])
     assert (other - whole).abs().amax((1, 2)).min() > 1e-3
     assert (whole[0] - whole[1]).abs().max() > 1e-3
-    # A generator draws one seed for all heads.
-    generator, twin = (torch.Generator().manual_seed(7) for _ in range(2))
-    drawn = draw(HEADS, generator)
-    assert torch.equal(draw([last], twin)[0], drawn[-1])
-    assert torch.equal(generator.get_state(), twin.get_state())
-    assert (draw(HEADS, generator) - drawn).abs().amax((1, 2)).min() > 1e-3
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -150,7 +142,6 @@ def test_wrong_requests_are_refused():
         ((HEADS, "mean"), {"scale": 2}, "'mean' takes no options"),
         ((HEADS, "dirichlet"), {"scale": 0}, "scale must be above 0"),
         ((HEADS, "dirichlet"), {"bounds": (2, 1)}, "bounds ascending above 0"),
-        ((HEADS, "gaussian"), {"seed": -1}, "integer from 0 on, or a torch.Generator .*; got -1"),
     ]:
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):

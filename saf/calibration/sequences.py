@@ -139,17 +139,12 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
 
 
 def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
-    """Raise InputError for rows of several documents, by `cu_seq_lens_q`, `seq_lengths` or positions that restart."""
-    positions, begins = fields.get("position_ids"), fields.get("cu_seq_lens_q")
-    several = begins is not None and torch.as_tensor(begins).unique().numel() - 1 > len(ends)
-    several |= any(len(row) > 1 for row in fields.get("seq_lengths") or ())
+    """Raise InputError for rows of several documents: boundaries in them, or positions that restart."""
+    several, positions = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys()), fields.get("position_ids")
     if positions is not None:
-        positions = torch.as_tensor(positions).cpu()
-        rows = positions.expand(len(ends), -1) if positions.dim() == 2 and len(positions) == 1 else positions
-        numbers = torch.arange(positions.shape[-1])
-        several |= len(rows) != len(ends) or not all(
-            row.shape == numbers.shape and torch.equal(row[:end].long(), numbers[:end])
-            for row, end in zip(rows, ends, strict=True)
+        rows = torch.as_tensor(positions).cpu().expand(len(ends), -1)
+        several |= any(
+            not torch.equal(row[:end].long(), torch.arange(end)) for row, end in zip(rows, ends, strict=True)
         )
     if several:
         raise InputError(

@@ -28,7 +28,6 @@ from saf.heads import Head
 from saf.records.files import read_json_value
 from saf.records.run import heads_of_record
 from saf.scores import Score
-from saf.targets import Seed
 
 First = Mapping[Any, Sequence[str]]
 """The fields of each dataclass that `--help` shows; `--help-all` shows every one, as of a class that is not named."""
@@ -185,7 +184,6 @@ _TYPES: dict[Any, tuple[Any, str, Callable[..., Any], Callable[..., list[str]]]]
     tuple[Head, ...]: (tuple, "LAYER:HEAD|FILE", read_heads, lambda heads: [f"{at}:{head}" for at, head in heads]),
     dict[str, Any]: (dict, "NAME VALUE", _read_options, _options_as_words),
     str | Score: (str, "NAME", lambda words: words[0], lambda name: [str(name)]),
-    Seed: (int, "INT", lambda words: int(words[0]), lambda seed: [str(seed)]),
 }
 """The class, metavar, reader and writer of each type. Python takes a function as a score, a generator as a seed."""
 
