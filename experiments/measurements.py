@@ -96,8 +96,6 @@ class Number:
     of: Literal["one", "mean", "max", "pairs"] = "one"
     """Which of several entries that meet the conditions is shown: one alone, their mean or largest. A list of "pairs",
     baseline's and arm's times, gives the mean of their ratios with its standard error."""
-    saved: bool = False
-    """Whether a speedup is shown as the percentage of time that it saves."""
     scientific: bool = False
 
     def find(self, record: Mapping[str, Any]) -> list[float]:
@@ -114,8 +112,7 @@ class Number:
             return []
         if self.of == "pairs":
             return [baseline / arm for baseline, arm in values[0]]
-        value = (max if self.of == "max" else statistics.fmean)(map(float, values))
-        return [100.0 * (1.0 - 1.0 / value) if self.saved else self.scale * value]
+        return [self.scale * (max if self.of == "max" else statistics.fmean)(map(float, values))]
 
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -110,19 +110,6 @@ class Run:
         if self.arm.parent is None or self.arm.task is not None:
             return None
         return OneTime(at=float(self.arm.at)).first_update(self.needs["parent"].updates)
-
-    def missing(self, waiting: Collection[Key]) -> list["Run"]:
-        """Return the runs of those in `waiting` that must go on before this one can begin."""
-        return [need for role, need in self.needs.items() if need.key in waiting and not self._supplied(role)]
-
-    def _supplied(self, role: str) -> bool:
-        """Return whether an unended run has what this one takes from it: a checkpoint, its heads, its updates."""
-        need = self.needs[role]
-        if role == "parent":
-            return self.step is not None and (need.folder / "checkpoints" / step_name(self.step)).is_dir()
-        if role == "heads":
-            return "schedule" not in need.changes and bool(_edited_heads(need))
-        return role == "match" and "match_speed" in self.changes
 
     @property
     def own_updates(self) -> int | None:
@@ -254,15 +241,10 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
-    if not (heads := _edited_heads(run)):
+    """Return the heads that an ended run froze or pruned."""
+    if not (heads := heads_in_force(read_events(run.folder))):
         raise InputError(f"{run.title} froze or pruned no heads, and another run is to have them")
-    return heads
-
-
-def _edited_heads(run: Run) -> tuple[tuple[int, int], ...]:
-    """Return the heads that a run's events have frozen or pruned so far."""
-    events = read_events(run.folder) if run.folder.is_dir() else []
-    return tuple((layer, head) for layer, head in heads_in_force(events))
+    return tuple((layer, head) for layer, head in heads)
 
 
 def _checkpoint(run: Run) -> Path:
@@ -368,8 +350,6 @@ def _fits(recorded: RecordedRun) -> dict[str, float]:
 # --- all runs
 
 STOPPED = "stopped after a checkpoint"
-POLL_SECONDS = 5.0
-"""Between looks for checkpoints of running parents, from which other runs can start."""
 
 
 @dataclass(kw_only=True)
@@ -397,7 +377,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
                 if any(need.title in outcome.failed for need in run.needs.values()):
                     outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
             waiting = pending.keys() | {run.key for run, _, _ in active.values()}
-            ready = [run for run in pending.values() if not run.missing(waiting)]
+            ready = [run for run in pending.values() if not waiting & {need.key for need in run.needs.values()}]
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
                 del pending[run.key]
@@ -412,7 +392,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say)
                 active[future] = run, lane, began
             if not active:
                 break
-            for future in wait(active, POLL_SECONDS if pending else None, FIRST_COMPLETED).done:
+            for future in wait(active, return_when=FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
                 problem = future.result()

@@ -90,7 +90,7 @@ def test_ours_are_written_with_the_signs_and_digits_of_the_papers(name):
         if not number.scientific:
             assert number.signed or number.paper[0] not in "+-−", number.title
             digits = max(len(decimals) for decimals in re.findall(r"\d(?:\.(\d+))?(?!\d)", number.paper))
-            expected = 3 if number.path[-1] == "ratio" and not number.saved else digits + (number.title in MEANS)
+            expected = 3 if number.path[-1] == "ratio" else digits + (number.title in MEANS)
             assert number.places == expected, number.title
 
 

@@ -104,27 +104,6 @@ def test_jobs_run_in_processes_of_their_own_and_record_the_command_that_was_type
     assert {each["provenance"]["command"] for each in records} == {f"python -m experiments {' '.join(typed)}"}
 
 
-def test_a_run_can_start_once_its_parent_saved_the_checkpoint_that_it_branches_off(tmp_path):
-    runs = plan([("4k-pruned-25", 1337)], SMOKE, tmp_path)
-    parent, frozen, pruned = (runs[arm, 1337] for arm in ("4k-ordinary", "4k-mean-25", "4k-pruned-25"))
-    assert frozen.missing(runs) == [parent]
-    (parent.folder / "checkpoints/step-4").mkdir(parents=True)
-    assert not frozen.missing(runs)
-    assert pruned.missing(runs) == [frozen]  # whose heads it removes
-    frozen.folder.mkdir(parents=True)
-    (frozen.folder / "events.jsonl").write_text(
-        '{"number": 1, "kind": "freeze", "heads": [[0, 1]], "undone_by": null}\n'
-    )
-    assert not pruned.missing(runs)
-
-
-def test_a_run_with_a_given_speed_need_not_wait_for_the_end_of_its_reference(tmp_path):
-    runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
-    timed = runs["4k-mean-25-time", 1337]
-    (timed.needs["parent"].folder / "checkpoints/step-4").mkdir(parents=True)
-    assert not timed.missing(runs)
-
-
 def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
     runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
     run = runs["4k-mean-25-time", 1337]
