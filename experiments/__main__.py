@@ -16,6 +16,7 @@ from experiments.results import document, recipe_parts, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, latex, read_records
+from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
 from saf.records.table import byte_size
@@ -80,12 +81,12 @@ class Experiments:
         elif runs:
             pretrained = [run.record() for run in runs.values() if run.arm.task is None]
             check(inputs, scale, [record for record in pretrained if record is not None])
-        outcome = execute(runs, inputs, jobs=self.jobs, say=_say)
+        outcome = execute(runs, inputs, jobs=self.jobs)
         if not outcome.stopped:
             self._measure(scale, chosen, runs, inputs, outcome)
         self._show(chosen)
         for title, problem in outcome.failed.items():
-            _say(f"{title} {problem}")
+            say(f"{title} {problem}")
         return EXIT_STOPPED if outcome.stopped else int(bool(outcome.failed))
 
     def _seeds(self, scale: Scale, each: Recipe | None = None) -> tuple[int, ...]:
@@ -123,7 +124,7 @@ class Experiments:
                 )
                 for one in each.measurements:
                     asked = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke
-                    if asked and (problem := maker.make(one, say=_say)):
+                    if asked and (problem := maker.make(one)):
                         outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
 
     def _show(self, chosen: dict[str, Recipe]) -> None:
@@ -197,10 +198,6 @@ class Keep:
         return 0
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(words: list[str]) -> int:
     """Run a command and return its exit status; a user's mistake is one line."""
     commands: dict[str, Any] = {"results": Results, "keep": Keep}
@@ -208,7 +205,7 @@ def main(words: list[str]) -> int:
     try:
         return tyro.cli(command, args=rest, prog="python -m experiments").run()
     except (InputError, SafError) as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 2
 
 

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from experiments.arms import arm_at
 from experiments.inputs import Inputs
-from experiments.run import Key, Run, Say
+from experiments.run import Key, Run
 from experiments.scales import Scale
 from saf.checkpoint import latest, step_name
+from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
 from saf.records.result import command
@@ -238,7 +239,7 @@ class Maker:
         """Return the run of an arm, or of the one that stands for it at this scale."""
         return self.runs[arm_at(arm, self.scale.base).name, self.seed]
 
-    def make(self, each: Measurement, say: Say) -> str | None:
+    def make(self, each: Measurement) -> str | None:
         """Make a measurement unless its record is there; return why it failed."""
         out = self.file(each)
         if out.is_file():

@@ -22,8 +22,8 @@ from saf.evaluate.tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
+from saf.records.table import Table, natural_order
 from saf.records.table import markdown as escaped
-from saf.records.table import natural_order
 
 SHOWN = {
     "quality": {
@@ -251,11 +251,11 @@ def document(parts: Sequence[Shown]) -> str:
     return "\n\n".join(filter(None, blocks.values()))
 
 
-def _analysed(heading: str, part: pd.DataFrame, where: Mapping[str, str]) -> Shown:
+def _analysed(heading: str, part: Table, where: Mapping[str, str]) -> Shown:
     """Return a table of an analysis, its first column as index, with its notes."""
-    notes = "\n".join(f"- {escaped(note)}" for note in part.attrs["notes"])
-    frame = part.set_index(part.columns[0]).astype(str)
-    return Shown(heading=heading, title=part.attrs["title"], frame=frame, text=notes, cells=where)
+    notes = "\n".join(f"- {escaped(note)}" for note in part.notes)
+    frame = pd.DataFrame(part.rows, columns=part.columns).set_index(part.columns[0])
+    return Shown(heading=heading, title=part.title, frame=frame, text=notes, cells=where)
 
 
 def _analyses(folder: Path) -> Iterator[Shown]:

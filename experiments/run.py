@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import Inputs
 from experiments.scales import BRANCHES, Scale
 from saf.checkpoint import Checkpoint, latest, load_model, step_name
+from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
@@ -46,7 +47,6 @@ from saf.train.finetune import CHOICE, finetune, finetune_defaults, settings_lik
 from saf.train.loop import EXIT_STOPPED, StopRequest
 from saf.train.step import update_memory
 
-Say = Callable[[str], None]
 Key = tuple[str, int]
 """Arm and seed of a run at one scale."""
 
@@ -362,7 +362,7 @@ class Outcome:
     """Whether a signal stopped it; the same command continues."""
 
 
-def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1, say: Say) -> Outcome:
+def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcome:
     """Make the missing runs. One that fails is named, runs that need it are left out, the others go on.
 
     With one job runs are made in this process; several are made in processes of their own, a GPU each by turns.

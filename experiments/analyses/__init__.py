@@ -1,6 +1,6 @@
 """Analyses of heads, selections and patterns, a file each: `python -m experiments.analyses NAME --help`.
 
-Each module has `Settings` (a dataclass), `measure(settings) -> record` and `tables(record) -> list[str | DataFrame]`;
+Each module has `Settings` (a dataclass), `measure(settings) -> record` and `tables(record) -> list[Part]`;
 some have `figure(records) -> matplotlib Figure` of one record or of several seeds'. Both take records as JSON has them.
 """
 

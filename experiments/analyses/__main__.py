@@ -1,6 +1,5 @@
 """Run one analysis: `python -m experiments.analyses NAME ... [--out FILE.json] [--figure FILE.svg] [--json]`."""
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from pathlib import Path
 import tyro
 
 from experiments.analyses import ANALYSES, FIGURES, svg
-from experiments.analyses.common import Output, Record, shown
+from experiments.analyses.common import Output, Record
+from saf.cli.output import show
 from saf.errors import InputError, SafError
 from saf.records.files import to_json, write_atomically, write_json
 from saf.records.result import read_result
@@ -43,7 +43,7 @@ def run(name: str, settings: Output) -> None:
         write_json(settings.out, record)
     if settings.figure is not None:
         draw([record], settings.figure)
-    print(json.dumps(record, indent=2) if settings.json else shown(ANALYSES[name].tables(record)))
+    show(record, *ANALYSES[name].tables(record), as_json=settings.json)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,9 +1,8 @@
-"""What analyses share: settings, the opened model, costs of frozen heads, rank correlations, figures and tables."""
+"""What analyses share: settings, the opened model, costs of frozen heads, rank correlations and figures."""
 
 import copy
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,20 +18,18 @@ from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
+from saf.evaluate.paired import window_losses
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
-from saf.models.adapter import Site, adapter_for, unwrap
+from saf.models.adapter import adapter_for, unwrap
 from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
 from saf.records.result import read_result, result_header
-from saf.records.table import MISSING
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
 
 Record = Mapping[str, Any]
 """A measured record as JSON has it: the header of every result, then the analysis's own entries."""
-Part = str | pd.DataFrame
-"""A paragraph, or a table of text whose `attrs` hold its title and notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +136,6 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
     return record
 
 
-def say(text: str) -> None:
-    """Print a line about progress on standard error."""
-    print(text, file=sys.stderr, flush=True)
-
-
 # --- heads
 
 
@@ -166,47 +158,31 @@ def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
     return mask
 
 
-def blank(sites: Sequence[Site]) -> Tensor:
-    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
-    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-    for layer, site in enumerate(sites):
-        if site.stays_ordinary is None:
-            values[layer, list(site.layout.live)] = 0.0
-    return values
-
-
 class CostMeter:
-    """Measures a copy of a model on held-out windows `[W, T + 1]`, with heads frozen for the time being."""
+    """Measures losses of held-out windows `[W, T + 1]` on a copy of a model, with heads frozen for the time being."""
 
     def __init__(self, model: nn.Module, windows: Tensor, *, batch_size: int = 8):
         self._model, self._windows, self._batch_size = copy.deepcopy(unwrap(model)), windows, batch_size
-        self.baseline = self._log_probs()
+        self.baseline = self._losses()
 
-    def log_probs(self, heads: HeadSet, patterns: Mapping[Head, Pattern], *, backend: str = "auto") -> Tensor:
-        """Return log-probabilities of the targets with `heads` frozen, `[W, T]` float32, nats."""
-        with frozen_heads(self._model, heads, [patterns[head] for head in heads], backend):
-            return self._log_probs()
+    def losses(self, heads: HeadSet, patterns: Mapping[Head, Pattern], *, backend: str = "auto") -> Tensor:
+        """Return the loss of each window with `heads` frozen, `[W]` float64, nats."""
+        every: Any = [patterns[head] for head in heads]
+        install_(self._model, heads, every, backend=backend)
+        # Autocast keeps low-precision copies of weights, which surgery changes in place.
+        torch.clear_autocast_cache()
+        try:
+            return self._losses()
+        finally:
+            uninstall_(self._model, heads)
+            torch.clear_autocast_cache()
 
-    def _log_probs(self) -> Tensor:
+    def _losses(self) -> Tensor:
         adapter = adapter_for(self._model)
         with torch.no_grad(), evaluation_mode(self._model):
             batches = [batch.to(adapter.device) for batch in self._windows.split(self._batch_size)]
-            return torch.cat([adapter.token_log_probs(ids[:, :-1], ids[:, 1:]).float().cpu() for ids in batches])
-
-
-@contextmanager
-def frozen_heads(model: nn.Module, heads: HeadSet, patterns: list[Any], backend: str) -> Iterator[None]:
-    """Freeze heads within the block."""
-    if len(heads):
-        install_(model, heads, patterns, backend=backend)
-    # Autocast keeps low-precision copies of weights, which surgery changes in place.
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        if len(heads):
-            uninstall_(model, heads)
-        torch.clear_autocast_cache()
+            parts = [adapter.token_log_probs(ids[:, :-1], ids[:, 1:]).float().cpu() for ids in batches]
+        return window_losses(torch.cat(parts))
 
 
 # --- rank correlations of values by layer and head
@@ -262,7 +238,7 @@ def _frame(values: Sequence[Tensor]) -> pd.DataFrame:
     return pd.DataFrame({place: each.cpu().double().flatten() for place, each in enumerate(values)}).dropna()
 
 
-# --- figures and tables
+# --- figures
 
 
 def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12, 9)) -> tuple[Figure, Any]:
@@ -273,29 +249,3 @@ def subplots(rows: int = 1, columns: int = 1, *, size: tuple[float, float] = (12
     if rows * columns > 1:
         figure.subplots_adjust(left=0.06, right=0.97, bottom=0.08, top=0.94, wspace=0.25, hspace=0.4)
     return figure, axes
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> pd.DataFrame:
-    """Return a table of text; None becomes a dash, whole numbers get thousands separators."""
-    cells = [
-        [f"{cell:,}" if isinstance(cell, int) else MISSING if cell is None else str(cell) for cell in row]
-        for row in rows
-    ]
-    frame = pd.DataFrame(cells, columns=list(columns), dtype=object)
-    frame.attrs = {"title": title, "notes": list(notes)}
-    return frame
-
-
-def without_empty(frame: pd.DataFrame, keep: Sequence[str] = ()) -> pd.DataFrame:
-    """Return a table without the columns that hold dashes alone; those in `keep` stay."""
-    return frame.loc[:, [name in keep or bool((frame[name] != MISSING).any()) for name in frame]]
-
-
-def shown(parts: Sequence[Part]) -> str:
-    """Return paragraphs and tables as text for a terminal."""
-    texts = []
-    for part in parts:
-        if isinstance(part, pd.DataFrame):
-            part = "\n".join([*filter(None, [part.attrs["title"]]), part.to_string(index=False), *part.attrs["notes"]])
-        texts.append(part)
-    return "\n\n".join(texts)

@@ -19,11 +19,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments import paper
-from experiments.analyses.common import ModelSettings, Opened, Part, Record, say, subplots, table
+from experiments.analyses.common import ModelSettings, Opened, Record, subplots
 from saf.calibration import calibrate
+from saf.cli.output import say
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.records.table import MISSING
+from saf.records.table import MISSING, Part, Table
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import AttentionStatistics
@@ -337,8 +338,8 @@ def tables(record: Record) -> list[Part]:
     columns = ["model", "median Kolmogorov-Smirnov distance"]
     return [
         conditions,
-        table("", ["rows drawn", "ours", "paper"], rows),
-        table(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
+        Table.of("", ["rows drawn", "ours", "paper"], rows),
+        Table.of(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
     ]
 
 

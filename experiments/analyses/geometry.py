@@ -9,20 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from experiments import paper
-from experiments.analyses.common import (
-    ModelSettings,
-    Part,
-    Record,
-    spearman,
-    stratified_spearman,
-    table,
-)
+from experiments.analyses.common import ModelSettings, Record, spearman, stratified_spearman
 from saf.calibration import calibrate, heads_at_a_time
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.records.files import read_json
-from saf.records.table import MISSING, correlation, percent
+from saf.records.table import MISSING, Part, Table, correlation, percent
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import FLOOR
@@ -137,7 +130,7 @@ def tables(record: Record) -> list[Part]:
     columns = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
     conditions = f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."
     if not (correlations := record.get("correlations")):
-        return [conditions, table("", columns, rows, notes)]
+        return [conditions, Table.of("", columns, rows, notes)]
     ranks: list[list[str]] = []
     heads: list[str] = []
     for name, (within, pooled) in correlations.items():
@@ -146,4 +139,4 @@ def tables(record: Record) -> list[Part]:
         cells = [f"{correlation(value)} ({beside.get(rate, MISSING)})" for rate, value in values.items()]
         ranks.append([name.replace("_", " "), *cells])
     title = "Spearman of each distance with what the patterns cost (paper)"
-    return [conditions, table("", columns, rows), table(title, ["distance", *heads], ranks, notes)]
+    return [conditions, Table.of("", columns, rows), Table.of(title, ["distance", *heads], ranks, notes)]

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import paper
-from experiments.analyses.common import CostMeter, ModelSettings, Part, Record, head_set, table
+from experiments.analyses.common import CostMeter, ModelSettings, Record, head_set
 from saf.calibration import calibrate
 from saf.calibration.capture import measurable_heads
-from saf.evaluate.paired import delta_of_windows, window_losses
+from saf.evaluate.paired import delta_of_windows
 from saf.freeze_config import FreezeConfig
 from saf.freezing import fit_heads
 from saf.machine import Stopwatch
 from saf.models.adapter import adapter_for
-from saf.records.table import signed
+from saf.records.table import Part, Table, signed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,11 @@ def measure(settings: Settings) -> dict[str, Any]:
             batch_size=settings.batch_size,
         )
         patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
-        one, other = (window_losses(meter.log_probs(heads, patterns)) for heads in (first, second))
+        one, other = (meter.losses(heads, patterns) for heads in (first, second))
     values = {
         "heads": [first.to_list(), second.to_list()],
-        "first": delta_of_windows(window_losses(meter.baseline), one),
-        "second": delta_of_windows(window_losses(meter.baseline), other),
+        "first": delta_of_windows(meter.baseline, one),
+        "second": delta_of_windows(meter.baseline, other),
         "difference": delta_of_windows(one, other),
         "overlap": len(first & second),
     }
@@ -69,5 +69,5 @@ def tables(record: Record) -> list[Part]:
         f"Immediate cost of two head sets: {record['overlap']} heads in common, windows of {record['length']:,} "
         f"tokens. Paper: sets by residual cosine {beside['residual_cosine']}, by variance {beside['variance']}, "
         f"{beside['overlap']} in common.",
-        table("", ["set", "heads", "perplexity", "95% interval"], rows, paper.notes(paper.SELECTION_TEXT)),
+        Table.of("", ["set", "heads", "perplexity", "95% interval"], rows, paper.notes(paper.SELECTION_TEXT)),
     ]

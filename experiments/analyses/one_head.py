@@ -15,24 +15,20 @@ from experiments.analyses.common import (
     CostMeter,
     ModelSettings,
     Opened,
-    Part,
     Record,
     check_rates,
     mask_of,
     matrix,
-    say,
     spearman,
     subplots,
-    table,
-    without_empty,
 )
 from saf.calibration import calibrate, gate_gradients, head_outputs
-from saf.evaluate.paired import window_losses
+from saf.cli.output import say
 from saf.freeze_config import FreezeConfig
 from saf.freezing import FittedHead, fit_heads
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
-from saf.records.table import MISSING, correlation, highest_first, percent, signed
+from saf.records.table import MISSING, Part, Table, correlation, highest_first, percent, signed
 from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics
@@ -94,7 +90,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         config = FreezeConfig(max_fit_kl=settings.max_fit_kl)
         fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
         costs = one_head_costs(meter, fits, config, tuple(statistics.variance.shape))
-    baseline = float(window_losses(meter.baseline).mean())
+    baseline = float(meter.baseline.mean())
     values: dict[str, Any] = {"windows": settings.windows, "baseline": baseline, **costs.entries()}
     values |= {"scores": scores, "quality": score_quality(costs, scores, settings.rates)}
     return opened.record("one-head", values)
@@ -123,13 +119,12 @@ def one_head_costs(
     meter: CostMeter, fits: dict[Head, FittedHead], config: FreezeConfig, shape: tuple[int, ...]
 ) -> Costs:
     """Freeze each head alone by its fitted pattern and measure the meter's windows."""
-    baseline = window_losses(meter.baseline)
-    by_window = torch.full((*shape, len(baseline)), torch.nan, dtype=torch.float64)
+    by_window = torch.full((*shape, len(meter.baseline)), torch.nan, dtype=torch.float64)
     fit_kl = torch.full(shape, torch.nan, dtype=torch.float64)
     for head, fit in tqdm(fits.items(), "heads", mininterval=5):
         assert fit.pattern is not None
-        log_probs = meter.log_probs(HeadSet([head]), {head: fit.pattern}, backend=config.backend)
-        fit_kl[head], by_window[head] = fit.fit_kl, window_losses(log_probs) - baseline
+        losses = meter.losses(HeadSet([head]), {head: fit.pattern}, backend=config.backend)
+        fit_kl[head], by_window[head] = fit.fit_kl, losses - meter.baseline
     return Costs(by_window, fit_kl, HeadSet(head for head in fits if fit_kl[head] <= config.max_fit_kl))
 
 
@@ -168,7 +163,7 @@ def tables(record: Record) -> list[Part]:
         f"Immediate cost of single heads, and which scores predict it: {record['windows']} held-out windows of "
         f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
     )
-    quality = without_empty(table("", columns, rows, paper.notes(paper.SELECTORS)), keep=["paper"])
+    quality = Table.of("", columns, rows, paper.notes(paper.SELECTORS)).used(keep=["paper"])
     return [conditions, quality]
 
 

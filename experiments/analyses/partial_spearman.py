@@ -9,10 +9,10 @@ import tyro
 
 from experiments import paper
 from experiments.analyses import common
-from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman
+from experiments.analyses.common import Output, Record, header, mask_of, matrix, spearman
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records.table import correlation
+from saf.records.table import Part, Table, correlation
 
 NAMES = {
     "spearman": "Spearman",
@@ -68,6 +68,6 @@ def tables(record: Record) -> list[Part]:
             for key in NAMES
         ]
         rows.append([name.replace("_", " "), *cells])
-    table = common.table("", ["score", *NAMES.values()], rows, paper.notes(paper.SELECTION_TEXT))
+    table = Table.of("", ["score", *NAMES.values()], rows, paper.notes(paper.SELECTION_TEXT))
     conditions = f"Scores and the cost of single heads, layer and entropy held: {record['heads']} heads."
-    return [conditions, common.without_empty(table)]
+    return [conditions, table.used()]

@@ -16,17 +16,13 @@ from tqdm import tqdm
 from experiments import paper
 from experiments.analyses.common import (
     ModelSettings,
-    Part,
     Record,
-    blank,
     head_set,
     mask_of,
     matrix,
     read_record,
     spearman,
     subplots,
-    table,
-    without_empty,
 )
 from saf.calibration import latter_half
 from saf.calibration.capture import evaluation_mode
@@ -34,7 +30,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models.adapter import Site, adapter_for
 from saf.ops.live import capped, score_scale
-from saf.records.table import number
+from saf.records.table import Part, Table, number
 
 PROFILES = {
     "entropy": "normalised entropy",
@@ -80,6 +76,15 @@ def measure(settings: Settings) -> dict[str, Any]:
         later = matrix(read_record(settings.later, "profiles")["profiles"]["variance"])
         values["variance_ranks"] = spearman(profiles["variance"], later)
     return opened.record("profiles", values)
+
+
+def blank(sites: Sequence[Site]) -> Tensor:
+    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    for layer, site in enumerate(sites):
+        if site.stays_ordinary is None:
+            values[layer, list(site.layout.live)] = 0.0
+    return values
 
 
 def attention_profiles(
@@ -169,7 +174,7 @@ def tables(record: Record) -> list[Part]:
     return [
         f"How heads spread their attention: {record['windows']} windows of {record['length']:,} tokens, "
         f"{len(record['selected'])} heads selected.",
-        without_empty(table("", columns, rows, paper.notes(paper.SELECTION_TEXT))),
+        Table.of("", columns, rows, paper.notes(paper.SELECTION_TEXT)).used(),
     ]
 
 

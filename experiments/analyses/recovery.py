@@ -11,11 +11,11 @@ import tyro
 from matplotlib.figure import Figure
 
 from experiments import paper
-from experiments.analyses.common import Output, Part, Record, header, subplots, table
+from experiments.analyses.common import Output, Record, header, subplots
 from saf.errors import InputError
 from saf.records.events import read_events
 from saf.records.files import read_lines
-from saf.records.table import percent, signed
+from saf.records.table import Part, Table, percent, signed
 
 METRICS = "metrics.jsonl"
 MAX_POINTS = 500
@@ -109,7 +109,7 @@ def tables(record: Record) -> list[Part]:
     )
     after = f"gap {record['after']:,} updates later, nats"
     columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
-    return [conditions, table("", columns, rows, paper.notes(paper.RECOVERY))]
+    return [conditions, Table.of("", columns, rows, paper.notes(paper.RECOVERY))]
 
 
 def figure(records: Sequence[Record]) -> Figure:

@@ -10,13 +10,13 @@ import tyro
 from matplotlib.figure import Figure
 
 from experiments import paper
-from experiments.analyses.common import Output, Part, Record, header, mask_of, matrix, spearman, subplots, table
+from experiments.analyses.common import Output, Record, header, mask_of, matrix, spearman, subplots
 from saf.checkpoint import checkpoint_hash, find_checkpoint
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.records.events import chosen, events_file, read_events
 from saf.records.files import read_json
-from saf.records.table import correlation
+from saf.records.table import Part, Table, correlation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def tables(record: Record) -> list[Part]:
     ]
     columns = ["", "ours", "paper, 25% and 50% of training"]
     conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
-    return [conditions, table("", columns, rows, paper.notes(paper.SELECTION_TEXT))]
+    return [conditions, Table.of("", columns, rows, paper.notes(paper.SELECTION_TEXT))]
 
 
 def figure(records: Sequence[Record]) -> Figure:

@@ -8,10 +8,11 @@ import torch
 import tyro
 
 from experiments import paper
-from experiments.analyses.common import Output, Part, Record, header, table
+from experiments.analyses.common import Output, Record, header
 from saf.errors import InputError
 from saf.models.adapter import adapter_for
 from saf.opening import find_model
+from saf.records.table import Part, Table
 from saf.storage import storage_report
 
 FORMS = {
@@ -53,4 +54,4 @@ def tables(record: Record) -> list[Part]:
     rows = [[words, f"{record['bytes'][name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()]
     conditions = f"Storage of the patterns of {record['heads']} frozen heads in {record['layers']} layers, float32."
     notes = [*paper.notes(paper.IMPLEMENTATION), "The paper's compact buffers are those of its execution."]
-    return [conditions, table("", ["form", "ours", "paper"], rows, notes)]
+    return [conditions, Table.of("", ["form", "ours", "paper"], rows, notes)]

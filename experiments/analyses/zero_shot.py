@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import paper
-from experiments.analyses.common import Computing, Part, Record, check_rates, header, say, subplots, table
+from experiments.analyses.common import Computing, Record, check_rates, header, subplots
+from saf.cli.output import say
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
 from saf.errors import InputError
 from saf.evaluate.answers import AnswersByTask, TooLong, counts_text, paired_tasks
@@ -33,7 +34,7 @@ from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model
 from saf.records.files import read_json, to_json, write_json
-from saf.records.table import percent, signed
+from saf.records.table import Part, Table, percent, signed
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 LENGTH = 2_048
@@ -346,7 +347,7 @@ def tables(record: Record) -> list[Part]:
             [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in columns.values())] for name in tasks
         ]
         rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
-        parts += [table("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
+        parts += [Table.of("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
     if record["ordinary"]["texts"] or "healed" in record["ordinary"]:
         parts.append(_texts_table(record))
     if any(arm["score"] is not None for arm in arms):
@@ -355,7 +356,7 @@ def tables(record: Record) -> list[Part]:
         rows = [["right answers", *(counts_text(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)]]
         for title, of in columns.items():
             rows.append([title, *(counts_text(of[name]["taken"], of[name]["labels"]) for name in labelled)])
-        parts.append(table("Answers by label", ["", *labelled], rows))
+        parts.append(Table.of("Answers by label", ["", *labelled], rows))
     return parts
 
 
@@ -375,7 +376,7 @@ def _changes_table(record: Record) -> Part:
     ]
     if cut := sum(task["shortened"] for task in record["ordinary"]["tasks"].values()):
         notes.append(f"{cut:,} questions were longer, and cut at their beginning.")
-    return table("Changes, points", ["arm", "task", "change", "gained / lost", "p", "Holm"], rows, notes)
+    return Table.of("Changes, points", ["arm", "task", "change", "gained / lost", "p", "Holm"], rows, notes)
 
 
 def _texts_table(record: Record) -> Part:
@@ -401,7 +402,7 @@ def _texts_table(record: Record) -> Part:
         for name, text in own["texts"].items()
     ]
     notes = [f"Perplexity of the ordinary model: {', '.join(of_ordinary)}. Changes are from it, in the same state."]
-    return table("Perplexity and healing", columns, rows, notes)
+    return Table.of("Perplexity and healing", columns, rows, notes)
 
 
 def _heads_table(record: Record) -> Part:
@@ -415,7 +416,7 @@ def _heads_table(record: Record) -> Part:
         rows.append([arm["name"], len(arm["heads"]), len(arm["rejected"]), thirds, *medians, overlap])
     columns = ["arm", "heads", "rejected fits", "by thirds of the layers", "fit KL", "forward KL", "chosen by both"]
     notes = ["Medians over the heads, nats per row.", *paper.notes(paper.QWEN_ZERO_SHOT)]
-    return table("Heads", columns, rows, notes)
+    return Table.of("Heads", columns, rows, notes)
 
 
 def figure(records: Sequence[Record]) -> Figure:

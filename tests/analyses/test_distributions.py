@@ -177,15 +177,3 @@ def test_the_map_is_fitted_to_standardised_roots_of_measured_profiles():
     scaled = (roots - roots.mean(0))[:, :2] / roots.std(0, ddof=1)[:2]
     assert np.allclose(reducer.fitted, np.pad(scaled, ((0, 0), (0, 1))))
     assert np.allclose(found["generated"], 10 + scaled[:1])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_umap_keeps_two_kinds_of_profile_apart(rng):
-    umap = pytest.importorskip("umap", reason="umap-learn is not installed: the extra `analysis`")
-    near, far = (torch.from_numpy(rng.dirichlet(weights, size=40)) for weights in ([40] + [1] * 11, [1] * 11 + [40]))
-    sample = {"measured": torch.cat([near, far]), "generated": near[:5], "mean": near.mean(0)[None]}
-    found = project_profiles(sample, umap.UMAP(random_state=0, n_jobs=1))
-    centres = [found["measured"][:40].mean(0), found["measured"][40:].mean(0)]
-    for point in found["generated"]:
-        assert np.linalg.norm(point - centres[0]) < np.linalg.norm(point - centres[1])

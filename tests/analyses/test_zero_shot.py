@@ -11,7 +11,6 @@ import saf
 import saf.integrations.transformers
 from experiments.analyses import svg
 from experiments.analyses.__main__ import main
-from experiments.analyses.common import shown
 from experiments.analyses.zero_shot import Settings, measure, tables
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
@@ -20,6 +19,7 @@ from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.opening import Encoder
 from saf.records.files import to_json
 from saf.records.result import read_result
+from saf.records.table import markdown_of
 from tests.transformers_models import make
 from tests.zero_shot_files import write_tasks
 
@@ -125,7 +125,7 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
     assert arm["tasks"] == again["tasks"]
     assert (arm["share"], len(arm["heads"]), found["overlap"]) == (0.25, 6, {})
     assert found["ordinary"] == record["ordinary"]
-    assert "model 2, 25% frozen" in shown(tables(to_json(found)))
+    assert "model 2, 25% frozen" in "".join(map(markdown_of, tables(to_json(found))))
     assert "arc_easy" in svg([record])
 
 
@@ -159,4 +159,4 @@ def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_h
     for state, other in ((pruned, ordinary), (pruned["healed"], ordinary["healed"])):
         ratio = state["texts"]["other"]["perplexity"] / other["texts"]["other"]["perplexity"]
         assert state["texts"]["other"]["change"]["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
-    assert "joint_cost pruned 25%" in shown(tables(to_json(found)))
+    assert "joint_cost pruned 25%" in "".join(map(markdown_of, tables(to_json(found))))

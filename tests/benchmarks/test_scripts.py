@@ -60,15 +60,6 @@ def test_timed_freezings_leave_the_model_as_it_was():
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.slow
-def test_attention_layers_of_a_model_of_transformers(tmp_path):
-    words = f"--model llama-124m --num-layers 2 --points 16x1 --rates 0.5 {SMALL} --out {tmp_path}/attention.json"
-    assert attention.main(words.split()) == 0
-    record = read_json(tmp_path / "attention.json")
-    assert record["left_out"] == []
-    assert [row["role"] for row in record["rows"]] == ["control", "frozen", "free"]
-
-
 def test_attention_layers_run_on_what_the_first_is_given():
     model = GPT(saf.preset("tiny", vocab_size=40, max_length=32)).eval()
     tokens = torch.randint(40, (2, 16))

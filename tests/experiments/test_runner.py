@@ -36,24 +36,20 @@ def runs_of(arms: dict[str, Arm], root: Path, monkeypatch) -> dict:
     return plan([(name, 1337) for name in arms], SMOKE, root)
 
 
-def quiet(text: str) -> None:
-    pass
-
-
-def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path):
+def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path, capsys):
     wanted = [("4k-mean-25", 1337), ("4k-mean-25-control", 1337), ("4k-mean-25", 1337)]
     runs = plan(wanted, SMOKE, tmp_path)
     assert list(runs) == [("4k-ordinary", 1337), ("4k-mean-25", 1337)]
-    assert not execute(runs, inputs, say=quiet).failed
+    assert not execute(runs, inputs).failed
     result = tmp_path / "smoke/4k-mean-25/seed-1337/result.json"
     record, made = json.loads(result.read_text()), result.stat().st_mtime_ns
     place = {name: record["experiment"][name] for name in ("scale", "arm", "seed")}
     assert place == {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}
     assert len(record["provenance"]["heads"]) == 4  # a quarter of 2 layers x 8 heads
     assert record["checks"] == CHECKS
-    said: list[str] = []
-    execute(plan(wanted, SMOKE, tmp_path), inputs, say=said.append)
-    assert not said
+    capsys.readouterr()
+    execute(plan(wanted, SMOKE, tmp_path), inputs)
+    assert not capsys.readouterr().err
     assert result.stat().st_mtime_ns == made
 
 
@@ -62,7 +58,7 @@ def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_o
     runs = runs_of(
         {"wrong": wrong, "child": Arm(name="child", parent="wrong"), "good": Arm(name="good")}, tmp_path, monkeypatch
     )
-    outcome = execute(runs, inputs, say=quiet)
+    outcome = execute(runs, inputs)
     assert outcome.failed.keys() == {"wrong (seed 1337)", "child (seed 1337)"}
     assert "peak_lr" in outcome.failed["wrong (seed 1337)"]
     assert "needs" in outcome.failed["child (seed 1337)"]
@@ -71,10 +67,10 @@ def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_o
 
 def test_a_run_of_other_settings_is_refused(inputs, tmp_path, monkeypatch):
     runs = runs_of({"good": Arm(name="good")}, tmp_path, monkeypatch)
-    execute(runs, inputs, say=quiet)
+    execute(runs, inputs)
     runs = runs_of({"good": Arm(name="good", settings={"peak_lr": 1e-3})}, tmp_path, monkeypatch)
     with pytest.raises(InputError, match="peak_lr"):
-        execute(runs, inputs, say=quiet)
+        execute(runs, inputs)
 
 
 def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, monkeypatch):
@@ -90,7 +86,7 @@ def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, monkeypat
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert killed.record() is None
-    assert not execute({killed.key: killed}, inputs, say=quiet).failed
+    assert not execute({killed.key: killed}, inputs).failed
     assert killed.record()["report_loss"] == whole.record()["report_loss"]
 
 
@@ -99,7 +95,7 @@ def test_jobs_run_in_processes_of_their_own_and_record_the_command_that_was_type
     typed = ["timing", "--scale", "smoke", "--jobs", "2"]
     monkeypatch.setattr("sys.argv", [str(Path(experiments.__file__).with_name("__main__.py")), *typed])
     wanted = [("4k-mean-25", 1337), ("8k-ordinary", 1337)]
-    assert not execute(plan(wanted, SMOKE, tmp_path), inputs, jobs=2, say=quiet).failed
+    assert not execute(plan(wanted, SMOKE, tmp_path), inputs, jobs=2).failed
     records = [run.record() for run in plan(wanted, SMOKE, tmp_path).values()]
     assert {each["provenance"]["command"] for each in records} == {f"python -m experiments {' '.join(typed)}"}
 
@@ -107,7 +103,7 @@ def test_jobs_run_in_processes_of_their_own_and_record_the_command_that_was_type
 def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
     runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
     run = runs["4k-mean-25-time", 1337]
-    execute(runs, inputs, say=quiet)
+    execute(runs, inputs)
     # Of 8 updates 4 are left halfway, and the smoke scale's speed is 1.25.
     assert run.own_updates == 5
     assert run.record()["updates"] == 4 + 5

@@ -151,10 +151,7 @@ def test_a_table_is_written_as_markdown_and_latex(records):
     ("scale", "name", "row", "metric", "text"),
     [
         ("small-75M", "matched_time", "4K mean + variance (25%)", "delta", "−2.346 ± 0.117"),
-        ("small-75M", "matched_time", "16K pruning + variance (50%)", "paper_exchange", "−3.239 ± 0.238"),
-        ("small-75M", "matched_time", "4K pruning + variance (50%), measured time", "difference", "−10.286 ± 3.672"),
         ("small-75M-own-clock", "matched_time", "4K mean + variance (25%)", "delta", "−2.381 (−3.243 to −1.607)"),
-        ("small-75M-cold-cache", "matched_time", "4K mean + variance (50%)", "delta", "+0.419 (−0.138 to +0.855)"),
         ("small", "matched_time", "4K reference", "updates", "3,540"),
     ],
 )
