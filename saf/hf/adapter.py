@@ -57,8 +57,6 @@ class TransformersSite(Site):
 
     def check(self, layout: HeadLayout) -> None:
         self._adapter.check_dropout()
-        if self.layout.ordinary or not layout.ordinary:  # the last edited head takes the function of ours away
-            self._adapter.check_function()
         name = f"layer {self.attention.layer_idx}"
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
@@ -172,6 +170,11 @@ class TransformersAdapter(TransformersModel, Adapter):
                 f"this {type(self.model).__name__} attends to an encoder: open it as a decoder alone "
                 "(add_cross_attention=False)"
             )
+        name = str(self.model.config._attn_implementation)
+        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
+            raise UnsupportedError(
+                f"attention must be one of {', '.join(STOCK)}: set_attn_implementation; got {name!r}"
+            )
         super().check_attention()
 
     def sites(self) -> list[TransformersSite]:
@@ -179,7 +182,6 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def run(self, input_ids: Tensor) -> None:
         """Run the layers through `attend`, without the output layer."""
-        self.check_function()
         before = self.model.config._attn_implementation
         if before == "sdpa" and any(site.soft_cap is not None for site in self.sites()):  # transformers 5.17
             raise UnsupportedError("sdpa drops this model's soft caps: call model.set_attn_implementation('eager')")
@@ -200,14 +202,6 @@ class TransformersAdapter(TransformersModel, Adapter):
         """Raise UnsupportedError where any layer has attention dropout, which `attend` does not compute."""
         if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
             raise UnsupportedError(no_dropout(rates[0], self.known.dropout_setting))
-
-    def check_function(self) -> None:
-        """Raise UnsupportedError where layers attend by a function that may compute something else than softmax."""
-        name = str(self._attention[0].config._attn_implementation)
-        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
-            raise UnsupportedError(
-                f"attention must be by one of {', '.join(STOCK)}, got {name!r}: call model.set_attn_implementation"
-            )
 
     def choose_function(self) -> None:
         """Attend through `attend` while heads are edited, and as before once none is.

@@ -65,17 +65,13 @@ def unmark_(config: Any) -> None:
 
 
 def current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
-    """Return the events with the heads that are edited still; losses measured with others of theirs go."""
+    """Return the events some of whose heads are edited still, with their number as `remaining`."""
     current = []
     for event in reversed(events):
         heads = edited & HeadSet(event["heads"])
         edited = edited - heads
-        if len(heads) < len(event["heads"]):
-            lost = ("loss_before", "loss_after", "worst_layer", "healing")
-            event = {name: value for name, value in event.items() if name not in lost}
-            event |= {"heads": heads.to_list(), "fit_kl": [fit for fit in event["fit_kl"] if tuple(fit[:2]) in heads]}
         if len(heads):
-            current.append(event)
+            current.append(event | {"remaining": len(heads)})
     return current[::-1]
 
 
@@ -113,7 +109,8 @@ def _event_line(event: dict[str, Any]) -> str:
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
     rate = "" if event.get("rate") is None else f", at a rate of {event['rate']:.1%}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
-    parts = [f"{count} head{'s' * (count != 1)} {event['kind']} {chosen}{rate}{patterns}"]
+    undone = "" if event["remaining"] == count else f" ({event['remaining']} of them still)"
+    parts = [f"{count} head{'s' * (count != 1)} {event['kind']}{undone} {chosen}{rate}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     data = f" of {event['data']}" if event.get("data") else ""

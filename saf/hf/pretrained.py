@@ -105,17 +105,18 @@ def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
             raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
+        if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
+            raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
         with_info = options.pop("output_loading_info", False)
         state, tensors = read_description(_folder(name, places))
-        shaped = _shaped(cls, state, tensors)
+        shaped = _shaped(cls, state)
         opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
         model, info = opened
-        if type(model) is shaped:  # with an adapter of peft it has its heads already
-            if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
-                saved = next(iter(model.config.architectures or ()), "another class")
-                raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved}")
-            model.__class__ = cls
-            _adopt_(model, state, tensors)
+        if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
+            saved = next(iter(model.config.architectures or ()), "another class")
+            raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved}")
+        model.__class__ = cls
+        _adopt_(model, state, tensors)
         return opened if with_info else model
 
     return from_pretrained
@@ -145,7 +146,7 @@ def _folder(name: Any, places: dict[str, Any]) -> Path:
     return Path(str(files[0])).parent
 
 
-def _shaped(cls: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def _shaped(cls: Any, state: dict[str, Any]) -> Any:
     """Return a subclass whose models are built with the shapes of a description, for the time of opening one."""
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
@@ -155,14 +156,8 @@ def _shaped(cls: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
             holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
             site.attention.register_module(NAME, holder)
 
-    def load_adapter(self: Any, *arguments: Any, **options: Any) -> Any:
-        """Adopt the heads before an adapter of peft, which transformers loads while it opens the adapter's folder."""
-        self.__class__ = cls
-        _adopt_(self, state, tensors)
-        return self.load_adapter(*arguments, **options)
-
-    names = {"__init__": init, "load_adapter": load_adapter, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), names | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    return type(cls.__name__, (cls,), names | {"__init__": init})
 
 
 def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:

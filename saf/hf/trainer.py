@@ -360,17 +360,6 @@ def join_trainers() -> None:
 
     for name, before in _BEFORE.items():
         setattr(Trainer, name, _preceded(getattr(Trainer, name), before))
-    ordinary = Trainer.create_model_card
-
-    @wraps(ordinary)
-    def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
-        """Write the Trainer's card, with the section about heads at its end."""
-        ordinary(self, *arguments, **options)
-        model = _uncompiled(self.model)
-        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and mark_of(model.config) is not None:
-            write_section(Path(self.args.output_dir), section(adapter_for(model)))
-
-    Trainer.create_model_card = create_model_card
 
 
 def _preceded(ordinary: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
