@@ -76,9 +76,7 @@ class TransformersSite(Site):
                 linear.out_features, linear.in_features = linear.weight.shape
                 # Quantisers of linear layers pass over this class of PyTorch; they fail at weights without entries.
                 linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
-        if self._family.set_sizes is not None:
-            self._family.set_sizes(self.attention, layout)
-        choose_forward(self.attention, self._family)
+        choose_forward(self.attention)
         self._adapter.choose_function()
         detach_idle_state(self.attention)
 

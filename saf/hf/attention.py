@@ -1,20 +1,22 @@
 """Attention of transformers' models once heads of theirs are frozen: the function that layers call, and their state.
 
 An attention layer with edited heads carries a submodule `saf`, its `HeadState`. The model then attends by the function
-named "saf" in transformers' registry, `attend`; layers without live heads run `forward_without_queries`.
+named "saf" in transformers' registry, `attend`, and layers with edited heads run `edited_forward`.
 """
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from saf.errors import UnsupportedError, shown
-from saf.heads import HeadLayout
+from saf.heads import HeadLayout, roles_of
 from saf.hf.cache import StateLayer, filled, prepare
 from saf.hf.families import Family
 from saf.hf.masks import PassMask, check_positions, padding_mask
@@ -199,58 +201,73 @@ def no_dropout(rate: float, setting: str) -> str:
     return f"with frozen heads attention dropout must be 0, got {rate:g}: open the model with {setting}=0"
 
 
-def forward_without_queries(
+def edited_forward(
     module: Any,
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None,
     hidden_states: Tensor,
     *,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: PassMask | None = None,
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute an attention layer `[B, Tq, C]` without live heads: values, their mix, the output projection.
+    """Compute an attention layer `[B, Tq, C]` as its class does, with the heads that each role has left.
 
-    A cache stores the values in place of keys, by which it counts its tokens, and nothing in place of values; of a
-    layer without any heads it stores one number a token.
+    Without live heads nothing reads queries and keys. A cache then stores the values in place of keys, by which it
+    counts its tokens, and nothing in place of values; of a layer without any heads it stores one number a token.
     """
-    heads, family = len(module.saf.layout.rows["value"]), module.saf.family
-    # Of a fused projection the rows of values are all that is left.
-    value = family.module(module, "value")(hidden_states).unflatten(-1, (heads, module.head_dim)).transpose(1, 2)
-    rows = value.shape[-2]
-    if past_key_values is not None and "state_layer" in rest:
-        _, value = past_key_values.update(value[:, :0], value, module.layer_idx)
-    elif past_key_values is not None:
-        counted = value if heads else hidden_states[:, None, :, :1]
-        counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
-        value = counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
-    dropout = float(family.dropout(module)) if module.training else 0.0
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    query, key = value[:, :0, :rows], value[:, :0]
-    mixed, _ = attend(module, query, key, value, attention_mask, dropout, sliding_window=window, **rest)
-    flat = mixed.flatten(2).contiguous()  # GPT-2's projection takes a view of it
-    if family.output is not None:
-        return family.output(module, flat), None
+    layout, family = module.saf.layout, module.saf.family
+    parts: dict[str, Tensor] = {}
+    for name, attribute in family.projections.items():
+        roles = [] if name == "output" else roles_of(name)
+        if "value" in roles or (roles and layout.num_live):
+            counts = [len(layout.rows[role]) for role in roles]
+            heads = getattr(module, attribute)(hidden_states).unflatten(-1, (sum(counts), module.head_dim))
+            parts |= dict(zip(roles, heads.transpose(1, 2).split(counts, dim=1), strict=True))
+    value = parts["value"]
+    if layout.num_live:
+        query, key = parts["query"], parts["key"]
+        if family.norms:
+            query, key = module.q_norm(query), module.k_norm(key)
+        if rotate is not None and position_embeddings is not None:
+            query, key = rotate(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, module.layer_idx)
+    else:
+        query = key = value[:, :0]
+        if past_key_values is not None and "state_layer" in rest:
+            _, value = past_key_values.update(key, value, module.layer_idx)
+        elif past_key_values is not None:
+            counted = value if value.shape[1] else hidden_states[:, None, :, :1]
+            counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
+            value = counted if value.shape[1] else counted[:, :0].expand(-1, -1, -1, module.head_dim)
+        key = value[:, :0]
+    options = {
+        "dropout": float(family.dropout(module)) if module.training else 0.0,
+        "scaling": family.scale(module),
+        "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+        "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
+    }
+    mixed, _ = attend(module, query, key, value, attention_mask, **options, **rest)
     projection = family.module(module, "output")
-    if heads:
-        return projection(flat), None
-    # The empty weight gets no gradient: clip_grad_norm_ finds no largest element in one.
-    return F.linear(flat, projection.weight.detach(), projection.bias), None
+    if mixed.shape[2]:
+        output = projection(mixed.flatten(2).contiguous())  # GPT-2's takes a view of it
+    else:  # Conv1D takes no inputs without channels, and clip_grad_norm_ no gradient without elements
+        bias = projection.bias
+        output = torch.zeros_like(hidden_states) if bias is None else bias.expand_as(hidden_states)
+    return output if family.after is None else getattr(module, family.after)(output), None
 
 
-def choose_forward(attention: Any, family: Family) -> None:
-    """Set the forward pass of a layer for its heads: without queries, the family's, or its class's own.
-
-    The class's own reads the number of heads off a projection's size, which does not work for none. Hooks of accelerate
-    stay around the one that is chosen.
-    """
+def choose_forward(attention: Any) -> None:
+    """Set the forward pass of a layer: ours with edited heads, else its class's. Hooks of accelerate stay around it."""
     layout, name = layout_of(attention), "forward"
     if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys():
         name = _UNDER_HOOKS
     own = vars(attention).get(name)
-    if not layout.num_live:
-        setattr(attention, name, partial(forward_without_queries, attention))
-    elif family.forward is not None and not layout.ordinary:
-        setattr(attention, name, partial(family.forward, attention))
-    elif isinstance(own, partial) and own.func in (forward_without_queries, family.forward):
+    if not layout.ordinary:
+        rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        setattr(attention, name, partial(edited_forward, attention, rotate))
+    elif isinstance(own, partial) and own.func is edited_forward:
         if name == _UNDER_HOOKS:
             setattr(attention, name, MethodType(type(attention).forward, attention))
         else:

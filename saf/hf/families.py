@@ -1,17 +1,14 @@
 """The families of transformers' models that can be frozen: a `Family` describes their attention layers.
 
-A model's own forward pass stays. It reads the number of heads off the projections' sizes, so fewer query rows flow
-through to the attention function, which is `saf.hf.attention.attend`. A family whose forward pass takes these numbers
-from elsewhere sets them (`set_sizes`) or brings a forward pass for layers with edited heads.
+A model's own forward pass stays, but that of attention layers with edited heads: `saf.hf.attention.edited_forward`
+reads a family's description.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
-from saf.heads import HeadLayout, roles_of
+from saf.heads import roles_of
 
 SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
 """Fields of a configuration that, with the weights, determine the attention of most families."""
@@ -51,12 +48,10 @@ class Family:
     """The layer's attribute with the cap of its logits."""
     settings: tuple[str, ...] = SETTINGS
     """Fields of the configuration that, with the weights, determine attention."""
-    forward: Callable[..., Any] | None = None
-    """Forward pass of a layer with edited heads, in place of its class's."""
-    set_sizes: Callable[[Any, HeadLayout], None] | None = None
-    """Sets how many heads each role has left, where the layer's forward pass does not read that off the weights."""
-    output: Callable[[Any, Tensor], Tensor] | None = None
-    """What a layer makes of its heads' outputs, if more than the output projection."""
+    norms: bool = False
+    """Whether queries and keys pass `q_norm` and `k_norm` before the rotation."""
+    after: str | None = None
+    """The layer's module that follows the output projection."""
     norm_after: bool = False
     """Whether a norm follows the layer before its output is added to the residual stream."""
     remark: str = ""
@@ -74,7 +69,7 @@ WINDOWS = "layers with a sliding window stay ordinary, and want a growing cache"
 LLAMA = Family(name="Llama", attention="LlamaAttention", projections=SEPARATE)
 MISTRAL = Family(name="Mistral", attention="MistralAttention", projections=SEPARATE, remark=WINDOW)
 QWEN2 = Family(name="Qwen2", attention="Qwen2Attention", projections=SEPARATE, remark=WINDOWS)
-QWEN3 = Family(name="Qwen3", attention="Qwen3Attention", projections=SEPARATE, remark=WINDOWS)
+QWEN3 = Family(name="Qwen3", attention="Qwen3Attention", projections=SEPARATE, norms=True, remark=WINDOWS)
 
 GEMMA2 = Family(
     name="Gemma 2",
@@ -90,34 +85,10 @@ GEMMA3 = replace(
     GEMMA2,
     name="Gemma 3",
     attention="Gemma3Attention",
+    norms=True,
     soft_cap=None,
     settings=(*SETTINGS, "query_pre_attn_scalar", "rope_local_base_freq"),
 )
-
-
-def phi3_forward(
-    module: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Any = None,
-    past_key_values: Any = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
-    """Compute an attention layer `[B, Tq, C]` with edited heads; its class's own reads their number off the config."""
-    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-
-    from saf.hf.attention import attend
-
-    counts = [len(module.saf.layout.rows[role]) for role in ("query", "key", "value")]
-    heads = module.qkv_proj(hidden_states).unflatten(-1, (sum(counts), module.head_dim)).transpose(1, 2)
-    query, key, value = heads.split(counts, dim=1)
-    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
-    dropout = module.attention_dropout if module.training else 0.0
-    rest |= {"scaling": module.scaling, "sliding_window": getattr(module.config, "sliding_window", None)}
-    mixed, _ = attend(module, query, key, value, attention_mask, dropout, **rest)
-    return module.o_proj(mixed.flatten(2)), None
 
 
 PHI3 = Family(
@@ -125,7 +96,6 @@ PHI3 = Family(
     attention="Phi3Attention",
     projections={"query_key_value": "qkv_proj", "output": "o_proj"},
     settings=(*SETTINGS, "partial_rotary_factor", "original_max_position_embeddings"),
-    forward=phi3_forward,
     remark=WINDOW,
 )
 
@@ -141,19 +111,6 @@ def gpt2_scale(attention: Any) -> float:
     return factor / float(attention.layer_idx + 1) if attention.scale_attn_by_inverse_layer_idx else factor
 
 
-def gpt2_sizes(attention: Any, layout: HeadLayout) -> None:
-    """Let the forward pass split the projection's result by the rows that each role has left."""
-    sizes = [len(layout.rows[role]) * attention.head_dim for role in ("query", "key", "value")]
-    attention.split_size = attention.embed_dim if layout.ordinary else sizes
-
-
-def gpt2_output(attention: Any, mixed: Tensor) -> Tensor:
-    """Return the projected outputs of heads, perhaps none, with the dropout that follows in training."""
-    # Conv1D itself cannot take inputs without channels.
-    projected = attention.c_proj(mixed) if mixed.shape[-1] else attention.c_proj.bias.expand(*mixed.shape[:-1], -1)
-    return attention.resid_dropout(projected)
-
-
 GPT2 = Family(
     name="GPT-2",
     attention="GPT2Attention",
@@ -163,8 +120,7 @@ GPT2 = Family(
     dropout_setting="attn_pdrop",
     scale=gpt2_scale,
     settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-    set_sizes=gpt2_sizes,
-    output=gpt2_output,
+    after="resid_dropout",
     remark="has attention dropout unless opened with attn_pdrop=0",
 )
 
