@@ -1,6 +1,5 @@
 """Several processes as one: joining the group that `torchrun` starts, work of rank 0 for all, and failing together."""
 
-import json
 import os
 import signal
 import sys
@@ -65,7 +64,7 @@ def process_group(device: str) -> Iterator[None]:
     """Join the group that `torchrun` announced, if it did, and leave it in the end; do nothing inside of one.
 
     On CUDA a rank takes the GPU of its number on the machine. Only rank 0 shows the project's warnings. When another
-    rank ends, the next message to it raises SafError.
+    rank ends, the next message to it raises PyTorch's error.
 
     Raises:
         InputError: More processes on a machine than it has GPUs.
@@ -80,7 +79,7 @@ def process_group(device: str) -> Iterator[None]:
             raise InputError(f"processes per machine must be at most its {devices} GPUs; lower --nproc-per-node")
         torch.cuda.set_device(local)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    with warnings.catch_warnings(), _lost_peers_explained():
+    with warnings.catch_warnings():
         if not is_rank0():
             warnings.simplefilter("ignore", SafWarning)
         gloo_group()
@@ -88,9 +87,7 @@ def process_group(device: str) -> Iterator[None]:
             yield
         except SafError as error:
             # Where all ranks raise an error by themselves, such as a loss that is not finite, one of them prints it.
-            if not _is_shared(error):
-                with suppress(RuntimeError):  # the others may be elsewhere, or gone
-                    _exchange(error)
+            _send_(error)
             raise
         all_gather(None)  # `torchrun` ends the others once one has left with an exit code: none leaves before the last
     # Only a group that is in order is left in order: after an error, leaving could wait for those that are gone.
@@ -102,32 +99,9 @@ def wait_for_rank0_to_print() -> None:
 
     `torchrun` ends this rank as soon as rank 0 has ended. After 20 s this returns, and this rank prints it.
     """
-    if in_group() or not all(name in os.environ for name in _TORCHRUN) or os.environ["RANK"] == "0":
-        return
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    time.sleep(20)
-
-
-@contextmanager
-def _lost_peers_explained() -> Iterator[None]:
-    """Raise SafError in place of PyTorch's error when a message to another rank fails."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_lost_peer(error):
-            raise
-        rank, size = rank_and_size()
-        reason = str(error).partition(". This is typically")[0].splitlines()[0]
-        raise SafError(
-            f"process {rank} of {size} lost another one, which ended or hangs; its last output is the reason ({reason})"
-        ) from error
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error is of a message between ranks: of PyTorch's kinds for that, or in gloo's words."""
-    kinds = (distributed.DistError, distributed.DistNetworkError, distributed.DistBackendError)
-    words = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe")
-    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(each in str(error) for each in words))
+    if not in_group() and all(name in os.environ for name in _TORCHRUN) and os.environ["RANK"] != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        time.sleep(20)
 
 
 # --- failing together
@@ -146,37 +120,38 @@ def all_ranks_or_raise() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (_is_shared(error) or _is_lost_peer(error)):
-            with suppress(RuntimeError):  # the others may be elsewhere, or gone
-                _exchange(error)
+        _send_(error)
         raise
     _exchange(None)
 
 
-def _exchange(error: Exception | None) -> None:
-    """Send every rank this one's error, or None; raise the first rank's error on those that have none.
+def _send_(error: Exception) -> None:
+    """Send an error to the other ranks, unless it is one that they have, or they do not answer."""
+    if not _is_shared(error):
+        with suppress(RuntimeError):  # the others may be elsewhere, or gone
+            _exchange(error)
+
+
+def _exchange(error: Exception | None, own: Any = None) -> list[Any]:
+    """Return the `own` value of every rank; where some have an error instead, raise the first one's on the others.
 
     Every exchange of this module begins with this, so that an error arrives wherever the other ranks are.
     """
-    own = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
-    rank, size = rank_and_size()
-    sizes = list(torch.zeros(size, dtype=torch.long).split(1))
-    waiting = distributed.all_gather(sizes, torch.tensor([len(own)]), group=gloo_group(), async_op=True)
-    assert waiting is not None
-    waiting.wait(TIMEOUT if error is None else ERROR_TIMEOUT)
-    longest = int(max(sizes))
-    if not longest:
-        return
-    words = list(torch.zeros(size, longest, dtype=torch.uint8).unbind())
-    distributed.all_gather(words, torch.tensor([*own.ljust(longest)], dtype=torch.uint8), group=gloo_group())
-    failed = {each: bytes(words[each].tolist()) for each in range(size) if sizes[each]}
-    first = min(failed)
-    shared: Any = error or _same_error(*json.loads(failed[first]), rank=first)
-    shared.shared_by_ranks = True
+    distributed.monitored_barrier(gloo_group(), TIMEOUT if error is None else ERROR_TIMEOUT)
+    message = None if error is None else (type(error).__name__, str(error))
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, (message, own), group=gloo_group())
+    failed = [message for message, _ in gathered]
+    first = next((rank for rank, message in enumerate(failed) if message is not None), None)
+    if first is None:
+        return [value for _, value in gathered]
+    rank, shared = distributed.get_rank(), error or _same_error(*failed[first], rank=first)
+    shared.shared_by_ranks = True  # type: ignore[attr-defined]
     if isinstance(shared, SafError):  # the lowest rank with these words prints them
-        shared.printed_elsewhere = rank > 0 if error is None else failed[rank] in [failed.get(r) for r in range(rank)]
+        shared.printed_elsewhere = rank > 0 if error is None else message in failed[:rank]
     if error is None:
         raise shared
+    return []
 
 
 def _is_shared(error: BaseException | None) -> bool:
@@ -195,12 +170,7 @@ def all_gather(own: Any) -> list[Any]:
 
     Tensors should be on the CPU. Every rank must call this, and waits for the last one.
     """
-    if rank_and_size()[1] == 1:
-        return [own]
-    _exchange(None)
-    gathered: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(gathered, own, group=gloo_group())
-    return gathered
+    return [own] if rank_and_size()[1] == 1 else _exchange(None, own)
 
 
 def map_over_ranks(work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:

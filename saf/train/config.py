@@ -1,7 +1,7 @@
 """`TrainConfig` holds the settings of a training run; the rest of the file records them and derives branches."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -339,12 +339,14 @@ _FREE_ON_RESUME = frozenset(
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    records = [{key: value for key, value in each.items() if key not in _FREE_ON_RESUME}
-               for each in (before, to_json(config.to_dict()))]  # fmt: skip
-    for each in records:
+    now, before = (
+        {key: value for key, value in each.items() if key not in _FREE_ON_RESUME}
+        for each in (to_json(config.to_dict()), before)
+    )
+    for each in (now, before):
         if each["finetuning"]:
             each["finetuning"] = {key: value for key, value in each["finetuning"].items() if key not in PATHS}
-    if changes := "; ".join(mismatches(*records)):
+    if changes := "; ".join(mismatches(before, now)):
         raise InputError(f"cannot resume with other settings ({changes}). Leave them out, or start another run")
 
 
@@ -406,7 +408,7 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     return config
 
 
-def _check_moments(begin: int, moments: dict[str, Sequence[int]]) -> None:
+def _check_moments(begin: int, moments: Mapping[str, Sequence[int]]) -> None:
     for name, updates in moments.items():
         if (first := min(updates, default=begin)) < begin:
             raise InputError(f"{name} must be at least the parent's update {begin}, got update {first}")

@@ -22,7 +22,7 @@ import saf.train.loop as loop
 from saf.calibration.measure import LayerStatistics
 from saf.checkpoint import _write_shards
 from saf.data import TokenData
-from saf.distributed import _lost_peers_explained, all_gather, on_rank0
+from saf.distributed import all_gather, on_rank0
 from saf.errors import SelectionError, UnsupportedError
 from saf.evaluate.answers import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity
@@ -264,12 +264,7 @@ def failures(rank: int, said: dict, config, write) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: os._exit(9))
-
-        def lost():
-            with _lost_peers_explained():
-                pretrain(config("lost", freeze=FREEZE))
-
-        said["lost"] = raised(lost)
+        said["lost"] = raised(lambda: pretrain(config("lost", freeze=FREEZE)))
         write()
 
 
