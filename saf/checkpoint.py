@@ -9,6 +9,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from saf.distributed import all_gather, in_group, on_rank0, rank0_context, rank_and_size
+from saf.distributed import in_group, on_rank0, rank0_context, rank_and_size
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import load_weights_, restore_, state_of
 from saf.models import GPT, GPTConfig
@@ -32,6 +33,7 @@ from saf.records.files import (
     read_json,
     read_tensors,
     remove_folder_,
+    to_json,
     write_json,
 )
 from saf.records.run import MANIFEST, Kind, expect, kind_of
@@ -75,9 +77,12 @@ def save_checkpoint(
     tensors = {"model": model.state_dict(), "optimizer": moments}
     sharded = any(map(is_sharded, tensors["model"].values()))
 
-    def write(folder: Path, shards: list[str]) -> str:
-        if missing := sorted({*shards} - {file.name for file in folder.iterdir()}):
-            raise CheckpointError(f"{path} must be on a disk that all ranks share; rank 0 does not find {missing[0]}")
+    def write(folder: Path) -> str:
+        for rank in range(1, rank_and_size()[1] + 1) if sharded else ():
+            if not list(folder.glob(f"shard-{rank:05}-*")):
+                raise CheckpointError(
+                    f"{path} must be on a disk that all ranks share; shard-{rank:05} is missing there"
+                )
         for name, values in {} if sharded else tensors.items():
             save_file(_on_cpu(values), folder / f"{name}.safetensors")
         heads, patterns = state_of(model)
@@ -90,8 +95,9 @@ def save_checkpoint(
         return write_manifest(folder, update=int(state["update"]), parent=parent)
 
     with rank0_context(new_folder(path)) as folder:
-        shards = _write_shards(folder, {**tensors["model"], **moments}) if sharded else []
-        return on_rank0(lambda: write(folder, shards))
+        if sharded:
+            _write_shards(folder, {**tensors["model"], **moments})
+        return on_rank0(lambda: write(folder))
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -181,7 +187,10 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     try:
         manifest = verify(path, without=None if optimizer else "optimizer")
     except CheckpointError as error:
-        raise CheckpointError(f"{error}{_previous(path)}") from None
+        if (previous := _previous(path)) is None:
+            raise
+        advice = f"The previous checkpoint {previous} is whole: to go on from it, move {path.name} away"
+        raise CheckpointError(f"{error}. {advice}") from None
     state = read_json(path / "state.json", error=CheckpointError)
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
@@ -191,17 +200,13 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend:
     return open_checkpoint(path, optimizer=False).model(device, backend=backend)
 
 
-def _previous(path: Path) -> str:
-    """Name the newest whole checkpoint older than `path`, and say how to go on from it; "" without older ones."""
-    older = [other for other in checkpoints(path.parent) if _order(other) < _order(path)]
-    for candidate in reversed(older):
-        try:
-            verify(candidate)
-        except CheckpointError:
-            continue
-        advice = f". To go on from it, move {path.name} away" if latest(path.parent) == path else ""
-        return f". The previous checkpoint {candidate} is whole{advice}"
-    return f". No earlier checkpoint in {path.parent} is whole" if older else ""
+def _previous(path: Path) -> Path | None:
+    """Return the newest whole checkpoint older than `path`."""
+    for older in reversed([other for other in checkpoints(path.parent) if _order(other) < _order(path)]):
+        with suppress(CheckpointError):
+            verify(older)
+            return older
+    return None
 
 
 # --- shards, by PyTorch's distributed checkpoint
@@ -216,15 +221,13 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> list[str]:
-    """Write, on every rank, its shards into `shard-RANK-...safetensors`, and return the files of all ranks."""
+def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write, on every rank, its shards into `shard-RANK-...safetensors`, with ranks from 1."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     _first_failure(lambda: save(tensors, storage_writer=writer))
-    own = [path.name for path in folder.glob(f"shard-{rank_and_size()[0] + 1:05}-*")]
-    return [name for names in all_gather(own) for name in names]
 
 
 def _shard_reader(folder: Path) -> Any:
@@ -406,14 +409,11 @@ def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
 
 def capture_random_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's and torch's global generators (CPU, and CUDA when in use)."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [state.cpu().numpy().tobytes().hex() for state in cuda],
+        "python": to_json(random.getstate()),
+        "numpy": to_json(np.random.get_state(legacy=False)),
+        "torch": [state.cpu().numpy().tobytes().hex() for state in states],
     }
 
 
@@ -421,12 +421,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
     """Put the global generators back in captured states; CUDA ones for as many devices as both sides have."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_from_hex(state["torch"]))
-    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_from_hex(text), index)
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    np.random.set_state(state["numpy"])
+    cpu, *cuda = (torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for text in state["torch"])
+    torch.set_rng_state(cpu)
+    for device, own in zip(range(torch.cuda.device_count()), cuda, strict=False):
+        torch.cuda.set_rng_state(own, device)
