@@ -38,7 +38,7 @@ from saf.models.adapter import adapter_for, find_rows
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
 from saf.records.run import RecordedRun
-from saf.records.table import duration
+from saf.records.table import seconds
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings
 from saf.train import TrainConfig, open_checkpoint, pretrain
@@ -400,7 +400,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                     outcome.stopped = True
                 elif problem is not None:
                     outcome.failed[run.title] = problem
-                ended = problem or f"ended after {duration(time.monotonic() - began)}"
+                ended = problem or f"ended after {seconds(time.monotonic() - began)}"
                 say(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome

@@ -14,7 +14,7 @@ from saf.heads import Head, HeadSet
 from saf.heal import Healing
 from saf.heldout import JointCost, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
-from saf.records.events import STATE_AFTER, EventRecord, append_event, more_and_total
+from saf.records.events import STATE_AFTER, EventRecord, append_event, total_in_words
 from saf.records.table import Table, markdown_of, number, signed
 from saf.statistics import AttentionStatistics
 
@@ -82,10 +82,9 @@ class FreezeReport:
     def summary(self) -> str:
         """Return how many heads were frozen or pruned, and by what; after earlier events also how many are in all."""
         by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
-        more, in_all = more_and_total({self.kind: len(self.heads)}, self.in_all)
+        in_all = total_in_words({self.kind: len(self.heads)}, self.in_all)
         later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
-        words = " ".join(filter(None, [str(len(self.heads)), more, f"of {self.scores.numel()} heads {self.kind} {by}"]))
-        return f"{', '.join(filter(None, [words, in_all]))}{later}"
+        return f"{len(self.heads)} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
 
     def __repr__(self) -> str:
         """Return one line: its tensors would fill a notebook."""

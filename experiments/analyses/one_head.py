@@ -28,7 +28,7 @@ from saf.freeze_config import FreezeConfig
 from saf.freezing import FittedHead, fit_heads
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
-from saf.records.table import MISSING, Part, Table, correlation, highest_first, percent, signed
+from saf.records.table import MISSING, Part, Table, correlation, percent, signed
 from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics
@@ -151,7 +151,9 @@ def tables(record: Record) -> list[Part]:
     for rate in rates:
         columns += [f"mean cost, lowest {percent(rate)}", f"paper, {percent(rate)}"]
     rows = []
-    for name, each in sorted(record["quality"].items(), key=lambda item: highest_first(item[1]["spearman"])):
+    known = {name: each["spearman"] for name, each in record["quality"].items()}
+    for name in sorted(known, key=lambda name: -2 if known[name] is None else known[name], reverse=True):
+        each = record["quality"][name]
         rank, *quoted = paper.SELECTOR_DIAGNOSTIC.get(name, (MISSING,) * 3)
         beside = dict(zip(("0.25", "0.5"), quoted, strict=True))
         row = [name.replace("_", " "), correlation(each["spearman"]), rank]

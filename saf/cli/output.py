@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from saf.records.files import to_json
-from saf.records.table import Part, duration, plain
+from saf.records.table import Part, plain, seconds
 
 EVERY = 10.0
 """Seconds between plain lines of progress."""
@@ -62,6 +62,6 @@ class Countdown(AbstractContextManager):
         self._bar.update(task.id, completed=done)
         if self._plain and done and (done == total or now - self._last >= EVERY):
             self._last, left = now, task.time_remaining
-            say(f"{self._verb} {done}/{total} {self._items}" + (f", {duration(left)} left" if left else ""))
+            say(f"{self._verb} {done}/{total} {self._items}" + (f", {seconds(left)} left" if left else ""))
         if done == total:
             self._bar.stop()

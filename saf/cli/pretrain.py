@@ -15,7 +15,7 @@ from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate.recall import gate_problem, recall_tables
 from saf.freeze_config import BUDGETS, FreezeConfig
-from saf.records.events import head_counts, heads_in_words, more_and_total
+from saf.records.events import head_counts, heads_in_words, total_in_words
 from saf.records.table import Table, seconds, signed
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
@@ -239,7 +239,5 @@ def _heads(result: dict[str, Any], when: str) -> str:
     """Return how many heads a run's events froze or pruned, and how many are so in all where there were some before."""
     pruned, heads = result["provenance"]["pruned"], result["intervention"]["heads"]
     own = head_counts(heads, pruned=pruned)
-    more, total = more_and_total(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
-    count = heads_in_words(own) if all(own.values()) else str(len(heads))
-    words = " ".join(filter(None, [count, more, when]))
-    return f"{words}, {total}" if total else words
+    total = total_in_words(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
+    return f"{heads_in_words(own) if all(own.values()) else len(heads)} {when}{total}"

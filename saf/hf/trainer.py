@@ -223,7 +223,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Apply one event, in all processes or in none, and record it with the first process's measurements."""
         trainer, before = self.trainer, run.controller_loss(event.batches)
         with all_ranks_or_raise():
-            change = apply_event(run, event)
+            change = apply_event(run, event, guard=run.guard_sequences)
         rewrap_(trainer)
         after = run.controller_loss(event.batches)
         before, after, seconds = on_rank0(lambda: (before, after, change.seconds))

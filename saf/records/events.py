@@ -137,18 +137,13 @@ def heads_in_words(counts: Mapping[str, int]) -> str:
     return " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts.get(kind)) or "0 frozen"
 
 
-def more_and_total(changed: Mapping[str, int], in_all: Mapping[str, int]) -> tuple[str, str]:
-    """Return "more" where heads of the changed kind existed before, and all heads by kind; "" for none before.
+def total_in_words(changed: Mapping[str, int], in_all: Mapping[str, int]) -> str:
+    """Return how many heads are frozen and pruned in all, where that is more than an event changed.
 
-    >>> more_and_total({"frozen": 3}, {"frozen": 8}), more_and_total({"frozen": 3}, {"frozen": 3, "pruned": 4})
-    (('more', '8 in all'), ('', '3 frozen and 4 pruned in all'))
+    >>> total_in_words({"frozen": 3}, {"frozen": 3, "pruned": 4}), total_in_words({"frozen": 3}, {"frozen": 3})
+    (', 3 frozen and 4 pruned in all', '')
     """
-    total = sum(in_all.values())
-    if total <= sum(changed.values()):
-        return "", ""
-    more = "more" if any(0 < count < in_all[kind] for kind, count in changed.items()) else ""
-    kinds = {kind for kind, count in (*changed.items(), *in_all.items()) if count}
-    return more, f"{total if len(kinds) == 1 else heads_in_words(in_all)} in all"
+    return f", {heads_in_words(in_all)} in all" if sum(in_all.values()) > sum(changed.values()) else ""
 
 
 # --- writing

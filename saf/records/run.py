@@ -14,7 +14,6 @@ from torch import Tensor
 
 from saf.errors import CheckpointError, InputError, SafError
 from saf.records.events import (
-    EVENTS,
     STATE_AFTER,
     EventRecord,
     arm,
@@ -176,13 +175,7 @@ class RecordedRun:
     @property
     def missing(self) -> list[str]:
         """Parts that a finished run's settings ask for and its records do not have, in words."""
-        if self.result is None:
-            return []
-        lines = list(self.result.get("missing", []))
-        inherited = "weights_of_update" in (self.config.get("parent") or {})
-        if self.edited_heads and not self.events and not inherited:
-            lines.append(f"events: {EVENTS} is missing, so the statistics, scores and fits are not known")
-        return lines
+        return list((self.result or {}).get("missing", []))
 
     # --- heads
 

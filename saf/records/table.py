@@ -41,11 +41,6 @@ def correlation(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3f}".replace("-", "\u2212")
 
 
-def highest_first(value: float | None) -> tuple[bool, float]:
-    """Return what numbers are sorted by, the highest first and what has none last."""
-    return value is None, -(value or 0.0)
-
-
 def seconds(value: float | None) -> str:
     """Return a duration in the unit that suits it, from seconds."""
     if value is None:
@@ -57,20 +52,6 @@ def seconds(value: float | None) -> str:
     if value < 120:
         return f"{value:.3g} s"
     return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds in the units that people use.
-
-    >>> duration(59.6), duration(125), duration(7260)
-    ('60s', '2m 05s', '2h 01m')
-    """
-    whole = max(0, round(seconds))
-    if whole <= 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
 
 
 def byte_size(value: float | None) -> str:
@@ -168,10 +149,10 @@ class Table:
         """Return a table of names and values without headings; names whose value is None are left out."""
         return cls.of(title, (), [[name, value] for name, value in values.items() if value is not None], notes)
 
-    def used(self, *, keep: Sequence[str] = ()) -> "Table":
-        """Return the table without empty columns; those named in `keep` stay."""
-        empty = [name for number, name in enumerate(self.columns) if all(row[number] == MISSING for row in self.rows)]
-        return self.without([name for name in empty if name not in keep])
+    def used(self) -> "Table":
+        """Return the table without empty columns."""
+        empty = (all(row[number] == MISSING for row in self.rows) for number in range(len(self.columns)))
+        return self.without([name for name, unused in zip(self.columns, empty, strict=True) if unused])
 
     def without(self, columns: Sequence[str]) -> "Table":
         """Return the table without these columns, as far as it has them."""

@@ -27,7 +27,6 @@ from saf.schedules import (
     Outcome,
     Proposer,
     Prune,
-    Schedule,
     Undo,
     setting_of_moment,
 )
@@ -39,13 +38,6 @@ GRADIENT = "qk_gradient"
 """Name of the Q/K-gradient average in a checkpoint's state.json."""
 
 
-class EventSettings(Protocol):
-    """The settings of which heads are frozen, and when."""
-
-    freeze: FreezeConfig | None
-    schedule: Schedule | None
-
-
 class TrainerLike(Protocol):
     """The parts of a training that an event needs: a run has them, and the callback of a Trainer of transformers."""
 
@@ -54,18 +46,12 @@ class TrainerLike(Protocol):
     """Its `optimizer`, and the `gradient` average that scores may read, or None."""
     task: Any
     """Its `calibration()` and `heldout()` sequences."""
+    config: Any
+    """Its `freeze` and `schedule` settings."""
     execution: Execution
 
     @property
-    def config(self) -> EventSettings: ...
-
-    @property
     def events(self) -> list[EventRecord]: ...
-
-    @property
-    def guard_sequences(self) -> list[Tensor] | None:
-        """Sequences on which an event that costs too much is refused; None where training follows."""
-        ...
 
     def say(self, text: str) -> None: ...
 
@@ -94,19 +80,22 @@ class Change:
         return Outcome(number=number, heads=self.heads, loss_before=loss_before, loss_after=loss_after, **chosen)
 
 
-def resolve_event(event: Event, config: EventSettings) -> Event:
+def resolve_event(event: Event, config: Any) -> Event:
     """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
     if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
         return Prune(**vars(event))
     return event
 
 
-def apply_event(trainer: TrainerLike, event: Event) -> Change:
-    """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`."""
-    return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event)
+def apply_event(trainer: TrainerLike, event: Event, *, guard: list[Tensor] | None = None) -> Change:
+    """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`.
+
+    An event that costs too much on the sequences of `guard` is refused; no training follows it.
+    """
+    return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event, guard)
 
 
-def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
+def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> Change:
     """Freeze or prune the event's share of heads by the recipe that the settings describe."""
     freeze, schedule = trainer.config.freeze, trainer.config.schedule
     assert freeze is not None
@@ -114,9 +103,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
     inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
     if "outputs" in freeze.needs:
         inputs["outputs"] = trainer.task.heldout()
-    heldout, accepts = trainer.guard_sequences, trainer.guard_sequences is None
-    if freeze.jointly and heldout is None:
-        heldout = trainer.task.heldout()
+    heldout = trainer.task.heldout() if freeze.jointly and guard is None else guard
     with trainer.execution.autocast():
         trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
         report = freeze_(
@@ -125,7 +112,7 @@ def _freeze(trainer: TrainerLike, event: Freeze) -> Change:
             settings_of(event, freeze),
             optimizer=trainer.updater.optimizer,
             heldout=heldout,
-            accept_loss=accepts,
+            accept_loss=guard is None,
             score_inputs=inputs,
             max_heads=event.first,
             allow_empty=event.below is not None or not isinstance(schedule, OneTime) or freeze.asks_for_none,
@@ -171,7 +158,7 @@ def _undo(trainer: TrainerLike, event: Undo) -> Change:
 # --- before training
 
 
-def check_freeze(config: EventSettings, execution: Execution) -> None:
+def check_freeze(config: Any, execution: Execution) -> None:
     """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
     freeze, schedule = config.freeze, config.schedule
     if freeze is None:
@@ -196,7 +183,7 @@ def check_freeze(config: EventSettings, execution: Execution) -> None:
 
 
 def start_proposer(
-    settings: EventSettings, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
+    settings: Any, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
 ) -> Proposer | None:
     """Return the schedule's state machine, in `state` where training goes on; None without freezing."""
     if settings.freeze is None or settings.schedule is None:

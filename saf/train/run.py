@@ -18,7 +18,8 @@ from saf.machine import Execution, untimed_updates
 from saf.models import GPT
 from saf.records.events import EventRecord, append_event, read_events
 from saf.records.files import append_line, flush
-from saf.records.table import duration, plain
+from saf.records.table import plain
+from saf.records.table import seconds as in_words
 from saf.schedules import Event, Proposer
 from saf.tasks import Task
 from saf.train.config import TrainConfig
@@ -148,7 +149,7 @@ class RunLog:
             values["speed/model_flop_utilisation"] = utilisation = self._peak / seconds
             words.append(f"MFU {utilisation:.1%}")
         if left is not None:
-            words.append(f"{duration(left)} left")
+            words.append(f"{in_words(left)} left")
         if self._board:
             for name, value in values.items():
                 self._board.add_scalar(name, value, update)
@@ -205,8 +206,6 @@ class Run:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     """Seconds of the newest updates since heads changed. A time budget expects the next one to take as long as the
     longest of them: every second update would exceed an average."""
-    guard_sequences: None = None
-    """Events are recorded with their cost, and never refused for it."""
 
     @property
     def update(self) -> int:

@@ -89,7 +89,7 @@ def test_two_arms(text_data, tmp_path, capsys):
     assert len(result["provenance"]["heads"]) == 2
     again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
     parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
-    assert "2 more after update 4, 4 in all" in capsys.readouterr().out
+    assert "2 after update 4, 4 frozen in all" in capsys.readouterr().out
     assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
 
 

@@ -309,7 +309,7 @@ def test_the_report_is_recorded_and_counts_the_heads_of_events_before(tmp_path):
     more = tuple((layer, head) for layer in range(3) for head in range(4) if (layer, head) not in report.heads)[:2]
     named = saf.freeze_(model, [ids], saf.FreezeConfig(heads=more, max_fit_kl=100))
     pruned = saf.freeze_(model, [ids], saf.FreezeConfig(count=1, operation="prune"))
-    assert named.summary == "2 more of 12 heads frozen as named, 5 in all"
+    assert named.summary == "2 of 12 heads frozen as named, 5 frozen in all"
     assert pruned.summary == "1 of 12 heads pruned by variance, 5 frozen and 1 pruned in all"
     assert [each.to_dict()["frozen_in_all"] for each in (report, named, pruned)] == [3, 5, 5]
 
