@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from saf.calibration.measure import LayerStatistics
-from saf.ops.launch import SHARED_MEMORY, launch, shared_memory
+from saf.ops.launch import SHARED_MEMORY, cdiv, launch, shared_memory
 from saf.ops.live import score_scale
 from saf.statistics import FLOOR
 
 SCRATCH_BYTES = 1 << 28
-"""Memory for the sums of tiles; longer inputs are taken in several bands of rows."""
+"""Memory for the sums of tiles; as many heads as fit are measured together, one at least."""
 FLOAT32_BYTES = 160 << 10
 """Shared memory of a program in float32 at 256 channels, the largest of all."""
 
@@ -95,103 +95,66 @@ def measure_by_kernel(
     marginals sum over rows before r(i) is known, so the rows of a block are divided by the middle of their
     normalisers: a relative error of at most T * 1e-9 / 2, which is 8e-6 at 16K and far less for most heads.
     """
-    count, heads, length, dim = query.shape
+    _, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
-    loop = _Loop(query, key, kv_head, score_scale(scale, dim) / math.log(2), config)
-    size = config.block_m
-    totals = query.new_zeros(3, heads, dtype=torch.float64)
-    etas = query.new_zeros(2, heads, loop.blocks * size, dtype=torch.float64)
-    for first, last in loop.bands(scratch_bytes):
-        sums = loop.band(first, last)
-        totals[:2] += sums.scalar
-        totals[2] += (sums.row[0].log2() - sums.row[1] / sums.row[0]).sum(-1)
-        _add_marginals(etas, sums, 1 / _middle(sums.row[0], size))
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    read = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
+    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_n
+    size = max(1, scratch_bytes // (4 * blocks * length * (3 * ratio + 2)))  # heads whose sums over tiles are held
+    groups = [(query[:, first : first + size], read[first : first + size]) for first in range(0, heads, size)]
+    parts = [_measure(some, key, kv, score_scale(scale, dim) / math.log(2), config) for some, kv in groups]
+    return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _measure(query: Tensor, key: Tensor, kv: Tensor, scale: float, config: TileConfig) -> LayerStatistics:
+    """Measure some heads: sums over tiles, then over the tiles' sums; F is the floored mean."""
+    count, heads, length, dim = query.shape
+    rows, width, device = config.block_m, config.block_n, query.device
+    blocks, ratio, constants = cdiv(length, rows), rows // width, tile_constants(config, length, dim)
+    operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
+    strides = *query.stride()[:3], *key.stride()[:3]
+    launch(
+        lse_kernel, (blocks * count * heads,), *operands, heads, length, scale, *strides, **constants,
+        num_warps=config.num_warps, device=device,
+    )  # fmt: skip
+
+    below, across = ratio * blocks * (blocks - 1) // 2, ratio * blocks
+    scalar = torch.zeros(2, heads, below + across, device=device)  # squared deviations; A log2(A / mean)
+    row = torch.zeros(2, heads, across, blocks * rows, device=device)  # F; F log2 F
+    column = torch.zeros(heads, blocks, length, device=device)  # F, summed over the rows of a block
+    diagonal = torch.zeros(heads, blocks, ratio + 1, across, width, device=device)  # F, summed over one distance
+    options = {"maxnreg": config.max_registers} if config.max_registers else {}
+    for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
+        if tiles:
+            launch(
+                tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal,
+                count, heads, length, scale, FLOOR, offset, below + across, *strides,
+                **constants, DIAGONAL=diagonals, num_warps=config.num_warps, device=device, **options,
+            )  # fmt: skip
+
+    deviation, divergence = scalar.sum(-1, dtype=torch.float64)
+    normaliser, plogp = row[..., :length].sum(2, dtype=torch.float64)
+    weight = 1 / _middle(normaliser, rows)
+    by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_n]
+    # Turn k of place p holds the distances from (p + k - R) * block_n on; negative ones are empty.
+    lined = by_distance.new_zeros(heads, across + ratio + 1, width)
+    for turn in range(ratio + 1):
+        lined[:, turn : turn + across] += by_distance[:, turn]
     return LayerStatistics(
-        variance=totals[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
-        forward_kl=totals[1] * (math.log(2) / (count * length)),  # Eq. (2)
-        eta_abs=etas[0, :, :length],  # Eq. (S.4)
-        eta_rel=etas[1, :, :length],
-        row_entropy=totals[2] * (math.log(2) / length),
+        variance=deviation / (max(count - 1, 1) * length**2),  # Eq. (1)
+        forward_kl=divergence * (math.log(2) / (count * length)),  # Eq. (2)
+        eta_abs=(column * weight[..., None]).sum(1),  # Eq. (S.4)
+        eta_rel=lined[:, ratio : ratio + across].flatten(1)[:, :length],
+        row_entropy=(normaliser.log2() - plogp / normaliser).sum(-1) * (math.log(2) / length),
     )
 
 
-class _Sums(NamedTuple):
-    """Sums over the tiles of a band of row blocks; R = block_m / block_n, J key blocks, F the floored mean."""
-
-    scalar: Tensor
-    """`[2, heads]` float64: squared deviations from the mean; A log2(A / mean)."""
-    row: Tensor
-    """`[2, heads, rows]` float64: F; F log2 F."""
-    column: Tensor
-    """`[heads, blocks, T]` float32: F, summed over the rows of a block."""
-    diagonal: Tensor
-    """`[heads, blocks, R + 1, J, block_n]` float32: F, summed over those of one distance."""
-
-
-class _Loop:
-    """Operands of one layer, and launches over them."""
-
-    def __init__(self, query: Tensor, key: Tensor, kv_head: Sequence[int], scale: float, config: TileConfig):
-        query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-        self.count, self.heads, self.length, dim = query.shape
-        self.device, self.config, self.scale = query.device, config, scale
-        self.blocks = -(-self.length // config.block_m)
-        self.strides = (*query.stride()[:3], *key.stride()[:3])
-        kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
-        self.operands = (query, key, kv, query.new_empty(self.count, self.heads, self.length, dtype=torch.float32))
-        self.constants = tile_constants(config, self.length, dim)
-        launch(
-            lse_kernel, (self.blocks * self.count * self.heads,), *self.operands, self.heads, self.length, scale,
-            *self.strides, **self.constants, num_warps=config.num_warps, device=query.device,
-        )  # fmt: skip
-
-    def bands(self, scratch_bytes: int) -> list[tuple[int, int]]:
-        """Split the row blocks so that the sums of a band take about so much memory."""
-        ratio = self.config.block_m // self.config.block_n
-        size = max(1, scratch_bytes // (4 * self.heads * self.length * (3 * ratio + 2)))
-        return [(first, min(first + size, self.blocks)) for first in range(0, self.blocks, size)]
-
-    def band(self, first: int, last: int) -> _Sums:
-        """Measure row blocks `first` to `last`."""
-        heads, rows, width = self.heads, self.config.block_m, self.config.block_n
-        ratio = rows // width
-        below, across = ratio * (last * (last - 1) - first * (first - 1)) // 2, ratio * (last - first)
-        num_i, num_j = last - first, last * ratio
-        scalar = torch.zeros(2, heads, below + across, device=self.device)
-        row = torch.zeros(2, heads, num_j, num_i * rows, device=self.device)
-        column = torch.zeros(heads, num_i, self.length, device=self.device)
-        diagonal = torch.zeros(heads, num_i, ratio + 1, num_j, width, device=self.device)
-        options = {"maxnreg": self.config.max_registers} if self.config.max_registers else {}
-        for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
-            if tiles:
-                launch(
-                    tile_kernel, (tiles, heads), *self.operands, scalar, row, column, diagonal,
-                    self.count, heads, self.length, self.scale, FLOOR, first, num_i, num_j, offset, below + across,
-                    *self.strides, **self.constants, DIAGONAL=diagonals, num_warps=self.config.num_warps,
-                    device=self.device, **options,
-                )  # fmt: skip
-        row = row[..., : self.length - first * rows]
-        return _Sums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
-
-
 def _middle(normaliser: Tensor, size: int) -> Tensor:
-    """Return the middle of the normalisers `[heads, rows]` of each block of rows."""
+    """Return the middle of the normalisers `[heads, T]` of each block of rows."""
     missing = -normaliser.shape[-1] % size
     edge = normaliser[:, -1:].expand(-1, missing)
     low, high = torch.cat([normaliser, edge], 1).unflatten(1, (-1, size)).aminmax(dim=-1)
     return (low + high) / 2
-
-
-def _add_marginals(etas: Tensor, sums: _Sums, weight: Tensor) -> None:
-    """Add a band's column and diagonal sums, row blocks weighted by `weight [heads, blocks]`, to `etas`."""
-    etas[0, :, : sums.column.shape[-1]] += (sums.column * weight[..., None]).sum(1)
-    heads, _, turns, blocks, width = sums.diagonal.shape
-    total = (sums.diagonal * weight[..., None, None, None]).sum(1)
-    # Turn k of place p holds the distances from (p + k - R) * block_n on; negative ones are empty.
-    lined = total.new_zeros(heads, blocks + turns, width)
-    for turn in range(turns):
-        lined[:, turn : turn + blocks] += total[:, turn]
-    etas[1, :, : blocks * width] += lined[:, turns - 1 : turns - 1 + blocks].flatten(1)
 
 
 # --- device code
@@ -202,7 +165,7 @@ TINY = tl.constexpr(1e-37)
 """Lower bound of the arguments of logarithms, just above the smallest normal float32."""
 NOTHING = tl.constexpr(-126.0)
 """A number below the logarithm of TINY."""
-UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "first", "num_i", "num_j", "offset", "num_tiles"]
+UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 
 
@@ -293,13 +256,12 @@ def _products(
 
 
 @triton.jit
-def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
-    """Find row and key block of tile t at or past row block `first`: on the diagonal, or else wholly below it."""
+def _place(t, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
+    """Find row and key block of tile t: on the diagonal, or else wholly below it."""
     if DIAGONAL:
-        i = first + t // RATIO
-        j = i * RATIO + t % RATIO
+        i = t // RATIO
+        j = t
     else:
-        t += RATIO * (first * (first - 1) // 2)
         pair = t // RATIO
         i = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
         i = tl.where(i * (i - 1) // 2 > pair, i - 1, i)
@@ -310,19 +272,20 @@ def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
 
 @triton.jit
 def _write_marginals(
-    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor,
-    i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM: tl.constexpr, BN: tl.constexpr,
+    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_i, i_j, o_i, o_j,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
     RATIO: tl.constexpr = BM // BN
+    num_i = tl.cdiv(T, BM)
+    num_j = num_i * RATIO
     # A comparison, not a maximum, which would turn NaN into the floor.
     b_f = tl.where(b_mean < floor, floor, b_mean)
-    p_row = row_ptr + (i_h * num_j + i_j) * (num_i * BM) + (o_i - first * BM)
+    p_row = row_ptr + (i_h * num_j + i_j) * (num_i * BM) + o_i
     tl.store(p_row + tl.cast(H, tl.int64) * num_j * (num_i * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
     b_f = tl.where(inside, b_f, 0.0)
     tl.store(p_row, tl.sum(b_f, 1))
-    i_band = i_i - first
-    tl.store(column_ptr + (i_h * num_i + i_band) * T + o_j, tl.sum(b_f, 0), mask=o_j < T)
+    tl.store(column_ptr + (i_h * num_i + i_i) * T + o_j, tl.sum(b_f, 0), mask=o_j < T)
 
     # Row r of the skewed tile holds at c the entry whose distance is c modulo BN.
     o_r = tl.arange(0, BM)[:, None]
@@ -332,7 +295,7 @@ def _write_marginals(
     turn = (o_r - o_k - o_c) // BN + 1
     place = i_i * RATIO - i_j + RATIO - 1
     for k in tl.static_range(RATIO + 1):
-        p = diagonal_ptr + (((i_h * num_i + i_band) * (RATIO + 1) + k) * num_j + place) * BN + tl.arange(0, BN)
+        p = diagonal_ptr + (((i_h * num_i + i_i) * (RATIO + 1) + k) * num_j + place) * BN + tl.arange(0, BN)
         tl.store(p, tl.sum(tl.where(turn == k, b_f, 0.0), 0))
 
 
@@ -357,7 +320,7 @@ def _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, stride):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def tile_kernel(
     q_ptr, k_ptr, kv_ptr, lse_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
-    N, H, T, scale, floor, first, num_i, num_j, offset, num_tiles,
+    N, H, T, scale, floor, offset, num_tiles,
     q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -371,7 +334,7 @@ def tile_kernel(
     RATIO: tl.constexpr = BM // BN
     t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
-    i_i, i_j = _place(t, first, DIAGONAL, RATIO)
+    i_i, i_j = _place(t, DIAGONAL, RATIO)
     i0 = i_i * BM
     j0 = i_j * BN
     o_i = i0 + tl.arange(0, BM)
@@ -414,6 +377,6 @@ def tile_kernel(
     p_scalar = scalar_ptr + i_h * num_tiles + offset + t
     b_mean = _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, tl.cast(H, tl.int64) * num_tiles)
     _write_marginals(
-        b_mean, past & (o_i < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor,
-        i_h, i_i, i_j, first, num_i, num_j, o_i, o_j, BM, BN,
+        b_mean, past & (o_i < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_i, i_j, o_i, o_j,
+        BM, BN,
     )  # fmt: skip
