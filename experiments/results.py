@@ -22,7 +22,7 @@ from saf.evaluate.tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
-from saf.records.table import Table, natural_order
+from saf.records.table import MISSING, Table, natural_order
 from saf.records.table import markdown as escaped
 
 SHOWN = {
@@ -51,8 +51,15 @@ SHOWN = {
     "tasks": {"small-75M-stages": ("stages",)},
 }
 """Recipes by page and by the committed scale that has their runs."""
-SPEED_COLUMNS = ("speedup", "free bound", "share of time", "cache", "paper")
-"""Columns of benchmarks that pages show; all are in cells.csv."""
+SPEED_COLUMNS = {
+    "speedup": "",
+    "free bound": "bound ",
+    "share of time": "share of time ",
+    "cache": "cache ",
+    "paper": "paper ",
+}
+MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
+"""Columns of benchmarks that pages show, each with its word inside a cell; all are in cells.csv."""
 RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median update", "peak memory", "freezing took")
 
 
@@ -66,6 +73,8 @@ class Shown:
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     columns: tuple[str, ...] = ()
     """The columns that the page shows; () is all."""
+    page: pd.DataFrame | None = None
+    """What the page shows in place of the cells."""
     text: str = ""
     """Markdown below the table."""
     picture: tuple[str, str, str] | None = None
@@ -82,7 +91,7 @@ class Shown:
         if self.title:
             yield f"**{escaped(self.title)}**"
         if len(self.frame):
-            yield markdown(self.frame.filter(self.columns or list(self.frame)))
+            yield markdown(self.frame.filter(self.columns or list(self.frame)) if self.page is None else self.page)
         if self.text:
             yield self.text
         if self.picture:
@@ -201,18 +210,36 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
 
 def _benchmarks(name: str, measured: list[Record]) -> Iterator[Shown]:
     for kind, section in _KINDS.get(name, ()):
-        columns = SPEED_COLUMNS if kind in benchmarks.SPEEDS and kind != "finetune" else ()
         files = sorted({each["name"] for each in measured if each["kind"] == kind}, key=natural_order)
         where = {"section": section}
         *tables, last = [
-            Shown(heading=section, title=title, frame=frame, columns=columns, cells=where)
+            Shown(heading=section, title=title, frame=frame, page=_by_rate(frame, SPEED_COLUMNS), cells=where)
             for title, frame in benchmarks.TABLES[kind](measured)
         ]
         yield from (*tables, replace(last, text=f"Records in results/bench: {', '.join(files)}."))
         if kind in ("update", "prefill") and (frame := benchmarks.memory(measured, kind)) is not None:
             section = f"{section.removesuffix(': speed')}: peak memory"
-            columns = ("peak memory", "against ordinary", "paper")
-            yield Shown(heading=section, frame=frame, columns=columns, cells={"section": section})
+            page = _by_rate(frame, MEMORY_COLUMNS)
+            yield Shown(heading=section, frame=frame, page=page, cells={"section": section})
+
+
+def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:
+    """Return a table with a column for each share of the heads, its cells joined; None if it is of another kind.
+
+    "2048x4; 25% frozen" becomes the line "2048x4; frozen". The first column is the value, the others stand in brackets.
+    """
+    value, *others = words
+    if value not in frame or "% " not in " ".join(frame.index):
+        return None
+    lines: dict[str, dict[str, str]] = {}
+    for label, row in frame.iterrows():
+        rate = re.search(r"([\d.]+%) ", str(label))
+        more = [words[name] + row[name] for name in others if row.get(name, MISSING) != MISSING]
+        line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})
+        line[rate[1] if rate else "0%"] = row[value] + f" ({', '.join(more)})" * bool(more)
+    table = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
+    table = table[sorted(table, key=lambda share: float(share.rstrip("%")))]
+    return table.rename_axis(frame.index.name)
 
 
 def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
