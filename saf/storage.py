@@ -40,7 +40,7 @@ def storage_report(model: nn.Module) -> StorageReport:
     adapter = adapter_for(model)
     frozen = [site.frozen for site in adapter.sites() if site.frozen is not None]
     length = max((one.max_length for one in frozen), default=1)
-    report = storage_of(list(adapter.frozen_heads()), length=length, num_heads=adapter.sites()[0].layout.num_heads)
+    report = storage_of(list(adapter.heads("frozen")), length=length, num_heads=adapter.sites()[0].layout.num_heads)
     states = [pattern.state() for one in frozen for pattern in one.patterns]
     parameters = sum(tensor.nbytes for state in states for tensor in state.values())
     return replace(report, parameters=parameters, allocated=sum(one.allocated for one in frozen))

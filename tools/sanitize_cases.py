@@ -16,7 +16,7 @@ from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.fused.kernels import choose_config, fused_backward, fused_forward
 from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.positions import CachePosition
-from saf.ops.toeplitz.kernels import Config, convolve, toeplitz_matmul
+from saf.ops.toeplitz.kernels import ToeplitzConfig, convolve, toeplitz_matmul
 from saf.ops.toeplitz.tables import make_tiles
 from saf.patterns import CompactPattern
 
@@ -42,10 +42,10 @@ def pattern(count: int) -> CompactPattern:
 def toeplitz() -> None:
     """Multiply through addresses and descriptors, folded and not, in both directions."""
     for config, dim, dtype in (
-        (Config(), 60, WIDE),
-        (Config(descriptors=True), 64, WIDE),
-        (Config(descriptors=True, fold=2), 64, WIDE),
-        (Config(block_m=64, block_n=64, block_k=32, num_stages=2), 64, torch.float32),
+        (ToeplitzConfig(), 60, WIDE),
+        (ToeplitzConfig(descriptors=True), 64, WIDE),
+        (ToeplitzConfig(descriptors=True, fold=2), 64, WIDE),
+        (ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2), 64, torch.float32),
     ):
         (x,) = operand(3, dim=dim, dtype=dtype)
         table = make_tiles(torch.rand(3, STORED, device=DEVICE).to(dtype))
@@ -61,10 +61,8 @@ def fused() -> None:
     patterns = FusedPatterns.build(compact.alpha, compact.rho, compact.log_z, dense)
     for value_slot in ((0, 1, 2, 3, 4), (0, 0, 1, 1, 1)):
         states = (LIVE, COMPACT, DENSE, LIVE, COMPACT)
-        keys = (0, 0, 0, 1, 0)
-        slots = max(value_slot) + 1
-        maps = HeadMaps.build(states, key=keys, value=value_slot, num_value_heads=slots, device=DEVICE)
-        query, key, value, gradient = operand(2, 2, slots, 5)
+        maps = HeadMaps.build(states, value_slot, DEVICE)
+        query, key, value, gradient = operand(2, 2, max(value_slot) + 1, 5)
         for few in (True, False):
             config = choose_config(dim=value.shape[-1], dtype=WIDE, few=few)
             output, log_sums = fused_forward(query, key, value, maps, patterns, config=config)

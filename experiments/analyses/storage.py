@@ -35,7 +35,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Return the record; `reduction` is the paper's, matrices of whole layers over the bytes allocated."""
     source = find_model(settings.model)
     model = source.model(torch.device("cpu"))
-    heads = adapter_for(model).frozen_heads()
+    heads = adapter_for(model).heads("frozen")
     if not len(heads):
         raise InputError(f"{settings.model} has no frozen heads; name a checkpoint after its freezing")
     report = storage_report(model)

@@ -179,7 +179,7 @@ class Study:
         """Yield the arms of models that were frozen elsewhere."""
         for number, other in enumerate(others, 1):
             adapter = adapter_for(other.model)
-            heads = adapter.frozen_heads()
+            heads = adapter.heads("frozen")
             share = len(heads) / sum(site.layout.num_heads for site in adapter.sites())
             name = f"model {number}, {percent(share)} frozen"
             facts = {"name": name, "path": str(other.folder), "score": None, "rate": None, "share": share}

@@ -46,7 +46,7 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
 
     Raises InputError for a head that is not live, UnsupportedError for one whose layer stays ordinary, or where all do.
     """
-    live, sites = adapter.live_heads(), adapter.sites()
+    live, sites = adapter.heads("live"), adapter.sites()
     reasons = {layer: reason for layer, site in enumerate(sites) if (reason := site.stays_ordinary) is not None}
     if reasons and len(reasons) == len(sites):
         raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")

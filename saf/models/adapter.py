@@ -224,21 +224,9 @@ class Adapter(LanguageModel):
         return rows_of(self.sites()[0], "query").parameter.dtype
 
     def heads(self, *kinds: str) -> HeadSet:
-        """Return the heads of some of the kinds in `KINDS`."""
-        return HeadSet(
-            (layer, head)
-            for layer, site in enumerate(self.sites())
-            for kind in kinds
-            for head in getattr(site.layout, kind)
-        )
-
-    def frozen_heads(self) -> HeadSet:
-        """Return the heads that are frozen already."""
-        return self.heads("frozen")
-
-    def live_heads(self) -> HeadSet:
-        """Return the heads that compute ordinary attention."""
-        return self.heads("live")
+        """Return the heads of some of the kinds "live", "frozen", "pruned"."""
+        layouts = [site.layout for site in self.sites()]
+        return HeadSet((n, head) for n, one in enumerate(layouts) for kind in kinds for head in getattr(one, kind))
 
 
 class GPTSite(Site):

@@ -20,7 +20,7 @@ from saf.ops import FrozenHeads, attention_products, frozen_attention, live_atte
 from saf.ops.decoder import gelu_linear, linear_cross_entropy, linear_log_probs
 from saf.ops.heads import flat_heads
 from saf.ops.layout import LayoutMixin
-from saf.ops.positions import check_left_pad, left_padding
+from saf.ops.positions import left_padding
 
 Position = Literal["rope", "learned"]
 
@@ -45,7 +45,7 @@ class GPTConfig:
         check_name("position", self.position, get_args(Position))
         for name, value in asdict(self).items():
             if name != "position" and value < 1:
-                raise InputError(f"{name} must be a whole number, at least 1; got {value!r}")
+                raise InputError(f"{name} must be at least 1, got {value!r}")
         parts = 2 * self.num_heads if self.position == "rope" else self.num_heads  # rotary positions turn pairs
         if self.hidden_size % parts:
             raise InputError(f"hidden_size must be a multiple of {parts}, got {self.hidden_size}")
@@ -175,22 +175,17 @@ class LiveAttention(nn.Module):
         self.kernel = "auto"
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        start: Tensor | None,
-        frozen: FrozenHeads | None,
+        self, query: Tensor, key: Tensor, value: Tensor, left_pad: Tensor | None, frozen: FrozenHeads | None,
         projection: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
 
         Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
         makes of all its heads, in one or two products `[B, T, C]`.
         """
         if frozen is None or projection is None:
-            return (live_attention(query, key, value, left_pad=start, kernel=self.kernel),)
-        return attention_products(query, key, value, frozen, projection, left_pad=start, kernel=self.kernel)
+            return (live_attention(query, key, value, left_pad=left_pad, kernel=self.kernel),)
+        return attention_products(query, key, value, frozen, projection, left_pad=left_pad, kernel=self.kernel)
 
 
 class Attention(LayoutMixin):
@@ -207,7 +202,7 @@ class Attention(LayoutMixin):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.live = LiveAttention()
-        # A module from the start: programs compiled before any head was frozen serve after all are live again.
+        # A module from the left_pad: programs compiled before any head was frozen serve after all are live again.
         self.register_module("frozen", None)
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
@@ -216,11 +211,13 @@ class Attention(LayoutMixin):
         projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
         return {role: plain_weight(projection) for role, projection in projections.items()}
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
         """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
-        return summed(self.products(x, rotation, start))
+        return summed(self.products(x, rotation, left_pad))
 
-    def products(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> tuple[Tensor, ...]:
+    def products(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Return one or two products `[B, T, C]` whose sum is the forward pass, for callers that add more to it.
 
         One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
@@ -239,10 +236,10 @@ class Attention(LayoutMixin):
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if num_live == 0 and self.frozen is not None:
-            return (self._project(frozen_attention(value, self.frozen, left_pad=start)),)
+            return (self._project(frozen_attention(value, self.frozen, left_pad=left_pad)),)
         if self.frozen is None:
-            return (self._project(*self.live(query, key, value, start, None)),)
-        return self.live(query, key, value, start, self.frozen, plain_weight(self.o_proj))
+            return (self._project(*self.live(query, key, value, left_pad, None)),)
+        return self.live(query, key, value, left_pad, self.frozen, plain_weight(self.o_proj))
 
     def _project(self, mixed: Tensor) -> Tensor:
         """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
@@ -289,9 +286,9 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.mlp = MLP(config.hidden_size, config.mlp_ratio)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, start: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
         """Add attention's and then the MLP's output to the residual stream `x [B, T, C]`."""
-        x = x + self.attention(self.attention_norm(x), rotation, start)
+        x = x + self.attention(self.attention_norm(x), rotation, left_pad)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -347,7 +344,9 @@ class GPT(nn.Module):
         """Return the attention modules in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def embedded(self, input_ids: Tensor, start: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def embedded(
+        self, input_ids: Tensor, left_pad: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the first layer's input for `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise InputError(
@@ -357,47 +356,41 @@ class GPT(nn.Module):
         if not 1 <= length <= self.config.max_length:
             raise InputError(f"inputs have 1 to {self.config.max_length} positions; got {length}")
         positions = torch.arange(length, device=input_ids.device)[None]
-        if start is not None:
-            positions = (positions - start.to(input_ids.device)[:, None]).clamp(min=0)
+        if left_pad is not None:
+            positions = (positions - left_pad.to(input_ids.device)[:, None]).clamp(min=0)
         x = self.embed(input_ids)
         if self.position is not None:
             x = x + self.position(positions)
         return x, None if self.rotary is None else self.rotary(positions)
 
     def hidden(
-        self, input_ids: Tensor, start: Tensor | None = None, *, activation_checkpointing: bool = False
+        self, input_ids: Tensor, left_pad: Tensor | None = None, *, activation_checkpointing: bool = False
     ) -> Tensor:
         """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
-        x, rotation = self.embedded(input_ids, start)
+        x, rotation = self.embedded(input_ids, left_pad)
         for layer in self.blocks:
-            x = recomputed(layer, x, rotation, start) if activation_checkpointing else layer(x, rotation, start)
+            x = recomputed(layer, x, rotation, left_pad) if activation_checkpointing else layer(x, rotation, left_pad)
         return self.norm(x)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        targets: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        start: Tensor | None = None,
+        self, input_ids: Tensor, targets: Tensor | None = None, *, attention_mask: Tensor | None = None,
         activation_checkpointing: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return logits `[B, T, V]`, or with `targets [B, T]` the mean loss in nats per token (float32).
 
-        `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows; `start [B]` says the same
-        as first real positions. Targets of -100 are left out of the loss. With `activation_checkpointing` the backward
-        pass computes each layer again. Raises InputError for ids, targets or padding that cannot be used.
+        `attention_mask [B, T]` (1 for real tokens) may mark padding at the ends of rows. Targets of -100 are left out
+        of the loss. With `activation_checkpointing` the backward pass computes each layer again. Raises InputError for
+        ids, targets or padding that cannot be used.
         """
+        left_pad = None
         if attention_mask is not None:
-            if start is not None or attention_mask.shape != input_ids.shape:
-                shapes = f"{list(input_ids.shape)}, without start; got {list(attention_mask.shape)}"
+            if attention_mask.shape != input_ids.shape:
+                shapes = f"{list(input_ids.shape)}, got {list(attention_mask.shape)}"
                 raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
-            start = left_padding(attention_mask)
-        elif start is not None:
-            check_left_pad(start, *input_ids.shape, wait=True)
+            left_pad = left_padding(attention_mask)
         if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
-        hidden = self.hidden(input_ids, start, activation_checkpointing=activation_checkpointing)
+        hidden = self.hidden(input_ids, left_pad, activation_checkpointing=activation_checkpointing)
         if targets is None:
             return F.linear(hidden, self.embed.weight)
         return linear_cross_entropy(hidden, self.embed.weight, targets)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ class FrozenHeads(nn.Module):
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
         self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)
-        self.fixed = tuple(slot for slot in range(len(patterns)) if slot not in self.trainable)
         # Not only in the list: as children their parameters are the model's.
         for slot, one in enumerate(patterns):
             if is_trainable(one):
@@ -46,9 +44,10 @@ class FrozenHeads(nn.Module):
         """Whether a CUDA graph launches what a call launches; set by `for_graphs`."""
         self.groups: dict[str, tuple[int, ...]] = {}
         """The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz"."""
-        for slot in self.fixed:
-            name = "toeplitz" if backend == "linear" and patterns[slot].kind != "exponential" else backend
-            self.groups[name] = (*self.groups.get(name, ()), slot)
+        for slot, one in enumerate(patterns):
+            name = "toeplitz" if backend == "linear" and one.kind != "exponential" else backend
+            if not one.trainable:
+                self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
         """The value dtypes that tables were prepared for."""
         self._names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
@@ -56,14 +55,10 @@ class FrozenHeads(nn.Module):
 
     @classmethod
     def from_patterns(
-        cls,
-        pattern: Pattern | Sequence[Pattern],
-        *,
-        backend: str = "auto",
-        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
-        device: torch.device | str = "cpu",
+        cls, pattern: Pattern | Sequence[Pattern], *, backend: str = "auto",
+        dtype: torch.dtype | Sequence[torch.dtype] = torch.float32, device: torch.device | str = "cpu",
         kv_head: Sequence[int] | Tensor | None = None,
-    ) -> "FrozenHeads":
+    ) -> "FrozenHeads":  # fmt: skip
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
 
         A list may mix all kinds of patterns; trainable ones keep their parameters.
@@ -76,23 +71,17 @@ class FrozenHeads(nn.Module):
         if len(lengths) != 1:
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        slots = None
-        if kv_head is not None:
-            slots = tuple(map(index, kv_head.tolist() if isinstance(kv_head, Tensor) else kv_head))
-            if len(slots) < len(patterns) or min(slots) < 0:
-                raise InputError(
-                    f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {slots}"
-                )
-        trained = [single for single in patterns if is_trainable(single)]
+        slots = None if kv_head is None else tuple(map(int, kv_head))
+        if slots is not None and (len(slots) < len(patterns) or min(slots) < 0):
+            raise InputError(f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {slots}")
+        trained = any(map(is_trainable, patterns))
         exponential = any(one.kind == "exponential" for one in patterns)
-        name = choose_backend(backend, device=device, dtypes=dtypes, trainable=bool(trained), exponential=exponential)
-        if trained:
-            logits = (torch.stack([getattr(one, part).detach() for one in trained]) for part in ("alpha", "rho"))
-            alpha, rho = logits
-            for each in dtypes:
-                if reason := BACKENDS[name].untrainable_reason(alpha, rho, each):
-                    raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
-        heads = cls(patterns, name, lengths.pop(), slots).to(device)
+        name = choose_backend(backend, device=device, dtypes=dtypes, trainable=trained, exponential=exponential)
+        heads = cls(patterns, name, lengths.pop(), slots)
+        for each in dtypes if trained else ():
+            if reason := BACKENDS[name].untrainable_reason(*(part.detach() for part in heads.logits()), each):
+                raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
+        heads.to(device)
         heads._prepare(patterns, dtypes, device)
         return heads
 
@@ -129,9 +118,9 @@ class FrozenHeads(nn.Module):
         Raises InputError when nothing was prepared for this dtype.
         """
         if dtype not in self.dtypes:
+            known = [str(each) for each in self.dtypes]
             raise InputError(
-                f"values must be in a dtype that frozen heads were prepared for, {[str(d) for d in self.dtypes]}, got "
-                f"{dtype}; cast the model itself, pass dtype= to from_patterns, or autocast"
+                f"values must be of what frozen heads were prepared for, {known}, got {dtype}: cast the model"
             )
         return [FrozenPart(BACKENDS[name], slots, self.tables(dtype, name)) for name, slots in self.groups.items()]
 
@@ -171,17 +160,13 @@ class FrozenHeads(nn.Module):
         if value.dim() != 4 or not value.shape[-2]:
             raise InputError(f"value must be [batch, heads, positions >= 1, head_dim]; got shape {tuple(value.shape)}")
         if backend not in ("auto", self.backend):
-            raise InputError(
-                f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}; prepare them again"
-            )
+            raise InputError(f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}")
         if (length := value.shape[-2]) > self.max_length:
             raise InputError(beyond_patterns(length, self.max_length))
         # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
         if (place := self._place()) is not None and value.device != place:
-            raise InputError(
-                f"values are on {value.device}, the frozen heads' tables on {place}; move the model as a whole, and do "
-                "not offload buffers"
-            )
+            where = f"values are on {value.device}, the frozen heads' tables on {place}"
+            raise InputError(f"{where}; move the model as a whole, and do not offload buffers")
 
     def _place(self) -> torch.device | None:
         """Return where the tables or the trained logits are; None while there are none."""
@@ -223,10 +208,7 @@ class FrozenHeads(nn.Module):
 
 def beyond_patterns(length: int, longest: int) -> str:
     """Return the message for an input longer than the patterns of frozen heads."""
-    return (
-        f"input has {length} positions, the frozen heads' patterns cover {longest}; shorten the input or calibrate and "
-        "freeze at the longer length"
-    )
+    return f"input has {length} positions, the frozen heads' patterns cover {longest}: shorten it, or freeze for more"
 
 
 @contextmanager

@@ -1,4 +1,12 @@
-"""Launch a Triton kernel on the device of its tensors, at little cost to the host."""
+"""Launch a Triton kernel on the device of its tensors, at little cost to the host; and the names in all kernels.
+
+Sizes: B sequences, H heads, L live ones, T positions, D channels, DP: rounded up to a power of two, N = B x D. Letters:
+b sequence, h head or slot, g value head of a group, m query positions (rows of P), k key positions (what a row sums
+over), n columns (of N), t positions without a role, d channels. `o_m` are offsets along m, `m0` is the first of them,
+`BM` a block's size, `i_m` its number, `m_m` a mask. `x_stride_h` is the stride of x from head to head, `p_x` a pointer
+moved to what a program reads, `b_x` a block in registers. `before` and `after` scale the input and the output of a
+product, `pad` is the first real position of a sequence, `first` the position of the first query.
+"""
 
 from contextlib import nullcontext
 from functools import cache

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError
-from saf.heads import KINDS, HeadLayout
+from saf.heads import EDITED, KINDS, HeadLayout
 from saf.patterns import Pattern
 
 if TYPE_CHECKING:
@@ -46,45 +46,32 @@ class LayoutMixin(nn.Module):
             destination[prefix + LAYOUT] = self.frozen_layout.clone()  # averages are written into a state dict, too
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Compare before anything of the layer is loaded; the layout of this model stays."""
-        self.compare_layout(state_dict, prefix, prefix + LAYOUT)
+        """Compare before anything of the layer is loaded, where there is any; the layout of this model stays."""
+        if any(name.startswith(prefix) for name in state_dict):
+            compare_layouts(prefix.rstrip("."), self.frozen_layout, state_dict.get(prefix + LAYOUT))
         weights = {name: tensor for name, tensor in state_dict.items() if name != prefix + LAYOUT}
         super()._load_from_state_dict(weights, prefix, *rest)
-
-    def compare_layout(self, state_dict: dict[str, Any], layer: str, name: str) -> None:
-        """Raise CheckpointError where weights under the prefix `layer` have, as `name`, another layout or none.
-
-        Nothing is compared without any weight of the layer.
-        """
-        if any(one.startswith(layer) for one in state_dict):
-            compare_layouts(layer.rstrip("."), self.frozen_layout, state_dict.get(name))
 
 
 def compare_layouts(layer: str, own: Tensor | None, stored: Tensor | None) -> None:
     """Raise CheckpointError unless a layer's layout, `own`, is the one `stored` with its weights."""
-    if stored is not None and (stored.dtype != torch.int64 or stored.dim() != 2 or stored.shape[1] != 2):
+    if stored is not None and (stored.dtype != torch.int64 or stored.shape[1:] != (2,)):
         got = f"{stored.dtype} {list(stored.shape)}"
         raise CheckpointError(f"{layer}.{LAYOUT} must be int64 [heads, 2], got {got}: the file is damaged")
-    here, there = (
-        {head: row for head, row in enumerate([] if each is None else each.tolist()) if row[0]}
-        for each in (own, stored)
-    )
-    if {head: row[0] for head, row in here.items()} != {head: row[0] for head, row in there.items()}:
+    here, there = ([] if each is None else each.tolist() for each in (own, stored))
+    if here != there:
+        heads = _listed(there) if _listed(there) != _listed(here) else "other patterns"
         raise CheckpointError(
-            f"{layer}: the state dict is of a layer with {_listed(there)}, this one has {_listed(here)}; freeze or "
-            "prune the same heads first, as saf.load does, or undo with saf.uninstall_"
-        )
-    if other := [head for head in here if here[head] != there[head]]:
-        raise CheckpointError(
-            f"{layer}: heads {other} are frozen with other patterns than those of the state dict, which does not hold "
-            "them; freeze with those first, as saf.load does"
+            f"{layer}: the state dict has {heads}, this layer has {_listed(here)}; freeze or prune the same heads "
+            "first, as saf.load does, or undo with saf.uninstall_"
         )
 
 
-def _listed(edited: dict[int, list[int]]) -> str:
+def _listed(rows: list[list[int]]) -> str:
     """Return "frozen heads [0, 1]" and those of other kinds, "frozen heads none" where there are not any."""
-    by_kind = {kind: [head for head, row in edited.items() if row[0] == n] for n, kind in enumerate(KINDS)}
-    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in by_kind.items() if heads or kind == "frozen")
+    by_kind = {kind: [head for head, row in enumerate(rows) if row[0] == n] for n, kind in enumerate(KINDS)}
+    edited = {kind: heads for kind, heads in by_kind.items() if kind == "frozen" or (heads and kind in EDITED)}
+    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in edited.items())
 
 
 def _digest(pattern: Pattern) -> int:

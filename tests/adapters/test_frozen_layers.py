@@ -92,4 +92,4 @@ def test_ranking_is_global():
         saf.freeze_(model, [ids], saf.FreezeConfig(count=count, max_fit_kl=99))
     assert sorted(site.layout.num_live for site in adapter_for(model).sites()) == [0, 0, 1]
     saf.freeze_(model, [ids], saf.FreezeConfig(count=1, strict=True, max_fit_kl=99))
-    assert not len(adapter_for(model).live_heads())
+    assert not len(adapter_for(model).heads("live"))

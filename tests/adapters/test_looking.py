@@ -58,7 +58,7 @@ def test_an_adapter_and_its_answers(looked_at):
     adapter = adapter_for(model)
     assert (adapter.max_length, adapter.vocab_size) == (32, 61)
     assert (adapter.device, adapter.dtype) == (torch.device("cpu"), torch.float32)
-    assert len(adapter.live_heads()) == 4 * len(adapter.sites())
+    assert len(adapter.heads("live")) == 4 * len(adapter.sites())
     for site in adapter.sites():
         assert (site.layout.frozen, site.frozen, dict(site.removed)) == ((), None, {})
         held = [role for name in site.projections() for role in roles_of(name) if not name.endswith(BIAS)]
@@ -84,7 +84,7 @@ def test_measuring_and_freezing_that_is_undone(looked_at):
     assert not saf.gate_gradients(model, [ids]).isnan().any()
     if not isinstance(model, saf.GPT):  # whose state dict says that it was edited
         report = saf.freeze_(model, [ids], saf.FreezeConfig(count=3, max_fit_kl=9))
-        assert adapter_for(model).frozen_heads() == report.heads
+        assert adapter_for(model).heads("frozen") == report.heads
         saf.uninstall_(model)
 
 

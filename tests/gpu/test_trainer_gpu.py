@@ -83,12 +83,12 @@ def losses(run):
 @alone
 def test_it_freezes_trains_on_and_opens(tmp_path):
     run = train(tmp_path)
-    heads = adapter_for(run.model).frozen_heads()
+    heads = adapter_for(run.model).heads("frozen")
     assert len(heads) == 3
     assert all(weight.is_cuda for weight in run.model.parameters())
     assert losses(run)[-1] < losses(run)[0]
     again = train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
-    assert adapter_for(again.model).frozen_heads() == heads
+    assert adapter_for(again.model).heads("frozen") == heads
     assert losses(again) == pytest.approx(losses(run), rel=0.01)
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{UPDATES}").cuda().eval()
     tokens = torch.randint(0, VOCAB, (2, LENGTH), device="cuda")
@@ -104,7 +104,7 @@ def test_compiled_it_loses_what_it_loses_uncompiled(tmp_path):
     plain = train(tmp_path / "plain", save_strategy="no")
     compiled = train(tmp_path / "compiled", save_strategy="no", torch_compile=True)
     assert losses(compiled) == pytest.approx(losses(plain), rel=0.02)
-    assert len(adapter_for(compiled.model).frozen_heads()) == 3
+    assert len(adapter_for(compiled.model).heads("frozen")) == 3
 
 
 @pytest.mark.parametrize(("device", "length"), [("cuda", 4096)])

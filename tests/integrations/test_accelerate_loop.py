@@ -66,7 +66,7 @@ def work(rank: int, folder: str) -> None:
         model, optimizer, losses = trained(family, config, accelerator, rank)
         kept = model.state_dict() | moments(model, optimizer)
         save_file({key: one.clone() for key, one in kept.items()}, Path(folder) / f"{name}-{rank}.safetensors")
-        told = [adapter_for(model).frozen_heads().to_list(), losses]
+        told = [adapter_for(model).heads("frozen").to_list(), losses]
         (Path(folder) / f"{name}-{rank}.json").write_text(json.dumps(told))
 
 
@@ -86,7 +86,7 @@ def test_two_processes_freeze_together_and_train_as_one_does(name, group):
     assert all(torch.equal(one, kept[1][key]) for key, one in kept[0].items())
 
     model, optimizer, alone = trained(*CASES[name])
-    assert heads == [list(head) for head in adapter_for(model).frozen_heads()]
+    assert heads == [list(head) for head in adapter_for(model).heads("frozen")]
     assert losses == pytest.approx(alone, rel=1e-6)
     for key, one in (dict(model.named_parameters()) | moments(model, optimizer)).items():
         torch.testing.assert_close(kept[0][key], one.detach(), rtol=1e-4, atol=1e-6)

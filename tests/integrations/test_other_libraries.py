@@ -49,7 +49,7 @@ def test_lora_elsewhere_stays_when_heads_freeze(tmp_path):
     adapted = with_lora(make("llama"), "up_proj")
     base = adapted.get_base_model()
     report = saf.freeze_(base, [tokens()], CONFIG)
-    assert adapter_for(base).frozen_heads() == report.heads
+    assert adapter_for(base).heads("frozen") == report.heads
     adapted.save_pretrained(tmp_path / "adapter")
     saf.save(base, tmp_path / "heads")
     peft = pytest.importorskip("peft")

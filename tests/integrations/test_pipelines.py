@@ -40,7 +40,7 @@ def pipeline(task, folder, tokenizer, **options):
 
 def test_text_is_generated_alone_and_in_batches_with_padding(folder, tokenizer):
     pipe = pipeline("text-generation", folder, tokenizer)
-    assert adapter_for(pipe.model).frozen_heads() == HEADS
+    assert adapter_for(pipe.model).heads("frozen") == HEADS
     given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "return_full_text": False}
     expected = []
     for prompt in PROMPTS:
@@ -59,7 +59,7 @@ def test_text_is_classified_by_the_same_heads(folder, tokenizer):
     model.save_pretrained(folder / "classes")
     tokenizer.padding_side = "right"  # on the left GPT-2's positions would be others, with or without frozen heads
     pipe = pipeline("text-classification", folder / "classes", tokenizer, top_k=None)
-    assert adapter_for(pipe.model).frozen_heads() == HEADS
+    assert adapter_for(pipe.model).heads("frozen") == HEADS
     for prompt, alone, batched in zip(PROMPTS, pipe(PROMPTS), pipe(PROMPTS, batch_size=2), strict=True):
         with torch.no_grad():
             expected = model(tokenizer(prompt, return_tensors="pt")["input_ids"]).logits[0].softmax(-1).tolist()

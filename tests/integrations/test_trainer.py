@@ -67,7 +67,7 @@ def trainer(hf, folder, *callbacks, family="llama", model=None, rows=None, **opt
 
 
 def frozen(model):
-    return adapter_for(model).frozen_heads()
+    return adapter_for(model).heads("frozen")
 
 
 def same(one, other):

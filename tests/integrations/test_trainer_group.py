@@ -148,4 +148,4 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(group):
 
     opened = transformers.AutoModelForCausalLM.from_pretrained(group / "again" / f"checkpoint-{UPDATES}")
     assert same(opened.state_dict(), told(group / "again")[0])
-    assert adapter_for(opened).frozen_heads().to_list() == told(group / "once")[1][0][2]
+    assert adapter_for(opened).heads("frozen").to_list() == told(group / "once")[1][0][2]

@@ -26,7 +26,7 @@ def registered() -> set[str]:
 
 def runnable(device: str) -> set[str]:
     """Return the operators that run on a device: those that are kernels and nothing else on CUDA only."""
-    kernels = {"fused", "fused_backward", "fused_visible", "flash_decode", "merge"}
+    kernels = {"fused", "fused_backward", "fused_visible", "flash_decode"}
     return registered() - (kernels if device == "cpu" else set())
 
 
@@ -77,7 +77,6 @@ def decode_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.
             (query[:, :0], key[:, :0], value, None, None, 1, *frozen, 0, *tables, first, 0, pad, 2, 0.25),
             (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),
         ],
-        "merge": [(draw(4, 2, 2, 3, 16).float(), draw(4, 2, 1, 3).float(), value)],
     }
 
 

@@ -78,7 +78,7 @@ class Row:
     @property
     def tile_rows(self) -> int:
         """Rows of the tiles that are multiplied: query positions, key positions in the key-block kernel."""
-        return self.constants.get({key_block_kernel: "BN", mix_kernel: "C"}.get(self.kernel, "BM"), 0)
+        return self.constants.get({key_block_kernel: "BK", mix_kernel: "C"}.get(self.kernel, "BM"), 0)
 
 
 def all_rows() -> dict[str, Row]:
@@ -112,7 +112,7 @@ def toeplitz_rows() -> dict[str, Row]:
     return rows
 
 
-def compiled_name(config: toeplitz.Config) -> str:
+def compiled_name(config: toeplitz.ToeplitzConfig) -> str:
     """A configuration's name without what the compiler never sees."""
     fold = f" f{config.fold}" if config.fold > 1 else ""
     return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{fold}"
@@ -182,7 +182,7 @@ def decode_rows() -> dict[str, Row]:
 
 def small_rows() -> dict[str, Row]:
     """The kernels around the products: sums of tables, scaling, row sums, the loss, GELU."""
-    constants = {"ROWS": toeplitz.ROWS, "COLUMNS": toeplitz.COLUMNS, "num_warps": toeplitz.WARPS}
+    constants = {"BM": toeplitz.ROWS, "BK": toeplitz.COLUMNS, "num_warps": toeplitz.WARPS}
     rows = {"convolution fp64": Row(toeplitz.causal_convolution_kernel, constants, torch.float64)}
     for dtype in OPERANDS:
         label = NAMES[dtype]

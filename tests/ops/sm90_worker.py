@@ -22,18 +22,18 @@ from tests.ops.sm90_rows import NAMES, Row, all_rows
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSES = min(8, os.cpu_count() or 1)
 ALIGNED = (
-    "T", "rows", "scale", "H", "L", "num_m", "num_n", "num_f", "slabs", "num_value_heads", "place", "stretch",
+    "T", "rows", "scale", "H", "L", "num_m", "num_n", "num_h", "slabs", "num_value_heads", "place", "stretch",
     "stretches", "power", "parts", "lowest", "back",
 )  # fmt: skip
 INTEGER_POINTERS = (
-    "pad", "state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots", "own",
+    "state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots", "own",
     "readers", "sources",
 )  # fmt: skip
 FLOAT_POINTERS = (
-    "pre", "post", "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after", "turns",
+    "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after", "turns",
     "states",
 )  # fmt: skip
-LONG_POINTERS = ("labels", "count", "first", "start")
+LONG_POINTERS = ("labels", "count", "first", "pad")
 
 
 def pointer_type(name: str, dtype: torch.dtype) -> str:

@@ -44,11 +44,11 @@ def test_other_heads_and_patterns_are_refused_by_name(model, strict):
         (
             model,
             frozen((1, 0), (1, 3)),
-            r"blocks\.1\.attention: .* heads \[0, 2\], this one has frozen heads \[0, 3\]",
+            r"blocks\.1\.attention: .* heads \[0, 2\], this layer has frozen heads \[0, 3\]",
         ),
-        (ordinary, frozen((2, 0)), r"blocks\.2\.attention: .* frozen heads none, this one has frozen heads \[0\]"),
-        (model, ordinary, r"blocks\.1\.attention: .* frozen heads \[0, 2\], this one has frozen heads none"),
-        (model, frozen((1, 0), (1, 2), storage="dense"), r"blocks\.1\.attention: heads \[0, 2\] .* other patterns"),
+        (ordinary, frozen((2, 0)), r"blocks\.2\.attention: .* frozen heads none, this layer has frozen heads \[0\]"),
+        (model, ordinary, r"blocks\.1\.attention: .* frozen heads \[0, 2\], this layer has frozen heads none"),
+        (model, frozen((1, 0), (1, 2), storage="dense"), r"blocks\.1\.attention: the state dict has other patterns"),
     ):
         before = {name: tensor.clone() for name, tensor in here.state_dict().items() if name.startswith("blocks.2")}
         with pytest.raises(CheckpointError, match=message):

@@ -141,7 +141,7 @@ def test_fixed_and_trainable_heads_share_a_layer(backend, generator):
     stored = DensePattern(stored / stored.sum(-1, keepdim=True))
     one, two = trained(pattern[1:], torch.float64)
     frozen = FrozenHeads.from_patterns([one, pattern[0], stored, two], backend=backend, dtype=torch.float64)
-    assert (frozen.fixed, frozen.trainable, frozen.num_frozen) == ((1, 2), (0, 3), 4)
+    assert (frozen.groups[backend], frozen.trainable, frozen.num_frozen) == ((1, 2), (0, 3), 4)
     assert {name for name, _ in frozen.named_parameters()} == {f"pattern_{n}.{x}" for n in (0, 3) for x in NAMES[1:]}
     draw = torch.randn(2, 2, 4, length, 8, generator=generator, dtype=torch.float64)
     value, upstream = draw[0].requires_grad_(), draw[1]

@@ -43,7 +43,7 @@ def test_installed_model_computes_the_fixed_patterns():
     expected = by_hand(model, tokens, SOME, patterns(6).dense())
     install_(model, SOME, patterns(6), optimizer=trainer)
     torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
-    assert adapter_for(model).frozen_heads() == SOME
+    assert adapter_for(model).heads("frozen") == SOME
     assert model.blocks[1].attention.q_proj.weight.shape == (0, 32)
 
 

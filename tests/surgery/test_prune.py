@@ -190,7 +190,7 @@ def test_pruned_models_are_saved_loaded_and_undone(tmp_path):
     install_(model, FIXED, patterns(2), optimizer=trainer)
     other = GPT(SHAPE).double()
     restore_(other, *state_of(model))
-    with pytest.raises(CheckpointError, match=r"layer with frozen heads none, this one has .*pruned heads \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"has frozen heads none, this layer has .*pruned heads \[1, 2\]"):
         other.load_state_dict(original)
     other.load_state_dict(model.state_dict())
     saf.save(model.float(), tmp_path / "gpt")

@@ -22,27 +22,27 @@ BLOCK_ROWS = 16
 """Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
 PARTS = 32
 """Parts added at once."""
-LOG2_E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 """Scores times this are exponents of 2."""
 
 
 @triton.jit
-def _begin(first_ptr, start_ptr, place, i_b, MOVES: tl.constexpr, PADDED: tl.constexpr):
+def _begin(first_ptr, pad_ptr, place, i_b, MOVES: tl.constexpr, PADDED: tl.constexpr):
     """Return the place of the first query, and the first real position of its sequence."""
     first = place
     if MOVES:
         first = tl.load(first_ptr).to(tl.int32)
-    start = place * 0
+    pad = place * 0
     if PADDED:
-        start = tl.load(start_ptr + i_b).to(tl.int32)
-    return first, start
+        pad = tl.load(pad_ptr + i_b).to(tl.int32)
+    return first, pad
 
 
 @triton.jit
 def _sum_frozen(
-    x_ptr, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr, sums_ptr, first, start, i_part, i_place,
-    T, stretch, x_stride_h, x_stride_t, table_stride,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    v_ptr, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr, sums_ptr, first, pad, i_part, i_block,
+    T, stretch, v_stride_h, v_stride_t, table_stride,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum the values of one stretch of keys for the frozen slots that read one value head of one sequence.
@@ -50,30 +50,30 @@ def _sum_frozen(
     A row of the product is a query of one of these slots: P(i - s, j - s), rounded to the values' dtype, where s is the
     sequence's first real position. Values and sums begin with those of the sequence, sums with the first frozen slot.
     """
-    i_group = i_place // BLOCKS
-    o_m = (i_place % BLOCKS) * BM + tl.arange(0, BM)
-    slot = tl.load(slots_ptr + i_group * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
+    i_g = i_block // BLOCKS
+    o_m = (i_block % BLOCKS) * BM + tl.arange(0, BM)
+    slot = tl.load(slots_ptr + i_g * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
     query = first + o_m % ROWS
-    real = (slot >= 0) & (query >= start)
-    b_post = tl.load(post_ptr + slot * table_stride + query - start, mask=real, other=0.0).to(tl.float32)
+    real = (slot >= 0) & (query >= pad)
+    b_after = tl.load(after_ptr + slot * table_stride + query - pad, mask=real, other=0.0).to(tl.float32)
 
-    o_d = tl.arange(0, DIM)
-    head = tl.load(heads_ptr + i_group).to(tl.int64)
-    p_x = x_ptr + head * x_stride_h + o_d[None, :]
-    acc = tl.zeros((BM, DIM), dtype=tl.float32)
-    lo = tl.maximum(i_part * stretch, start // BK * BK)
+    o_d = tl.arange(0, DP)
+    head = tl.load(heads_ptr + i_g).to(tl.int64)
+    p_v = v_ptr + head * v_stride_h + o_d[None, :]
+    acc = tl.zeros((BM, DP), dtype=tl.float32)
+    lo = tl.maximum(i_part * stretch, pad // BK * BK)
     hi = tl.minimum(tl.minimum(i_part * stretch + stretch, first + ROWS), T)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
-        inside = (o_k >= start) & (o_k < hi)
+        inside = (o_k >= pad) & (o_k < hi)
         lag = query[:, None] - o_k[None, :]
         seen = real[:, None] & inside[None, :] & (lag >= 0)
         b_far = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
-        b_pre = tl.load(pre_ptr + slot[:, None] * table_stride + (o_k - start)[None, :], mask=seen, other=0.0)
-        b_weight = b_far * b_pre * b_post[:, None]
-        p_k = p_x + o_k.to(tl.int64)[:, None] * x_stride_t
-        b_x = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
-        acc = add_product(acc, b_weight, b_x, PRECISION)
+        b_before = tl.load(before_ptr + slot[:, None] * table_stride + (o_k - pad)[None, :], mask=seen, other=0.0)
+        b_weight = b_far * b_before * b_after[:, None]
+        p_k = p_v + o_k.to(tl.int64)[:, None] * v_stride_t
+        b_v = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
+        acc = add_product(acc, b_weight, b_v, PRECISION)
 
     p_sums = sums_ptr + (slot * ROWS + o_m % ROWS)[:, None] * D + o_d[None, :]
     tl.store(p_sums, acc, mask=(slot >= 0)[:, None] & (o_d < D)[None, :])
@@ -81,9 +81,9 @@ def _sum_frozen(
 
 @triton.jit
 def _sum_live(
-    q_ptr, k_ptr, x_ptr, readers_ptr, sums_ptr, logs_ptr, first, start, i_part, i_group, T, stretch,
-    q_stride_h, q_stride_t, k_stride_t, x_stride_t, scale,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, readers_ptr, sums_ptr, logs_ptr, first, pad, i_part, i_g, T, stretch,
+    q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend over one stretch of keys with the live slots that read one KV head of one sequence.
@@ -94,24 +94,24 @@ def _sum_live(
     o_m = tl.arange(0, BM)
     member = o_m // ROWS
     if EVEN:
-        slot = tl.where(member < GROUP, i_group * GROUP + member, -1).to(tl.int64)
+        slot = tl.where(member < GROUP, i_g * GROUP + member, -1).to(tl.int64)
     else:
-        slot = tl.load(readers_ptr + i_group * GROUP + member, mask=member < GROUP, other=-1).to(tl.int64)
+        slot = tl.load(readers_ptr + i_g * GROUP + member, mask=member < GROUP, other=-1).to(tl.int64)
     real = slot >= 0
     row = o_m % ROWS
     query = first + row
-    o_d = tl.arange(0, DIM)
+    o_d = tl.arange(0, DP)
     p_q = q_ptr + (slot * q_stride_h + row.to(tl.int64) * q_stride_t)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=real[:, None] & (o_d < D)[None, :], other=0.0)
 
-    acc = tl.zeros((BM, DIM), dtype=tl.float32)
+    acc = tl.zeros((BM, DP), dtype=tl.float32)
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
-    lo = tl.maximum(i_part * stretch, start // BK * BK)
+    lo = tl.maximum(i_part * stretch, pad // BK * BK)
     hi = tl.minimum(tl.minimum(i_part * stretch + stretch, first + ROWS), T)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
-        inside = (o_k >= start) & (o_k < hi)
+        inside = (o_k >= pad) & (o_k < hi)
         readable = inside[:, None] & (o_d < D)[None, :]
         b_k = tl.load(k_ptr + o_k.to(tl.int64)[:, None] * k_stride_t + o_d[None, :], mask=readable, other=0.0)
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
@@ -121,8 +121,8 @@ def _sum_live(
         base = tl.where(higher == float("-inf"), 0.0, higher)  # of no key yet: no difference of infinities
         b_weight = tl.exp2(b_score - base[:, None])
         shrink = tl.exp2(peak - base)
-        b_x = tl.load(x_ptr + o_k.to(tl.int64)[:, None] * x_stride_t + o_d[None, :], mask=readable, other=0.0)
-        acc = add_product(acc * shrink[:, None], b_weight, b_x, PRECISION)
+        b_v = tl.load(v_ptr + o_k.to(tl.int64)[:, None] * v_stride_t + o_d[None, :], mask=readable, other=0.0)
+        acc = add_product(acc * shrink[:, None], b_weight, b_v, PRECISION)
         total = total * shrink + tl.sum(b_weight, 1)
         peak = higher
 
@@ -135,54 +135,54 @@ def _sum_live(
 
 @triton.jit(do_not_specialize=["place", "T", "stretch", "lowest"])
 def flash_decode_kernel(
-    q_ptr, k_ptr, x_ptr, own_ptr, readers_ptr, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr,
-    first_ptr, start_ptr, sums_ptr, logs_ptr, place, T, stretch, lowest, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, x_stride_b, x_stride_h, x_stride_t,
+    q_ptr, k_ptr, v_ptr, own_ptr, readers_ptr, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr,
+    first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, stretch, lowest, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     table_stride, sums_stride_part, sums_stride_b, logs_stride_part, logs_stride_b,
     LIVE: tl.constexpr, KV: tl.constexpr, LIVE_GROUP: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr,
     FROZEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
-    DIM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take one stretch of keys of one KV head that live slots read, or of one value head that frozen slots read."""
     i_part = tl.program_id(0)
-    i_group = tl.program_id(1)
+    i_g = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
-    first, start = _begin(first_ptr, start_ptr, place, i_b, MOVES, PADDED)
-    p_x = x_ptr + i_b * x_stride_b
+    first, pad = _begin(first_ptr, pad_ptr, place, i_b, MOVES, PADDED)
+    p_v = v_ptr + i_b * v_stride_b
     p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
-    if i_group < KV:
-        own = i_group
+    if i_g < KV:
+        own = i_g
         if not ORDERED:
-            own = tl.load(own_ptr + i_group)
+            own = tl.load(own_ptr + i_g)
         _sum_live(
-            q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b + i_group.to(tl.int64) * k_stride_h,
-            p_x + own.to(tl.int64) * x_stride_h, readers_ptr, p_sums,
-            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, start, i_part, i_group, T, stretch,
-            q_stride_h, q_stride_t, k_stride_t, x_stride_t, scale,
-            ROWS, LIVE_GROUP, EVEN, D, DIM, BM, BK, PRECISION, STAGES,
+            q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b + i_g.to(tl.int64) * k_stride_h,
+            p_v + own.to(tl.int64) * v_stride_h, readers_ptr, p_sums,
+            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, pad, i_part, i_g, T, stretch,
+            q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
+            ROWS, LIVE_GROUP, EVEN, D, DP, BM, BK, PRECISION, STAGES,
         )  # fmt: skip
     elif FROZEN > 0:
         _sum_frozen(
-            p_x + lowest.to(tl.int64) * x_stride_h, heads_ptr, slots_ptr, distance_ptr, pre_ptr, post_ptr,
-            p_sums + LIVE * ROWS * D, first, start, i_part, i_group - KV, T, stretch,
-            x_stride_h, x_stride_t, table_stride,
-            ROWS, GROUP, BLOCKS, D, DIM, BM, BK, PRECISION, STAGES,
+            p_v + lowest.to(tl.int64) * v_stride_h, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr,
+            p_sums + LIVE * ROWS * D, first, pad, i_part, i_g - KV, T, stretch,
+            v_stride_h, v_stride_t, table_stride,
+            ROWS, GROUP, BLOCKS, D, DP, BM, BK, PRECISION, STAGES,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["parts"])
 def merge_kernel(
     sums_ptr, logs_ptr, out_ptr, parts, sums_stride_part, logs_stride_part,
-    LIVE: tl.constexpr, FROZEN: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, BP: tl.constexpr,
+    LIVE: tl.constexpr, FROZEN: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Write one head of one query: a live head's stretches weighed by their exponentials, a frozen one's added up."""
     i_b = (tl.program_id(0) // ROWS).to(tl.int64)
     i_row = tl.program_id(0) % ROWS
     i_h = tl.program_id(1)
-    o_d = tl.arange(0, DIM)
+    o_d = tl.arange(0, DP)
     p_sums = sums_ptr + ((i_b * (LIVE + FROZEN) + i_h) * ROWS + i_row) * D
-    b_sum = tl.zeros((DIM,), dtype=tl.float32)
+    b_sum = tl.zeros((DP,), dtype=tl.float32)
     if i_h < LIVE:
         p_logs = logs_ptr + (i_b * LIVE + i_h) * ROWS + i_row
         peak = tl.full((), float("-inf"), dtype=tl.float32)
@@ -236,7 +236,7 @@ def decode_constants(
     """
     return {
         "LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen, "ROWS": rows,
-        "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim, "DIM": _channels(dim),
+        "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim, "DP": _channels(dim),
         "BM": BLOCK_ROWS, "BK": keys, "MOVES": moves, "PADDED": padded, "PRECISION": precision, "STAGES": STAGES,
         "num_warps": WARPS,
     }  # fmt: skip
@@ -245,7 +245,7 @@ def decode_constants(
 def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
     """Return the constants of `merge_kernel`; of more than 128 channels one warp would spill."""
     warps = 1 if dim <= 128 else _channels(dim) // 64
-    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DIM": _channels(dim)}
+    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DP": _channels(dim)}
     return shape | {"BP": PARTS, "num_warps": warps}
 
 
@@ -255,7 +255,7 @@ def sum_parts(
     tables: tuple[Tensor | None, Tensor | None, Tensor | None], first: Tensor | None, place: int,
     left_pad: Tensor | None, scale: float, sums: Tensor, logs: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
-    """Write what `saf::flash_decode` returns into `sums [parts, B, H, rows, D]` and `logs [parts, B, L, rows]`."""
+    """Write the outputs of each part into `sums [parts, B, H, rows, D]`, logarithms of live heads into `logs`."""
     parts, batch, heads, rows, dim = sums.shape
     live, kv, length = query.shape[1], key.shape[1], value.shape[-2]
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
@@ -271,7 +271,7 @@ def sum_parts(
     ]
     launch(
         flash_decode_kernel, (parts, kv + groups, batch),
-        query, key, value, *optional, sums, logs, place, length, stretch, lowest, scale * LOG2_E,
+        query, key, value, *optional, sums, logs, place, length, stretch, lowest, scale * LOG2E,
         *strides(query, key, value),
         0 if tables[0] is None else tables[0].stride(0), sums.stride(0), sums.stride(1), logs.stride(0), logs.stride(1),
         device=value.device, **constants,
@@ -279,7 +279,7 @@ def sum_parts(
 
 
 def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:
-    """Write what `saf::merge` returns into `out [B, H, rows, D]`, stored as `[B, rows, H, D]`."""
+    """Write all heads into `out [B, H, rows, D]`, stored as `[B, rows, H, D]`."""
     parts, batch, heads, rows, dim = sums.shape
     live = logs.shape[2]
     launch(

@@ -1,7 +1,7 @@
 """Few queries after a cache: live and frozen heads of a layer in one flash-decoding launch, kernel "flash_decode".
 
-Keys are cut into stretches, each attended to by itself, so that one query of few heads fills a device; `saf::merge`
-weighs the stretches of live heads and adds up those of frozen ones. It serves decoding and the few tokens of assisted
+Keys are cut into parts, each attended to by itself, so that one query of few heads fills a device; a second launch
+weighs the parts of live heads and adds up those of frozen ones. It serves decoding and the few tokens of assisted
 generation; longer passes take PyTorch's choice of kernel. Layers with frozen heads take it by themselves where it can
 run, ordinary ones where it is named: with grouped queries after 64K tokens a step takes 2.4 ms, by PyTorch's kernel
 17.6 (Qwen3-4B's shape, 12 layers, H200; docs/log.md).
@@ -98,73 +98,44 @@ def flash_decode(
     read, readers, *patterns = (tables[name] if frozen_slots else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
     parts = max(1, min(-(-value.shape[-2] // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
-    sums, logs = flash_decode_parts(
-        *map(unit_stride, (query, key, value)),
-        live_read,
-        None if even else tables["row_live_readers"],
-        largest_group(live_slots),
-        read,
-        readers,
-        min(frozen_slots) if frozen_slots else 0,
-        *patterns,
-        position.first if isinstance(position.first, Tensor) else None,
-        0 if isinstance(position.first, Tensor) else position.first,
-        position.left_pad,
-        parts,
-        score_scale(scale, query.shape[-1]),
-    )
-    return merge_parts(sums, logs, value)
+    first = position.first
+    return decode_heads(
+        *map(unit_stride, (query, key, value)), live_read, None if even else tables["row_live_readers"],
+        largest_group(live_slots), read, readers, min(frozen_slots) if frozen_slots else 0, *patterns,
+        first if isinstance(first, Tensor) else None, 0 if isinstance(first, Tensor) else first, position.left_pad,
+        parts, score_scale(scale, query.shape[-1]),
+    )  # fmt: skip
 
 
-def _parts_like(
-    query, key, value, live_read, live_readers, group, read, readers, lowest, distance, key_scale, row_scale, first,
-    place, left_pad, parts, scale,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _heads_like(query, key, value, live_read, live_readers, group, read, readers, lowest, distance, *_) -> Tensor:
     batch, live, rows, dim = query.shape
-    heads = live + (0 if distance is None else distance.shape[0])
-    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
-    return sums, value.new_empty(parts, batch, live, rows, dtype=torch.float32)
+    return value.new_empty(batch, rows, live + (0 if distance is None else distance.shape[0]), dim).transpose(1, 2)
 
 
-@operator("flash_decode", fake=_parts_like)
-def flash_decode_parts(
+@operator("flash_decode", fake=_heads_like)
+def decode_heads(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
     row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return every stretch's outputs, `[parts, B, L + F, rows, D]`, and live heads' logarithms `[parts, B, L, rows]`.
+) -> Tensor:  # fmt: skip
+    """Return all heads, `[B, L + F, rows, D]` in the dtype of `value`, from so many `parts` of the keys.
 
     `live_read [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read
     each, None for `group` one after another. `read [U]` names those of frozen slots, counted from `lowest`,
     `readers [U, G]` the slots of each; `distance`, `key_scale`, `row_scale` `[F, >=T]` hold the patterns; all of these
     are None without frozen heads. Queries begin at `first` (`[]`, on the device) or else at `place`.
     """
-    from saf.ops.decode.kernels import sum_parts
+    from saf.ops.decode.kernels import merge, sum_parts
 
-    patterns = distance, key_scale, row_scale
-    sums, logs = _parts_like(
-        query, key, value, live_read, live_readers, group, read, readers, lowest, *patterns, first, place, left_pad,
-        parts, scale,
-    )  # fmt: skip
-    if sums.numel():
+    out = _heads_like(query, key, value, live_read, live_readers, group, read, readers, lowest, distance)
+    batch, heads, rows, dim = out.shape
+    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
+    logs = value.new_empty(parts, batch, query.shape[1], rows, dtype=torch.float32)
+    if out.numel():
+        patterns = distance, key_scale, row_scale
         sum_parts(
             query, key, value, live_read, live_readers, group, read, readers, lowest, patterns, first, place, left_pad,
             scale, sums, logs, precision=product_precision(value.dtype),
         )  # fmt: skip
-    return sums, logs
-
-
-def _merged_like(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
-    _, batch, heads, rows, dim = sums.shape
-    return sums.new_empty(batch, rows, heads, dim, dtype=like.dtype).transpose(1, 2)
-
-
-@operator("merge", fake=_merged_like)
-def merge_parts(sums: Tensor, logs: Tensor, like: Tensor) -> Tensor:
-    """Return all heads, `[B, L + F, rows, D]` in the dtype of `like`, stored as `[B, rows, L + F, D]`."""
-    from saf.ops.decode.kernels import merge
-
-    out = _merged_like(sums, logs, like)
-    if out.numel():
         merge(sums, logs, out)
     return out

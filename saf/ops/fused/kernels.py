@@ -1,9 +1,8 @@
 """The fused kernels and their launches: ordinary, compact and dense heads, forward in one launch, backward in three.
 
 Forward, a program computes a block of queries of one head. Backward, `delta_kernel` sums what a softmax's gradient
-needs a row, key blocks give dV and dK, query blocks give dQ of live heads. BM: query positions of a program or step.
-BN: key positions. DP: channels rounded up to a power of two. Tiles in the key-block kernel are [key, query], the
-transposed weights.
+needs a row, key blocks give dV and dK, query blocks give dQ of live heads. Tiles in the key-block kernel are [key,
+query], the transposed weights. Names are those of saf/ops/launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -46,22 +45,22 @@ def band_tile(band_ptr, shift_stride, query, key, start):
 @triton.jit
 def _attend(
     acc, row_sum, row_max, b_q, k_ptr, v_ptr, lo, hi, o_m, T, scale, k_stride, v_stride,
-    D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the online softmax over key blocks in [lo, hi), in powers of two."""
-    for n0 in tl.range(lo, hi, BN, num_stages=STAGES):
-        o_n = n0 + tl.arange(0, BN)
-        b_k = load_rows(k_ptr, n0, k_stride, T, BN, D, DP, EVEN)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        b_k = load_rows(k_ptr, k0, k_stride, T, BK, D, DP, EVEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         if MASK:
-            b_s = tl.where(o_m[:, None] >= o_n[None, :], b_s, float("-inf"))
+            b_s = tl.where(o_m[:, None] >= o_k[None, :], b_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(b_s, 1))
         b_p = tl.exp2(b_s - new_max[:, None])
         correction = tl.exp2(row_max - new_max)
         row_sum = row_sum * correction + tl.sum(b_p, 1)
         acc = acc * correction[:, None]
-        b_v = load_rows(v_ptr, n0, v_stride, T, BN, D, DP, EVEN)
+        b_v = load_rows(v_ptr, k0, v_stride, T, BK, D, DP, EVEN)
         acc = add_product(acc, b_p, b_v, PRECISION)
         row_max = new_max
     return acc, row_sum, row_max
@@ -74,7 +73,7 @@ def fused_forward_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, out_stride_b, out_stride_h, out_stride_t,
     pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -102,14 +101,14 @@ def fused_forward_kernel(
             row_max = tl.full((BM,), float("-inf"), tl.float32)
             row_sum = tl.zeros((BM,), dtype=tl.float32)
             # Key blocks wholly in the past need no mask.
-            middle = (m0 // BN) * BN
+            middle = (m0 // BK) * BK
             acc, row_sum, row_max = _attend(
                 acc, row_sum, row_max, b_q, k_ptr, v_ptr, 0, middle, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BN, False, True, PRECISION, STAGES,
+                D, DP, BK, False, True, PRECISION, STAGES,
             )  # fmt: skip
             acc, row_sum, row_max = _attend(
                 acc, row_sum, row_max, b_q, k_ptr, v_ptr, middle, hi, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BN, True, EVEN, PRECISION, STAGES,
+                D, DP, BK, True, EVEN, PRECISION, STAGES,
             )  # fmt: skip
             acc = acc / row_sum[:, None]
             # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
@@ -118,26 +117,26 @@ def fused_forward_kernel(
 
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
-            o_r = tl.arange(0, BM)[:, None]
-            o_c = tl.arange(0, BN)[None, :]
+            query = tl.arange(0, BM)[:, None]
+            key = tl.arange(0, BK)[None, :]
             b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=float("inf"))
             band_ptr += slot * band_stride
-            for n0 in tl.range(0, hi, BN, num_stages=STAGES):
-                o_n = n0 + tl.arange(0, BN)
-                b_rho = band_tile(band_ptr, band_shift_stride, o_r, o_c, PAD + m0 - n0)
-                b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_n, mask=o_n < T, other=float("-inf"))
+            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
+                o_k = k0 + tl.arange(0, BK)
+                b_rho = band_tile(band_ptr, band_shift_stride, query, key, PAD + m0 - k0)
+                b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_k, mask=o_k < T, other=float("-inf"))
                 b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
-                b_v = load_rows(v_ptr, n0, v_stride_t, T, BN, D, DP, EVEN)
+                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
                 acc = add_product(acc, b_p, b_v, PRECISION)
 
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
             p_p = dense_ptr + slot * dense_stride + o_m.to(tl.int64)[:, None] * dense_row_stride
-            for n0 in tl.range(0, hi, BN, num_stages=STAGES):
-                o_n = n0 + tl.arange(0, BN)
-                causal = (o_m < T)[:, None] & (o_m[:, None] >= o_n[None, :])
-                b_p = tl.load(p_p + o_n[None, :], mask=causal, other=0.0)
-                b_v = load_rows(v_ptr, n0, v_stride_t, T, BN, D, DP, EVEN)
+            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
+                o_k = k0 + tl.arange(0, BK)
+                causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
+                b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
+                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
                 acc = add_product(acc, b_p, b_v, PRECISION)
 
     out_ptr += i_b * out_stride_b + i_h.to(tl.int64) * out_stride_h
@@ -165,7 +164,7 @@ def delta_kernel(
 
 @triton.jit
 def _live_step(
-    b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_n, T, scale2, q_stride, grad_stride,
+    b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_k, T, scale2, q_stride, grad_stride,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +179,7 @@ def _live_step(
     # 1.4426... = 1 / log 2
     b_p = tl.exp2(b_s * scale2 - (b_lse * 1.4426950408889634)[None, :])
     if MASK:
-        b_p = tl.where(o_m[None, :] >= o_n[:, None], b_p, 0.0)
+        b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
     b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
     b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
     b_ds = b_p * (b_dp - b_delta[None, :])
@@ -190,25 +189,25 @@ def _live_step(
 
 @triton.jit
 def _live_keys(
-    b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, n0, T, scale2,
+    b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, k0, T, scale2,
     q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a live head's part to dV and (unscaled) dK of one key block."""
-    o_n = n0 + tl.arange(0, BN)
-    b_k = load_rows(p_k, n0, k_stride_t, T, BN, D, DP, EVEN)
-    b_v = load_rows(p_v, n0, v_stride_t, T, BN, D, DP, EVEN)
+    o_k = k0 + tl.arange(0, BK)
+    b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
+    b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
     # Query blocks wholly after the key block need no mask.
-    middle = tl.minimum(tl.cdiv(n0 + BN, BM) * BM, T)
-    for m0 in tl.range((n0 // BM) * BM, middle, BM, num_stages=STAGES):
+    middle = tl.minimum(tl.cdiv(k0 + BK, BM) * BM, T)
+    for m0 in tl.range((k0 // BM) * BM, middle, BM, num_stages=STAGES):
         b_dk, b_dv = _live_step(
-            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_n, T, scale2, q_stride_t, grad_stride_t,
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
             D, DP, BM, True, EVEN, PRECISION,
         )  # fmt: skip
     for m0 in tl.range(middle, T, BM, num_stages=STAGES):
         b_dk, b_dv = _live_step(
-            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_n, T, scale2, q_stride_t, grad_stride_t,
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
             D, DP, BM, False, EVEN, PRECISION,
         )  # fmt: skip
     return b_dk, b_dv
@@ -216,18 +215,18 @@ def _live_keys(
 
 @triton.jit
 def _compact_keys(
-    b_dv, p_grad, p_alpha, p_band, p_log_z, n0, T, grad_stride_t, band_shift_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, grad_stride_t, band_shift_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a compact head's part to dV of one key block."""
-    o_n = n0 + tl.arange(0, BN)
-    key = tl.arange(0, BN)[:, None]
+    o_k = k0 + tl.arange(0, BK)
+    key = tl.arange(0, BK)[:, None]
     query = tl.arange(0, BM)[None, :]
-    b_alpha = tl.load(p_alpha + o_n, mask=o_n < T, other=float("-inf"))
-    for m0 in tl.range((n0 // BM) * BM, T, BM, num_stages=STAGES):
+    b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
+    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
-        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - n0)
+        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - k0)
         # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
         b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
         b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
@@ -238,16 +237,16 @@ def _compact_keys(
 
 @triton.jit
 def _dense_keys(
-    b_dv, p_grad, p_dense, n0, T, grad_stride_t, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    b_dv, p_grad, p_dense, k0, T, grad_stride_t, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a dense head's part to dV of one key block."""
-    o_n = n0 + tl.arange(0, BN)
-    for m0 in tl.range((n0 // BM) * BM, T, BM, num_stages=STAGES):
+    o_k = k0 + tl.arange(0, BK)
+    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
-        causal = (o_m < T)[None, :] & (o_m[None, :] >= o_n[:, None])
-        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_n[:, None]
+        causal = (o_m < T)[None, :] & (o_m[None, :] >= o_k[:, None])
+        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_k[:, None]
         b_p = tl.load(p_p, mask=causal, other=0.0)
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
         b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
@@ -256,13 +255,13 @@ def _dense_keys(
 
 @triton.jit
 def _add_head(
-    b_dk, b_dv, key_slot, i_h, i_b, n0, p_v,
+    b_dk, b_dv, key_slot, i_h, i_b, k0, p_v,
     q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
     alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
     grad_stride_b, grad_stride_h, grad_stride_t,
     pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -278,21 +277,21 @@ def _add_head(
             b_dk, b_dv = _live_keys(
                 b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
                 q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
-                n0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+                k0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+                D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
             start = slot * pattern_stride
             b_dv = _compact_keys(
-                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, n0, T,
-                grad_stride_t, band_shift_stride, D, DP, BM, BN, PAD, EVEN, PRECISION, STAGES,
+                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, k0, T,
+                grad_stride_t, band_shift_stride, D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
             b_dv = _dense_keys(
-                b_dv, p_grad, dense_ptr + slot * dense_stride, n0, T, grad_stride_t, dense_row_stride,
-                D, DP, BM, BN, EVEN, PRECISION, STAGES,
+                b_dv, p_grad, dense_ptr + slot * dense_stride, k0, T, grad_stride_t, dense_row_stride,
+                D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     return b_dk, b_dv, key_slot
 
@@ -306,50 +305,50 @@ def key_block_kernel(
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
     pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAD: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dV of all heads and dK of live ones, in a fixed order, of one (batch element, value head, key block)."""
     i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
     i_g = tl.program_id(0) % num_value_heads
-    n0 = tl.program_id(1) * BN
+    k0 = tl.program_id(1) * BK
     p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
-    b_dv = tl.zeros((BN, DP), dtype=tl.float32)
-    b_dk = tl.zeros((BN, DP), dtype=tl.float32)
-    # Every live head of a value head reads one key head; none: minus one, of the type of n0, as the loop carries it on.
+    b_dv = tl.zeros((BK, DP), dtype=tl.float32)
+    b_dk = tl.zeros((BK, DP), dtype=tl.float32)
+    # Every live head of a value head reads one key head; none: minus one, of the type of k0, as the loop carries it on.
     # Triton 3.7 makes a tensor of a plain -1 too.
-    key_slot = n0 * 0 - 1
+    key_slot = k0 * 0 - 1
     if GROUPED:
         lo = tl.load(group_start_ptr + i_g)
         hi = tl.load(group_start_ptr + i_g + 1)
         for entry in range(lo, hi):
             b_dk, b_dv, key_slot = _add_head(
-                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, n0, p_v,
+                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
                 q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
                 alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
                 q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
                 grad_stride_b, grad_stride_h, grad_stride_t,
                 pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-                D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     else:
         # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
         b_dk, b_dv, key_slot = _add_head(
-            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, n0, p_v,
+            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
             q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
             alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
             q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
             grad_stride_b, grad_stride_h, grad_stride_t,
             pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-            D, DP, BM, BN, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
         )  # fmt: skip
 
-    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, n0, dv_stride_t, T, D, DP, BN)
+    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, k0, dv_stride_t, T, D, DP, BK)
     if HAS_LIVE:  # noqa: SIM102
         if key_slot >= 0:
             p_dk = dk_ptr + i_b * dk_stride_b + key_slot.to(tl.int64) * dk_stride_h
-            _store_rows(p_dk, b_dk * scale, n0, dk_stride_t, T, D, DP, BN)
+            _store_rows(p_dk, b_dk * scale, k0, dk_stride_t, T, D, DP, BK)
 
 
 @triton.jit
@@ -368,7 +367,7 @@ def query_block_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     dq_stride_b, dq_stride_h, dq_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one (batch element, live head, query block)."""
@@ -388,13 +387,13 @@ def query_block_kernel(
     b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * 1.4426950408889634
     b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
     b_dq = tl.zeros((BM, DP), dtype=tl.float32)
-    for n0 in tl.range(0, tl.minimum(m0 + BM, T), BN, num_stages=STAGES):
-        o_n = n0 + tl.arange(0, BN)
-        b_k = load_rows(p_k, n0, k_stride_t, T, BN, D, DP, EVEN)
-        b_v = load_rows(p_v, n0, v_stride_t, T, BN, D, DP, EVEN)
+    for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
+        b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
-        b_p = tl.where(o_m[:, None] >= o_n[None, :], b_p, 0.0)
+        b_p = tl.where(o_m[:, None] >= o_k[None, :], b_p, 0.0)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
@@ -414,7 +413,7 @@ class Blocks(NamedTuple):
     """Block sizes of one kernel: query and key positions, powers of two from 16 to 128; warps; pipeline stages."""
 
     block_m: int
-    block_n: int
+    block_k: int
     num_warps: int
     num_stages: int
 
@@ -467,8 +466,8 @@ def state_constants(maps: HeadMaps) -> dict[str, bool]:
 def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
     """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
     constants = {
-        "D": dim, "DP": _padded(dim), "BM": blocks.block_m, "BN": blocks.block_n,
-        "EVEN": length % max(blocks.block_m, blocks.block_n) == 0, "PRECISION": "ieee", "STAGES": blocks.num_stages,
+        "D": dim, "DP": _padded(dim), "BM": blocks.block_m, "BK": blocks.block_k,
+        "EVEN": length % max(blocks.block_m, blocks.block_k) == 0, "PRECISION": "ieee", "STAGES": blocks.num_stages,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip
     return constants | ({"PAD": PAD} if pad else {})
@@ -557,7 +556,7 @@ def fused_backward(
             *strides(out, grad), D=dim, DP=_padded(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
-        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_n)), *operands, delta, dk, dv,
+        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads, *patterns,
         num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv), *_pattern_strides(patterns),
         **block_constants(blocks.keys, length, dim), **state_constants(maps), GROUPED=maps.grouped,

@@ -11,10 +11,6 @@ from saf.patterns import Pattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
 """States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
-MAPS = ("state", "query", "key", "value", "pattern", "live", "group_start", "group_heads")
-"""Names of the tensors of `HeadMaps`, in the order in which operators take them."""
-PATTERNS = ("alpha", "band", "log_z", "dense")
-"""Names of the tensors of `FusedPatterns`, likewise."""
 PAD = 256
 """Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the largest block of
 128 positions, so that a tile on the diagonal reads no further back."""
@@ -50,27 +46,25 @@ class HeadMaps(NamedTuple):
     grouped: bool
 
     @classmethod
-    def build(
-        cls, state: Sequence[int], *, key: Sequence[int], value: Sequence[int], num_value_heads: int,
-        device: torch.device | str,
-    ) -> "HeadMaps":  # fmt: skip
-        """Return the maps of heads with these states, key slots (of live heads) and value slots."""
-        heads = range(len(state))
+    def build(cls, state: Sequence[int], value: Sequence[int], device: torch.device | str) -> "HeadMaps":
+        """Return the maps of heads with these states and value slots; keys lie in the order of their value heads."""
+        heads, num_value_heads = range(len(state)), max(value) + 1
         rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
-        is_live = [kind == LIVE for kind in state]
+        live = [head for head in heads if state[head] == LIVE]
+        used = sorted({value[head] for head in live})
         maps = {
             "state": state,
-            "query": [rank[head] if is_live[head] else 0 for head in heads],
-            "key": [key[head] if is_live[head] else 0 for head in heads],
+            "query": [rank[head] if state[head] == LIVE else 0 for head in heads],
+            "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
             "value": value,
             "pattern": rank,
-            "live": [head for head in heads if is_live[head]],
+            "live": live,
             "group_start": [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)],
             "group_heads": sorted(heads, key=lambda head: value[head]),
         }
         return cls(
             **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()},
-            counts=(sum(is_live), list(state).count(COMPACT), list(state).count(DENSE)),
+            counts=(len(live), list(state).count(COMPACT), list(state).count(DENSE)),
             grouped=sorted(value) != list(range(num_value_heads)),
         )
 
@@ -110,6 +104,10 @@ class FusedPatterns(NamedTuple):
         )
 
 
+MAPS, PATTERNS = HeadMaps._fields[:8], FusedPatterns._fields
+"""Names of the tensors of either, in the order in which operators take them."""
+
+
 def read_tables(
     maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
 ) -> tuple[HeadMaps, FusedPatterns]:
@@ -140,9 +138,7 @@ def fused_tables(
     if kv_head is not None:
         slots["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
     for name, (state, value) in slots.items():
-        used = sorted({slot for slot, kind in zip(value, state, strict=True) if kind == LIVE})
-        key = [used.index(slot) if kind == LIVE else 0 for slot, kind in zip(value, state, strict=True)]
-        maps = HeadMaps.build(state, key=key, value=value, num_value_heads=max(value) + 1, device=device)
+        maps = HeadMaps.build(state, value, device)
         tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
         tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
     return tables

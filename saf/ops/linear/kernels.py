@@ -4,6 +4,7 @@
 as many chunks as one program walks. States are `[P, BN]` twice, cosine and sine parts, in float32. With REVERSE chunks
 are counted from the last position, which makes the product its own adjoint: the gradient dV = P^T dO takes the same
 kernels. For decoding `fill_kernel` writes the state after a prompt, `step_kernel` computes rows one after another.
+Names are those of saf/ops/launch.py; a chunk has C rows, P poles make a state.
 """
 
 from typing import Any, NamedTuple
@@ -22,6 +23,29 @@ from saf.ops.linear.tables import CHUNK, LinearTables
 
 
 @triton.jit
+def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
+    """Load the first real position of the sequence of each column; zeros without padding."""
+    pad = o_n * 0
+    if PADDED:
+        pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
+    return pad
+
+
+@triton.jit
+def find_columns(
+    x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+    D: tl.constexpr, BN: tl.constexpr, MAPPED: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return a block's columns: numbers, mask, offsets in x, its head's x and scaling, and the padding of each."""
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < N
+    o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+    i_x = tl.load(sources_ptr + i_h).to(tl.int64) if MAPPED else i_h
+    p_x, p_before = x_ptr + i_x * x_stride_h, before_ptr + i_h * before_stride_h
+    return o_n, m_n, o_x, p_x, p_before, load_padding(pad_ptr, o_n, m_n, D, PADDED)
+
+
+@triton.jit
 def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
     """Load the scaling of rows: [C, 1], or [C, BN] counted from the first real position of each column's sequence."""
     if PADDED:
@@ -33,31 +57,32 @@ def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_padding(pad_ptr, o_col, m_n, D: tl.constexpr, PADDED: tl.constexpr):
-    """Load the first real position of the sequence of each column; zeros without padding."""
-    pad = o_col * 0
-    if PADDED:
-        pad = tl.load(pad_ptr + o_col // D, mask=m_n, other=0).to(tl.int32)
-    return pad
+def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the rows of a chunk, [C]: their numbers, which exist, and pointers to them, [C, 1].
+
+    Chunks may be EARLIER than the first one.
+    """
+    o_t = tl.arange(0, C)
+    time = chunk * C + o_t
+    inside = (time >= 0) & (time < T) if EARLIER else time < T
+    if REVERSE:
+        row = T - 1 - time
+        p_rows = p + (T - 1 - chunk * C).to(tl.int64) * stride_t - o_t[:, None] * stride_t
+    else:
+        row = time
+        p_rows = p + (chunk * C).to(tl.int64) * stride_t + o_t[:, None] * stride_t
+    return row, inside, p_rows
 
 
 @triton.jit
 def load_chunk(
-    p_x, p_before, pad, chunk, T, o_n, x_stride_t, m_n,
+    p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n,
     C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Load the scaled rows [C, BN] of a chunk, rounded to the dtype of values; zeros outside of the sequence."""
-    o_t = tl.arange(0, C)
-    place = chunk * C + o_t
-    inside = (place >= 0) & (place < T)
-    if REVERSE:
-        row = T - 1 - place
-        p_rows = p_x + (T - 1 - chunk * C).to(tl.int64) * x_stride_t - o_t[:, None] * x_stride_t
-    else:
-        row = place
-        p_rows = p_x + (chunk * C).to(tl.int64) * x_stride_t + o_t[:, None] * x_stride_t
+    row, inside, p_rows = _find_rows(p_x, chunk, T, x_stride_t, True, C, REVERSE)
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
-    b_x = tl.load(p_rows + o_n[None, :], mask=mask, other=0.0)
+    b_x = tl.load(p_rows + o_x[None, :], mask=mask, other=0.0)
     return (b_x.to(tl.float32) * _scales(p_before, row, inside, pad, PADDED)).to(b_x.dtype)
 
 
@@ -87,7 +112,7 @@ def _turn_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "stretch", "back"])
 def states_kernel(
     x_ptr, before_ptr, sources_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
-    x_stride_b, x_stride_f, x_stride_t, before_stride_f,
+    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
     MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -95,26 +120,24 @@ def states_kernel(
 
     Stretches begin and end `back` chunks earlier than those of `mix_kernel`: tiles serve these.
     """
-    i_s, i_f, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_col = i_n * BN + tl.arange(0, BN)
-    m_n = o_col < N
-    o_n = (o_col // D).to(tl.int64) * x_stride_b + o_col % D
-    i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
-    p_x, p_before = x_ptr + i_x * x_stride_f, before_ptr + i_f * before_stride_f
-    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
-    p_write = write_ptr + i_f * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, MAPPED, PADDED,
+    )  # fmt: skip
+    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
     b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
-    t_re, t_im = load_turn(turns_ptr + i_f * POWERS * 2 * P, o_p, P)
+    t_re, t_im = load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
     b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for step in tl.range(0, stretch, num_stages=STAGES):
         chunk = i_s * stretch + step - back
-        b_u = load_chunk(p_x, p_before, pad, chunk, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_u = load_chunk(p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
         b_re, b_im = turned(b_re, b_im, t_re, t_im)
         b_re = add_product(b_re, b_w_re, b_u, PRECISION)
         b_im = add_product(b_im, b_w_im, b_u, PRECISION)
-    place = i_f * tl.num_programs(0) + i_s
-    p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_col[None, :]
+    place = i_h * tl.num_programs(0) + i_s
+    p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     tl.store(p_state, b_re, mask=m_n[None, :])
     tl.store(p_state + P * N, b_im, mask=m_n[None, :])
 
@@ -142,12 +165,12 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
 
     Four stretches at a time: a load may not pass the store before it, and would wait for it each time.
     """
-    i_f, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p = tl.arange(0, P)
-    o_col = i_n * BN + tl.arange(0, BN)
-    m_n = (o_col < N)[None, :]
-    p_state = states_ptr + i_f * stretches * 2 * P * N + o_p[:, None] * N + o_col[None, :]
-    t_re, t_im = _turn_over(turns_ptr + i_f * POWERS * 2 * P, o_p, stretch, P, POWERS)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = (o_n < N)[None, :]
+    p_state = states_ptr + i_h * stretches * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    t_re, t_im = _turn_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
     d_re, d_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for at in range(0, stretches, 4):
         a_re, a_im = _load_state(p_state, at, stretches, m_n, N, P)
@@ -170,67 +193,57 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
 
 @triton.jit
 def _store_chunk(
-    p_out, p_after, pad, chunk, T, o_n, out_stride_t, m_n, b_o,
+    p_out, p_after, pad, chunk, T, o_x, out_stride_t, m_n, b_o,
     C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """Store the rows [C, BN] of a chunk, scaled."""
-    o_t = tl.arange(0, C)
-    place = chunk * C + o_t
-    inside = place < T
-    if REVERSE:
-        row = T - 1 - place
-        p_rows = p_out + (T - 1 - chunk * C).to(tl.int64) * out_stride_t - o_t[:, None] * out_stride_t
-    else:
-        row = place
-        p_rows = p_out + (chunk * C).to(tl.int64) * out_stride_t + o_t[:, None] * out_stride_t
+    row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
     b_o *= _scales(p_after, row, inside, pad, PADDED)
-    tl.store(p_rows + o_n[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
+    tl.store(p_rows + o_x[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "stretch"])
 def mix_kernel(
     x_ptr, before_ptr, sources_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
-    T, N, stretch, x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    before_stride_f, after_stride_f,
+    T, N, stretch, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
+    before_stride_h, after_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     POWERS: tl.constexpr, REVERSE: tl.constexpr, MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the rows of one stretch: tiles of g for the REACH nearest chunks, the state for what is further back."""
-    i_s, i_f, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_col = i_n * BN + tl.arange(0, BN)
-    m_n = o_col < N
-    o_n = (o_col // D).to(tl.int64) * x_stride_b + o_col % D
-    o_out = (o_col // D).to(tl.int64) * out_stride_b + o_col % D
-    i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
-    p_x, p_before = x_ptr + i_x * x_stride_f, before_ptr + i_f * before_stride_f
-    p_out, p_after = out_ptr + i_f * out_stride_f, after_ptr + i_f * after_stride_f
-    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
-    p_turns = turns_ptr + i_f * POWERS * 2 * P
-    p_state = states_ptr + i_f * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_col[None, :]
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, MAPPED, PADDED,
+    )  # fmt: skip
+    o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
+    p_turns = turns_ptr + i_h * POWERS * 2 * P
+    p_state = states_ptr + i_h * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     p_state += (i_s - 1) * 2 * P * N
     ready = m_n[None, :] & (i_s > 0)
     b_re, b_im = tl.load(p_state, mask=ready, other=0.0), tl.load(p_state + P * N, mask=ready, other=0.0)
 
-    p_tile = near_ptr + i_f * REACH * C * C + o_t[:, None] * C + o_t[None, :]
+    p_tile = near_ptr + i_h * REACH * C * C + o_t[:, None] * C + o_t[None, :]
     b_g0 = tl.load(p_tile)
     b_g1 = tl.load(p_tile + (REACH > 1) * C * C)
     b_g2 = tl.load(p_tile + (REACH > 2) * 2 * C * C)
-    p_write = write_ptr + i_f * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
     b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
-    p_read = read_ptr + i_f * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
+    p_read = read_ptr + i_h * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
     b_l_re, b_l_im = tl.load(p_read), tl.load(p_read + P)
     t_re, t_im = load_turn(p_turns, o_p, P)
 
     begin = i_s * stretch
-    b_1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+    b_1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     b_2 = b_1
     if REACH > 2:
-        b_2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     for step in tl.range(0, stretch, num_stages=STAGES):
-        b_0 = load_chunk(p_x, p_before, pad, begin + step, T, o_n, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
         b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_0, PRECISION)
         if REACH > 1:
             b_o = add_product(b_o, b_g1, b_1, PRECISION)
@@ -373,7 +386,7 @@ STEP_COLUMNS = 32
 @triton.jit(do_not_specialize=["T", "stretches"])
 def fill_kernel(
     x_ptr, before_ptr, sources_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, ring_ptr, sums_ptr, T, N, stretches,
-    x_stride_b, x_stride_f, x_stride_t, before_stride_f,
+    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
     MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -381,18 +394,16 @@ def fill_kernel(
 
     `states [F, stretches, 2, P, N]` end with the sum of the chunk before the last one.
     """
-    i_f, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_col = i_n * BN + tl.arange(0, BN)
-    m_n = o_col < N
-    o_n = (o_col // D).to(tl.int64) * x_stride_b + o_col % D
-    i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
-    p_x, p_before = x_ptr + i_x * x_stride_f, before_ptr + i_f * before_stride_f
-    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
-    place = (o_col // D).to(tl.int64) * tl.num_programs(0) + i_f
-    p_ring = ring_ptr + place[None, :] * ((REACH + 1) * C * D) + o_t[:, None] * D + (o_col % D)[None, :]
-    p_sums = sums_ptr + place[None, :] * (4 * P * D) + o_p[:, None] * D + (o_col % D)[None, :]
-    p_state = states_ptr + (i_f * stretches + stretches - 1) * 2 * P * N + o_p[:, None] * N + o_col[None, :]
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, MAPPED, PADDED,
+    )  # fmt: skip
+    place = (o_n // D).to(tl.int64) * tl.num_programs(0) + i_h
+    p_ring = ring_ptr + place[None, :] * ((REACH + 1) * C * D) + o_t[:, None] * D + (o_n % D)[None, :]
+    p_sums = sums_ptr + place[None, :] * (4 * P * D) + o_p[:, None] * D + (o_n % D)[None, :]
+    p_state = states_ptr + (i_h * stretches + stretches - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     ready = m_n[None, :] & (stretches > 0)
     b_re, b_im = tl.load(p_state, mask=ready, other=0.0), tl.load(p_state + P * N, mask=ready, other=0.0)
     last = (T - 1) // C
@@ -400,13 +411,13 @@ def fill_kernel(
     tl.store(p_earlier, b_re, mask=m_n[None, :])
     tl.store(p_earlier + P * D, b_im, mask=m_n[None, :])
 
-    b_u = load_chunk(p_x, p_before, pad, last - REACH, T, o_n, x_stride_t, m_n, C, False, PADDED, EVEN_N)
-    p_write = write_ptr + i_f * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-    b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_f * POWERS * 2 * P, o_p, P))
+    b_u = load_chunk(p_x, p_before, pad, last - REACH, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
+    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+    b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P))
     tl.store(p_last, add_product(b_re, tl.load(p_write), b_u, PRECISION), mask=m_n[None, :])
     tl.store(p_last + P * D, add_product(b_im, tl.load(p_write + P * C), b_u, PRECISION), mask=m_n[None, :])
     for back in tl.static_range(0, REACH + 1):
-        b_u = load_chunk(p_x, p_before, pad, last - back, T, o_n, x_stride_t, m_n, C, False, PADDED, EVEN_N)
+        b_u = load_chunk(p_x, p_before, pad, last - back, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
         slot = (last - back + REACH + 1) % (REACH + 1)
         tl.store(p_ring + slot * C * D, b_u, mask=m_n[None, :])
 
@@ -414,25 +425,25 @@ def fill_kernel(
 @triton.jit(do_not_specialize=["rows", "place"])
 def step_kernel(
     x_ptr, before_ptr, sources_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, first_ptr, ring_ptr,
-    sums_ptr, out_ptr, rows, place, N, x_stride_b, x_stride_f, x_stride_t, out_stride_b, out_stride_f, out_stride_t,
-    before_stride_f, after_stride_f,
+    sums_ptr, out_ptr, rows, place, N, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
+    before_stride_h, after_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
     MAPPED: tl.constexpr, PADDED: tl.constexpr, MOVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some rows one after another, from position `place` or `first_ptr` on, and write each into the state."""
-    i_f, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_col = i_n * BN + tl.arange(0, BN)
-    m_n = o_col < N
-    o_seq, o_d = (o_col // D).to(tl.int64), o_col % D
-    i_x = tl.load(sources_ptr + i_f).to(tl.int64) if MAPPED else i_f
-    p_x = x_ptr + i_x * x_stride_f + o_seq * x_stride_b + o_d
-    p_out = out_ptr + i_f * out_stride_f + o_seq * out_stride_b + o_d
-    p_before, p_after = before_ptr + i_f * before_stride_f, after_ptr + i_f * after_stride_f
-    pad = load_padding(pad_ptr, o_col, m_n, D, PADDED)
-    p_ring = ring_ptr + (o_seq * tl.num_programs(0) + i_f) * ((REACH + 1) * C * D) + o_d
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < N
+    o_seq, o_d = (o_n // D).to(tl.int64), o_n % D
+    i_x = tl.load(sources_ptr + i_h).to(tl.int64) if MAPPED else i_h
+    p_x = x_ptr + i_x * x_stride_h + o_seq * x_stride_b + o_d
+    p_out = out_ptr + i_h * out_stride_h + o_seq * out_stride_b + o_d
+    p_before, p_after = before_ptr + i_h * before_stride_h, after_ptr + i_h * after_stride_h
+    pad = load_padding(pad_ptr, o_n, m_n, D, PADDED)
+    p_ring = ring_ptr + (o_seq * tl.num_programs(0) + i_h) * ((REACH + 1) * C * D) + o_d
     p_tile = p_ring[None, :] + o_t[:, None] * D
-    p_sums = sums_ptr + ((o_seq * tl.num_programs(0) + i_f) * (4 * P * D) + o_d)[None, :] + o_p[:, None] * D
+    p_sums = sums_ptr + ((o_seq * tl.num_programs(0) + i_h) * (4 * P * D) + o_d)[None, :] + o_p[:, None] * D
     m_p = m_n[None, :]
     first = tl.load(first_ptr).to(tl.int32) if MOVES else place
     for row in range(0, rows):
@@ -441,8 +452,8 @@ def step_kernel(
         if t == 0:  # the chunk that tiles no longer reach
             b_u = tl.load(p_tile + ((chunk + 1) % (REACH + 1)) * C * D, mask=m_p, other=0.0)
             b_re, b_im = tl.load(p_earlier, mask=m_p, other=0.0), tl.load(p_earlier + P * D, mask=m_p, other=0.0)
-            b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_f * POWERS * 2 * P, o_p, P))
-            p_write = write_ptr + i_f * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+            b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P))
+            p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
             tl.store(p_now, add_product(b_re, tl.load(p_write), b_u, PRECISION), mask=m_p)
             tl.store(p_now + P * D, add_product(b_im, tl.load(p_write + P * C), b_u, PRECISION), mask=m_p)
         own = first + row - pad
@@ -451,12 +462,12 @@ def step_kernel(
         b_u = b_x.to(tl.float32) * tl.load(p_before + own, mask=real, other=0.0)
         tl.store(p_ring + ((chunk % (REACH + 1)) * C + t) * D, b_u.to(b_x.dtype), mask=m_n)
         tl.debug_barrier()  # what the program stored, other threads of it read
-        p_read = read_ptr + i_f * 2 * P * C + t * 2 * P + o_p
+        p_read = read_ptr + i_h * 2 * P * C + t * 2 * P + o_p
         l_re, l_im = tl.load(p_read).to(tl.float32), tl.load(p_read + P).to(tl.float32)
         b_re, b_im = tl.load(p_now, mask=m_p, other=0.0), tl.load(p_now + P * D, mask=m_p, other=0.0)
         b_o = tl.sum(l_re[:, None] * b_re + l_im[:, None] * b_im, 0)
         for back in tl.static_range(0, REACH):
-            b_g = tl.load(near_ptr + (i_f * REACH + back) * C * C + t * C + o_t).to(tl.float32)
+            b_g = tl.load(near_ptr + (i_h * REACH + back) * C * C + t * C + o_t).to(tl.float32)
             slot = (chunk + REACH + 1 - back) % (REACH + 1)
             b_u = tl.load(p_tile + slot * C * D, mask=m_p, other=0.0)
             b_o += tl.sum(b_g[:, None] * b_u.to(tl.float32), 0)

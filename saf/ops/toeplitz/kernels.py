@@ -29,7 +29,7 @@ WIDE_FROM = 4096
 """Positions beyond which blocks are 256 columns wide: there they gained with four heads and lost with fewer."""
 
 
-class Config(NamedTuple):
+class ToeplitzConfig(NamedTuple):
     """How the product is cut into programs.
 
     Attributes:
@@ -59,14 +59,14 @@ class Config(NamedTuple):
 @cache
 def choose_config(
     *, length: int, columns: int, heads: int, dtype: torch.dtype, hopper: bool = False, shared: int = 227 << 10
-) -> Config:
+) -> ToeplitzConfig:
     """Return the written rule for `heads` frozen heads of `length` positions and `columns` = B x D.
 
     `hopper` says whether the device has the bulk copy engine, `shared` how many bytes of memory a program may take:
     its pipeline is cut to fit.
     """
     if dtype == torch.float32:  # without matrix units
-        return Config(block_m=64, block_n=64, block_k=32, num_stages=2)
+        return ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2)
     config = _by_shape(length, columns, heads, hopper)
     stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
     total = cdiv(config.fold * columns, config.block_n) * heads
@@ -78,7 +78,7 @@ def choose_config(
     )
 
 
-def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> Config:
+def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzConfig:
     """Return blocks and the depth of the pipeline for 16-bit operands: 128 x 128, wider or narrower.
 
     Limits lie between shapes for which either choice was the faster one; where between them was not measured.
@@ -86,21 +86,21 @@ def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> Config:
     rows = cdiv(length, 128)
     programs = rows * cdiv(columns, 128) * heads
     if columns <= 64 and columns % 8 == 0 and length > FOLDED and hopper:
-        return Config(num_warps=8, num_stages=4, fold=2)
+        return ToeplitzConfig(num_warps=8, num_stages=4, fold=2)
     if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
-        return Config(block_n=64, num_stages=5)
+        return ToeplitzConfig(block_n=64, num_stages=5)
     if columns <= 64 or (columns <= 128 and length <= 4096):
-        return Config(block_m=64, block_n=64, block_k=128)  # 128 x 128 would leave multiprocessors without work
+        return ToeplitzConfig(block_m=64, block_n=64, block_k=128)  # 128 x 128 would leave multiprocessors without work
     if columns > 128 and length > WIDE_FROM and rows * cdiv(columns, 256) * heads >= 256:
-        return Config(block_n=256, num_warps=8)
+        return ToeplitzConfig(block_n=256, num_warps=8)
     # Few programs: one a multiprocessor, its loads further ahead; more of them: two that take turns. Long sums of a
     # single column block gain from loads further ahead all the same: 6 heads of 16,384 positions and 128 columns took
     # 324 us with four stages and 354 with three.
-    return Config(num_stages=4 if programs < 400 or (columns <= 128 and length >= 16384) else 3)
+    return ToeplitzConfig(num_stages=4 if programs < 400 or (columns <= 128 and length >= 16384) else 3)
 
 
 @triton.jit
-def place_of(tile, num_m, num_n, num_f, slabs):
+def place_of(tile, num_m, num_n, num_h, slabs):
     """Return the row block counted from the longest sum, the head and the column block of a tile.
 
     A slab is a column block of one head: all its row blocks read the same input. `slabs` of them are computed before
@@ -108,7 +108,7 @@ def place_of(tile, num_m, num_n, num_f, slabs):
     sum come first, so that the last wave is made of short ones.
     """
     first = tile // (num_m * slabs) * slabs
-    together = tl.minimum(num_n * num_f - first, slabs)
+    together = tl.minimum(num_n * num_h - first, slabs)
     inside = tile - first * num_m
     slab = first + inside % together
     return inside // together, slab // num_n, slab % num_n
@@ -116,33 +116,33 @@ def place_of(tile, num_m, num_n, num_f, slabs):
 
 @triton.jit(do_not_specialize=["T", "rows"])
 def prescale_kernel(
-    x_ptr, pre_ptr, out_ptr, T, N, rows,
-    x_stride_b, x_stride_f, x_stride_t, pre_stride_f,
+    x_ptr, before_ptr, out_ptr, T, N, rows,
+    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
     D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write x * pre, rounded to x's dtype, as contiguous [F, rows, FOLD N].
+    """Write x * before, rounded to x's dtype, as contiguous [F, rows, FOLD N].
 
     Columns of group r come from FIRST + r tiles further down; zero outside of 0 to T.
     """
-    i_f = tl.program_id(2).to(tl.int64)
+    i_h = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (o_t < rows)[:, None] & (o_n < FOLD * N)[None, :]
-    p_out = out_ptr + (i_f * rows + o_t.to(tl.int64)[:, None]) * (FOLD * N) + o_n[None, :]
+    p_out = out_ptr + (i_h * rows + o_t.to(tl.int64)[:, None]) * (FOLD * N) + o_n[None, :]
     if FOLD == 1:
         row = o_t.to(tl.int64)
         column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-        b_x = tl.load(x_ptr + i_f * x_stride_f + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
-        b_pre = tl.load(pre_ptr + i_f * pre_stride_f + o_t, mask=o_t < T, other=0.0)[:, None]
+        b_x = tl.load(x_ptr + i_h * x_stride_h + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
+        b_before = tl.load(before_ptr + i_h * before_stride_h + o_t, mask=o_t < T, other=0.0)[:, None]
     else:
         source = o_t[:, None] + (FIRST + o_n // N)[None, :] * TILE
         inside = mask & (source >= 0) & (source < T)
         own = o_n % N
         column = (own // D).to(tl.int64) * x_stride_b + own % D
-        p_x = x_ptr + i_f * x_stride_f + source.to(tl.int64) * x_stride_t + column[None, :]
+        p_x = x_ptr + i_h * x_stride_h + source.to(tl.int64) * x_stride_t + column[None, :]
         b_x = tl.load(p_x, mask=inside, other=0.0)
-        b_pre = tl.load(pre_ptr + i_f * pre_stride_f + source, mask=inside, other=0.0)
-    tl.store(p_out, (b_x.to(tl.float32) * b_pre).to(out_ptr.dtype.element_ty), mask=mask)
+        b_before = tl.load(before_ptr + i_h * before_stride_h + source, mask=inside, other=0.0)
+    tl.store(p_out, (b_x.to(tl.float32) * b_before).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -169,16 +169,16 @@ def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
     return tl.load(p_x, mask=m_k[:, None] & m_n[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_f", "slabs"])
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs"])
 def toeplitz_kernel(
-    x_ptr, table_ptr, post_ptr, out_ptr, T, N,
-    out_stride_b, out_stride_f, out_stride_t, table_stride_f, post_stride_f, num_m, num_n, num_f, slabs,
+    x_ptr, table_ptr, after_ptr, out_ptr, T, N,
+    out_stride_b, out_stride_h, out_stride_t, table_stride_h, after_stride_h, num_m, num_n, num_h, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSE: tl.constexpr, TILE: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one [BM, BN] tile of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
-    i_m, i_f, i_n = place_of(tl.program_id(0), num_m, num_n, num_f, slabs)
-    i_f = i_f.to(tl.int64)
+    i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
+    i_h = i_h.to(tl.int64)
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
     m0 = i_m * BM
@@ -191,8 +191,8 @@ def toeplitz_kernel(
         lo = m0 * 0  # a tensor, for `.to` below; Triton 3.7 makes one of a plain 0 too
         hi = tl.minimum(m0 + BM, T)
 
-    table_ptr += i_f * table_stride_f
-    p_x = x_ptr + (i_f * T + lo.to(tl.int64)) * N
+    table_ptr += i_h * table_stride_h
+    p_x = x_ptr + (i_h * T + lo.to(tl.int64)) * N
     o_x = o_k[:, None] * N + o_n[None, :]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
@@ -202,17 +202,17 @@ def toeplitz_kernel(
         p_x += BK * N
 
     o_m = m0 + tl.arange(0, BM)
-    b_post = tl.load(post_ptr + i_f * post_stride_f + o_m, mask=o_m < T, other=0.0)
+    b_after = tl.load(after_ptr + i_h * after_stride_h + o_m, mask=o_m < T, other=0.0)
     column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
-    p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
     mask = (o_m < T)[:, None] & (o_n < N)[None, :]
-    tl.store(p_out, (acc * b_post[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_out, (acc * b_after[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_f", "slabs"])
+@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_h", "slabs"])
 def toeplitz_descriptor_kernel(
-    x_desc, tiles_desc, post_ptr, out_ptr, T, N, rows,
-    out_stride_b, out_stride_f, out_stride_t, post_stride_f, tiles_per_head, num_m, num_n, num_f, slabs,
+    x_desc, tiles_desc, after_ptr, out_ptr, T, N, rows,
+    out_stride_b, out_stride_h, out_stride_t, after_stride_h, tiles_per_head, num_m, num_n, num_h, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def toeplitz_descriptor_kernel(
     tile of the matrix is multiplied with for one of them lies a block further for the next, so that the scaled input
     holds both beside one another (`prescale_kernel`) and a tile read once serves both.
     """
-    i_m, i_f, i_n = place_of(tl.program_id(0), num_m, num_n, num_f, slabs)
+    i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     n0 = i_n * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
@@ -235,7 +235,7 @@ def toeplitz_descriptor_kernel(
         m0 += (FOLD - 1) * BM
         lo = m0 * 0
         hi = tl.minimum(m0 + BM, rows)
-    first = i_f * tiles_per_head * TILE
+    first = i_h * tiles_per_head * TILE
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         if TRANSPOSE:
@@ -244,37 +244,37 @@ def toeplitz_descriptor_kernel(
         else:
             row = first + (m0 // TILE - k0 // TILE) * TILE + m0 % TILE
             b_a = tiles_desc.load([row, k0 % TILE])
-        b_x = x_desc.load([i_f, k0, n0]).reshape(BK, BN)
+        b_x = x_desc.load([i_h, k0, n0]).reshape(BK, BN)
         acc = tl.dot(b_a, b_x, acc)
 
     o_m = i_m * FOLD * BM + tl.arange(0, BM)
     o_n = n0 + tl.arange(0, BN)
-    i_f = i_f.to(tl.int64)
+    i_h = i_h.to(tl.int64)
     own = o_n if FOLD == 1 else o_n % N
-    p_post = post_ptr + i_f * post_stride_f + o_m
+    p_after = after_ptr + i_h * after_stride_h + o_m
     column = (own // D).to(tl.int64) * out_stride_b + own % D
     inside = (o_m < T)[:, None]
-    b_post = tl.load(p_post, mask=o_m < T, other=0.0)[:, None]
+    b_after = tl.load(p_after, mask=o_m < T, other=0.0)[:, None]
     if FOLD == 2:
         second = (o_n >= N)[None, :]
         column += tl.where(o_n >= N, BM * out_stride_t, 0)
         inside = tl.where(second, (o_m + BM < T)[:, None], inside)
-        b_post = tl.where(second, tl.load(p_post + BM, mask=o_m + BM < T, other=0.0)[:, None], b_post)
-    p_out = out_ptr + i_f * out_stride_f + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+        b_after = tl.where(second, tl.load(p_after + BM, mask=o_m + BM < T, other=0.0)[:, None], b_after)
+    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
     mask = inside & (o_n < FOLD * N)[None, :]
-    tl.store(p_out, (acc * b_post).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(p_out, (acc * b_after).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def toeplitz_matmul(
-    x: Tensor, tables: Tensor, pre: Tensor, post: Tensor, *, transpose: bool, out: Tensor | None = None,
-    config: Config | None = None, precision: str = "ieee",
+    x: Tensor, tables: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
+    config: ToeplitzConfig | None = None, precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
-    """Multiply by diag(post) G diag(pre), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
+    """Multiply by diag(after) G diag(before), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
 
     Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
 
     `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
-    from `make_tiles`, for at least T positions; `pre` and `post` `[F, >=T]` are float32. `out` may be memory of x's
+    from `make_tiles`, for at least T positions; `before` and `after` `[F, >=T]` are float32. `out` may be memory of x's
     dtype or float32 to write into, by default it is new and stored as `[B, T, F, D]`. `precision` of float32 products
     is "ieee" or "tf32"; `config` is the written rule by default.
     """
@@ -294,8 +294,8 @@ def toeplitz_matmul(
     scaled = x.new_empty(heads, rows, fold * columns)
     # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
     launch(
-        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, pre, scaled, length, columns, rows,
-        *strides(x), pre.stride(0),
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
+        *strides(x), before.stride(0),
         D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
     )  # fmt: skip
     num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
@@ -303,20 +303,20 @@ def toeplitz_matmul(
     blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
     constants = product_constants(config, length, columns, dim, transpose, precision)
     if not config.descriptors:
-        numbers = length, columns, *strides(out), tables.stride(0), post.stride(0), *blocks
-        launch(toeplitz_kernel, grid, scaled, tables, post, out, *numbers, **constants, device=x.device)
+        numbers = length, columns, *strides(out), tables.stride(0), after.stride(0), *blocks
+        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants, device=x.device)
         return out
     # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
-    numbers = length, columns, rows, *strides(out), post.stride(0), tables.shape[1], *blocks
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, post, out, *numbers, **constants, device=x.device)
+    numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, device=x.device)
     return out
 
 
 def product_constants(
-    config: Config, length: int, columns: int, dim: int, transpose: bool, precision: str
+    config: ToeplitzConfig, length: int, columns: int, dim: int, transpose: bool, precision: str
 ) -> dict[str, Any]:
     """Return the compile-time arguments of the kernel that a configuration takes."""
     constants: dict[str, Any] = {
@@ -335,19 +335,19 @@ registers, and few frozen heads still give a GPU enough programs. Chosen, not me
 
 
 @triton.jit
-def causal_convolution_kernel(left_ptr, right_ptr, out_ptr, T, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def causal_convolution_kernel(left_ptr, right_ptr, out_ptr, T, BM: tl.constexpr, BK: tl.constexpr):
     """Store the sums of one block of positions of one head."""
-    head = tl.program_id(1).to(tl.int64) * T
-    first = tl.program_id(0) * ROWS
-    i = first + tl.arange(0, ROWS)
-    b_sum = tl.zeros([ROWS], dtype=out_ptr.dtype.element_ty)
-    for start in range(0, first + ROWS, COLUMNS):
-        j = start + tl.arange(0, COLUMNS)
-        b_left = tl.load(left_ptr + head + j, mask=j < T, other=0.0)
-        lag = i[:, None] - j[None, :]
-        b_right = tl.load(right_ptr + head + lag, mask=(lag >= 0) & (i[:, None] < T), other=0.0)
+    o_h = tl.program_id(1).to(tl.int64) * T
+    m0 = tl.program_id(0) * BM
+    o_m = m0 + tl.arange(0, BM)
+    b_sum = tl.zeros([BM], dtype=out_ptr.dtype.element_ty)
+    for k0 in range(0, m0 + BM, BK):
+        o_k = k0 + tl.arange(0, BK)
+        b_left = tl.load(left_ptr + o_h + o_k, mask=o_k < T, other=0.0)
+        lag = o_m[:, None] - o_k[None, :]
+        b_right = tl.load(right_ptr + o_h + lag, mask=(lag >= 0) & (o_m[:, None] < T), other=0.0)
         b_sum += tl.sum(b_left[None, :] * b_right, 1)
-    tl.store(out_ptr + head + i, b_sum, mask=i < T)
+    tl.store(out_ptr + o_h + o_m, b_sum, mask=o_m < T)
 
 
 def convolve(left: Tensor, right: Tensor) -> Tensor:
@@ -357,6 +357,6 @@ def convolve(left: Tensor, right: Tensor) -> Tensor:
     heads, length = left.shape
     launch(
         causal_convolution_kernel, (cdiv(length, ROWS), heads), left, right, out, length,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, device=left.device,
+        BM=ROWS, BK=COLUMNS, num_warps=WARPS, device=left.device,
     )  # fmt: skip
     return out

@@ -58,7 +58,7 @@ def run(case: Case | int, device: str) -> list[str]:
     op.DTYPES = (torch.float32, torch.float16)  # of so few channels float32 fits
     launches: list[int] = []
     kernel = torch.ops.saf.flash_decode.default
-    op.flash_decode_parts = lambda *arguments: launches.append(arguments[-2]) or kernel(*arguments)
+    op.decode_heads = lambda *arguments: launches.append(arguments[-2]) or kernel(*arguments)
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, case.dtype)
     every, count = (*case.slots, *case.heads), len(case.heads)
     pattern, frozen = synthetic_patterns(max(1, count), 320, generator), None
@@ -105,12 +105,13 @@ def run(case: Case | int, device: str) -> list[str]:
 
 def _merged(parts: int, device: str) -> list[str]:
     """More parts than are weighed at once: two live heads by the exponentials of their sums, a frozen one added up."""
-    from saf.ops.decode.op import merge_parts
+    from saf.ops.decode.kernels import merge
 
     generator = torch.Generator().manual_seed(0)
     sums = torch.randn(parts, 2, 3, 2, 16, generator=generator).to(device)
     logs = 8 * torch.randn(parts, 2, 2, 2, generator=generator).to(device)
-    found = merge_parts(sums, logs, sums[0])
+    found = sums.new_empty(2, 2, 3, 16).transpose(1, 2)
+    merge(sums, logs, found)
     weights = (2 ** logs.double()) / (2 ** logs.double()).sum(0)
     live = (weights[..., None] * sums[:, :, :2].double()).sum(0)
     exact = torch.cat([live, sums[:, :, 2:].double().sum(0)], 1)

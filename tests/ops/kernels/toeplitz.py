@@ -56,7 +56,7 @@ CASES = FORWARD | {
 
 def run(case: Case, device: str) -> list[str] | None:
     """Return which limits of `wrong_product` break."""
-    from saf.ops.toeplitz.kernels import Config, toeplitz_matmul
+    from saf.ops.toeplitz.kernels import ToeplitzConfig, toeplitz_matmul
     from saf.ops.toeplitz.tables import make_tiles
 
     if case.dtype == "bfloat16" and device == "cpu":
@@ -68,7 +68,7 @@ def run(case: Case, device: str) -> list[str] | None:
     before, after = scales.to(device)
     x, _ = inside_nan(case.batch, case.heads, case.length, case.dim, dtype, device)
     x.copy_(torch.randn(x.shape, generator=generator))
-    config, tiles = Config(**case.config) if case.config else None, make_tiles(g).to(device)
+    config, tiles = ToeplitzConfig(**case.config) if case.config else None, make_tiles(g).to(device)
     lag = torch.arange(case.length)[:, None] - torch.arange(case.length)
     matrix = torch.where(lag >= 0, g.double()[:, lag.clamp(min=0)], 0.0).to(device)
     matrix = matrix.mT if case.transpose else matrix
