@@ -22,7 +22,7 @@ class Prepare:
     """Make a data folder of tokens from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ("python",)
-    """Read these: files of text, JSON Lines, .csv, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
+    """Read these: files of text, JSON Lines, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
     folders of these, folders saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the
     text of Python's own library."""
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]

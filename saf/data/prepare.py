@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, sha256
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from saf.data.loader import DIGEST_BYTES, PARTITIONS, TOKENIZER_FILE, TokenData,
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import file_hash, locked, new_folder, restore_replaced_
+from saf.records.files import file_hash, locked, new_folder
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
@@ -57,8 +56,6 @@ class PrepareConfig:
     """Hold out this share of all tokens, in (0, 0.5]; by default 0.05, without held-out sources."""
     report_only: bool = False
     """Put all text into the report partition: to evaluate models on it, with the --tokenizer of their data."""
-    heldout_shares: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Divide held-out tokens over calibration, controller and report in these proportions."""
     calibration_from: Literal["heldout", "train"] = "heldout"
     """Draw calibration windows from held-out or from training text; train leaves the calibration partition empty."""
     tokenizer: str = "bpe"
@@ -72,7 +69,7 @@ class PrepareConfig:
     """Stop reading the sources, and the held-out sources, after this many bytes of text; one longer document is cut
     there."""
     text_field: str = "text"
-    """Read the text from this field of JSON Lines, column of CSV or Parquet, or feature of a dataset."""
+    """Read the text from this field of JSON Lines, column of a table, or feature of a dataset."""
     split_characters: int | None = None
     """Cut documents into pieces of at most this many characters, each a document of its own."""
     seed: int = 0
@@ -91,8 +88,6 @@ class PrepareConfig:
             raise InputError("--heldout-fraction must be left out with --heldout, got both")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction <= 0.5:
             raise InputError(f"--heldout-fraction must be in (0, 0.5], got {self.heldout_fraction}")
-        if len(self.heldout_shares) != 3 or not all(0 < share < float("inf") for share in self.heldout_shares):
-            raise InputError(f"--heldout-shares must be three positive numbers, got {self.heldout_shares}")
 
     @property
     def fraction(self) -> float | None:
@@ -100,14 +95,10 @@ class PrepareConfig:
         return None if self.heldout else self.heldout_fraction or HELDOUT_FRACTION
 
     @property
-    def shares(self) -> tuple[float, float, float]:
+    def shares(self) -> np.ndarray:
         """Shares of held-out tokens for calibration, controller and report, summing to one."""
-        if self.report_only:
-            return (0.0, 0.0, 1.0)
-        calibration, controller, report = self.heldout_shares
-        calibration = 0.0 if self.calibration_from == "train" else calibration
-        total = calibration + controller + report
-        return (calibration / total, controller / total, report / total)
+        uses = np.array([self.calibration_from != "train" and not self.report_only, not self.report_only, True])
+        return uses / uses.sum()
 
 
 def prepare(
@@ -149,7 +140,6 @@ def prepare(
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
-        restore_replaced_(out)
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)
@@ -182,7 +172,8 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     tokenizer, trained_on = _choose_tokenizer(groups["train"], config)
     tokenizer.save(folder / TOKENIZER_FILE)
     tokenizer.save_config(folder / CONFIG_FILE)
-    sizes = [source.size for sources in groups.values() for source in sources]
+    sources = [source for group in groups.values() for source in group]
+    sizes = [source.size for source in sources]
     task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
     corpus = _Corpus(folder / "spool.bin", tokenizer)
     corpus.read(groups, config, lambda count: bar.advance(task, count))
@@ -206,7 +197,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
     left_out = [
         {"source": source.name, "file": file, "reason": reason}
-        for source in chain(*groups.values())
+        for source in sources
         for file, reason in sorted(source.left_out.items())
     ]
     index = {
@@ -253,9 +244,9 @@ class _Corpus:
         seen: dict[bytes, str] = {}
         for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
             self.sources[group] = []
-            for text in _read(sources, config, self.sources[group], self.skipped):
-                size, digest = len(text.encode()), _digest(text)
+            for text, size in _read(sources, config, self.sources[group], self.skipped):
                 advance(size)
+                digest = _digest(text)
                 if digest in seen:
                     self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
                     continue
@@ -283,9 +274,12 @@ class _Corpus:
 
 def _read(
     sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]], skipped: Counter[str]
-) -> Iterator[str]:
-    """Yield the documents of several sources, cut where long, until `max_bytes` is reached; add each source's facts."""
-    longest, size = min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT), 0
+) -> Iterator[tuple[str, int]]:
+    """Yield documents and their bytes, cut where long, until `max_bytes` is reached; add the facts of each source."""
+    longest, left = (
+        min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT),
+        config.max_bytes or sys.maxsize,
+    )
     for source in sources:
         facts.append({"source": source.name, "documents": 0, "bytes": 0})
         for whole in source.documents():
@@ -295,11 +289,11 @@ def _read(
                 if not text.strip():
                     skipped["empty"] += 1
                     continue
+                size = len(text.encode())
                 facts[-1]["documents"] += 1
-                facts[-1]["bytes"] += (bytes_ := len(text.encode()))
-                size += bytes_
-                yield text
-                if config.max_bytes is not None and size >= config.max_bytes:
+                facts[-1]["bytes"] += size
+                yield text, size
+                if (left := left - size) <= 0:
                     return
 
 
@@ -348,62 +342,6 @@ def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 # --- partitions
 
 
-def _lowest_keys(fraction: float) -> int:
-    """Return the key below which a document may be held out: twice the fraction of all keys."""
-    return min(int(2 * fraction * 2**64), 2**64 - 1)
-
-
-def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """Mask the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
-
-    The tokenizer learns only from the others. The pool is the documents with keys below `_lowest_keys`. Few documents
-    may hold too little text; then the next keys join until it suffices, but for too long documents.
-    """
-    pool, target = keys < np.uint64(_lowest_keys(fraction)), fraction * sizes.sum()
-    short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * target
-    if 2 * fraction * len(keys) >= _MANY_HELD_OUT or sizes[pool & short].sum() >= _MARGIN * target:
-        return pool
-    order = np.argsort(keys, kind="stable")
-    order = order[short[order]]
-    pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
-    return pool
-
-
-def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.ndarray) -> np.ndarray:
-    """Mask the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
-
-    A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
-    that leaves too little, the limit is a third. All arrays are `[documents]`.
-    """
-    target, taken = fraction * tokens.sum(), np.empty(0, dtype=np.int64)
-    order = np.argsort(keys, kind="stable")
-    order = order[pool[order]]
-    for longest in _LONGEST_HELD_OUT:
-        short = order[tokens[order] <= longest * target]
-        # The document that crosses the target is taken if that lands nearer to it.
-        taken = short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]
-        if tokens[taken].sum() >= _ENOUGH_HELD_OUT * target:
-            break
-    mask = np.zeros(len(keys), dtype=bool)
-    mask[taken] = True
-    return mask
-
-
-def _divide(keys: np.ndarray, tokens: np.ndarray, shares: tuple[float, ...]) -> np.ndarray:
-    """Give each document its part, 0 to len(shares) - 1: the longest first, to the part furthest behind.
-
-    So every part gets its share of long and of short documents. A share of zero gets none.
-    """
-    target = np.asarray(shares) * tokens.sum()
-    filled = np.zeros(len(shares))
-    parts = np.zeros(len(keys), dtype=np.int8)
-    for document in np.lexsort((keys, -tokens.astype(np.int64))):
-        part = int(np.argmax(np.where(target > 0, target - filled, -np.inf)))
-        parts[document] = part
-        filled[part] += tokens[document]
-    return parts
-
-
 def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) -> np.ndarray:
     """Give each document its partition, an index into PARTITIONS `[documents]`.
 
@@ -417,8 +355,7 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     partition = np.zeros(len(keys), dtype=np.int8)
     partition[where] = 1 + _divide(keys[where], tokens[where], config.shares)
     counts = np.bincount(partition, minlength=len(PARTITIONS))
-    shares = (1.0 - config.report_only, *config.shares)
-    for name, count, share in zip(PARTITIONS, counts, shares, strict=True):
+    for name, count, share in zip(PARTITIONS, counts, (not config.report_only, *config.shares), strict=True):
         if share > 0 and count == 0:
             raise DataError(
                 f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give more "
@@ -432,6 +369,60 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     return partition
 
 
+def _key_limit(fraction: float) -> int:
+    """Return the key below which a document may be held out: twice the fraction of all keys."""
+    return min(int(2 * fraction * 2**64), 2**64 - 1)
+
+
+def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
+    """Mask the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
+
+    The tokenizer learns only from the others. The pool is the documents with keys below `_key_limit`. Few documents
+    may hold too little text; then the next keys join until it suffices, but for too long documents.
+    """
+    pool, target = keys < np.uint64(_key_limit(fraction)), fraction * sizes.sum()
+    short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * target
+    if 2 * fraction * len(keys) >= _MANY_HELD_OUT or sizes[pool & short].sum() >= _MARGIN * target:
+        return pool
+    order = np.argsort(keys, kind="stable")
+    order = order[short[order]]
+    pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
+    return pool
+
+
+def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.ndarray) -> np.ndarray:
+    """Return the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
+
+    A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
+    that leaves too little, the limit is a third. All arrays are `[documents]`.
+    """
+    target, taken = fraction * tokens.sum(), np.empty(0, dtype=np.int64)
+    order = np.argsort(keys, kind="stable")
+    order = order[pool[order]]
+    for longest in _LONGEST_HELD_OUT:
+        short = order[tokens[order] <= longest * target]
+        # The document that crosses the target is taken if that lands nearer to it.
+        taken = short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]
+        if tokens[taken].sum() >= _ENOUGH_HELD_OUT * target:
+            break
+    return np.isin(np.arange(len(keys)), taken)
+
+
+def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Give each document its part, 0 to len(shares) - 1: the longest first, to the part furthest behind.
+
+    So every part gets its share of long and of short documents. A share of zero gets none.
+    """
+    target = shares * tokens.sum()
+    filled = np.zeros(len(shares))
+    parts = np.zeros(len(keys), dtype=np.int8)
+    for document in np.lexsort((keys, -tokens.astype(np.int64))):
+        part = int(np.argmax(np.where(target > 0, target - filled, -np.inf)))
+        parts[document] = part
+        filled[part] += tokens[document]
+    return parts
+
+
 # --- the tokenizer
 
 
@@ -441,40 +432,40 @@ def _choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple
     if name != "bpe":
         on_hub = name.count("/") == 1 and not Path(name).exists()
         return (Tokenizer.from_hub if on_hub else Tokenizer.load)(name), None
-    sample, drawn_from = _sample(sources, config)
+    sample = _sample(sources, config)
     facts = {"bytes": sum(len(piece.encode()) for piece in sample), "pieces": len(sample)}
-    return train_bpe(sample, vocab_size=config.vocab_size), {**facts, "drawn_from_bytes": drawn_from}
+    return train_bpe(sample, vocab_size=config.vocab_size), facts
 
 
-def _sample(sources: Sequence[Source], config: PrepareConfig) -> tuple[list[str], int]:
-    """Draw pieces of training text, at most `tokenizer_bytes`; also return the bytes that they were drawn from.
+def _sample(sources: Sequence[Source], config: PrepareConfig) -> list[str]:
+    """Draw pieces of training text, at most `tokenizer_bytes`, for the tokenizer to learn from.
 
     Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. A
     document that may be held out is never used; where documents are few, all are read to know which may.
     """
-    fraction, read = config.fraction, list[dict[str, Any]]()
-    lowest, many = (0, 0.0) if fraction is None else (_lowest_keys(fraction), _MANY_HELD_OUT / (2 * fraction))
+    limit, many = 0, 0.0
+    if config.fraction is not None:
+        limit, many = _key_limit(config.fraction), _MANY_HELD_OUT / (2 * config.fraction)
     sizes: dict[int, int] = {}  # bytes of documents by their keys, as long as they are few
     heap: list[tuple[int, int, str, int]] = []
-    total, drawn_from = 0, 0
-    for text in _read(sources, config, read, Counter()):
+    sampled, read, enough = 0, 0, False
+    for text, bytes_ in _read(sources, config, [], Counter()):
         document = _order_key(_digest(text), config.seed)
         if len(sizes) < many:
-            sizes[document] = len(text.encode())
-        for piece in split_text(text, _SAMPLE_PIECE) if document >= lowest and not drawn_from else ():
+            sizes[document] = bytes_
+        read += bytes_
+        for piece in split_text(text, _SAMPLE_PIECE) if document >= limit and not enough else ():
             size = len(piece.encode())
             heapq.heappush(heap, (_order_key(_digest(piece), config.seed), size, piece, document))
-            total += size
-            while total > config.tokenizer_bytes and len(heap) > 1:
-                total -= heapq.heappop(heap)[1]
-            if (bytes_read := sum(each["bytes"] for each in read)) >= _LOOK_AHEAD * config.tokenizer_bytes:
-                drawn_from = bytes_read
+            sampled += size
+            while sampled > config.tokenizer_bytes and len(heap) > 1:
+                sampled -= heapq.heappop(heap)[1]
+            if enough := read >= _LOOK_AHEAD * config.tokenizer_bytes:
                 break
-        if drawn_from and len(sizes) >= many:
+        if enough and len(sizes) >= many:
             break
     excluded = set[int]()
-    if fraction is not None and len(sizes) < many:
+    if config.fraction is not None and len(sizes) < many:
         keys, held = np.fromiter(sizes, dtype=np.uint64), np.fromiter(sizes.values(), dtype=np.int64)
-        excluded = set(keys[_may_be_held_out(keys, held, fraction)].tolist())
-    sample = [piece for _, _, piece, document in sorted(heap) if document not in excluded]
-    return sample, drawn_from or sum(each["bytes"] for each in read)
+        excluded = set(keys[_may_be_held_out(keys, held, config.fraction)].tolist())
+    return [piece for _, _, piece, document in sorted(heap) if document not in excluded]

@@ -1,9 +1,9 @@
-"""Read text from files of every format, folders, datasets and Python's own library, as documents or records.
+"""Read text from files, folders, datasets and Python's own library, as documents; files of records, one a line.
 
-An error names the file, and the line where there are lines. JSON Lines and tables are streamed, a record at a time.
+An error names the file, and the line where there are lines. Records are streamed. Parquet, folders saved by `datasets`
+and the Hugging Face hub are read by that package.
 """
 
-import csv
 import gzip
 import importlib
 import io
@@ -25,12 +25,11 @@ Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line or row numbers."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Files of these suffixes must be readable. Any other file of a folder may turn out to be no text, and is then skipped.
-_TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
+_TEXT_SUFFIXES = {".txt", *JSON_LINES, ".tsv", ".parquet"}
 _COMPRESSED = (".gz", ".zst", ".xz")
-_EXPECTED = "a file of text, JSON Lines, .csv or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
+_EXPECTED = "a file of text, JSON Lines or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
 _BOM = "\ufeff".encode()
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
-_PARQUET_ROWS = 16  # at once; a row may be a book
 # Tests are repetitive, `encodings` is tables of code pages, and the help topics are read as text instead.
 _NOT_PROSE = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
@@ -103,14 +102,17 @@ def read_records(path: Path, field: str) -> Records | None:
 
     A .json file may be JSON Lines, a list of objects, or an object with `field`; anything else in it is other text.
     """
-    suffix = bare_suffix(path)
-    if suffix in JSON_LINES:
-        return read_json_lines(path)
-    if suffix in (".csv", ".tsv"):
-        return _read_table(path)
-    if suffix == ".parquet":
-        return _read_parquet(path, field)
-    return _read_json(path, field) if suffix == ".json" else None
+    match bare_suffix(path):
+        case ".parquet":
+            return enumerate(_rows("parquet", str(path), data_files=str(path)), 1)
+        case ".json":
+            return _read_json(path, field)
+        case ".tsv":
+            return _read_tsv(path)
+        case ".csv":
+            raise DataError(f"{path}: .csv is not read, for its dialects differ; save it as JSON Lines or .parquet")
+        case suffix:
+            return read_json_lines(path) if suffix in JSON_LINES else None
 
 
 def read_json_lines(path: Path) -> Records:
@@ -136,62 +138,53 @@ def _read_json(path: Path, field: str) -> Records | None:
     return None if is_text else enumerate(records, 1)
 
 
-def _read_table(path: Path) -> Records:
-    """Yield the rows of a .csv, or of an unquoted .tsv; the first line names the columns.
+def _read_tsv(path: Path) -> Records:
+    """Yield the rows of an unquoted table, whose first line names the columns; raise DataError for an uneven row."""
+    rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in read_lines(path) if line.strip())
+    _, names = next(rows, (1, []))
+    for number, row in rows:
+        if len(row) != len(names):
+            raise DataError(f"{path}, line {number}: a row must have {len(names)} fields, got {len(row)}")
+        yield number, dict(zip(names, row, strict=True))
 
-    Raises DataError for a row with more or fewer fields than there are names, and for a repeated name.
-    """
-    csv.field_size_limit(2**31 - 1)  # a field may be a book
-    reader = csv.reader((line for _, line in read_lines(path)), strict=True)
-    rows = ((reader.line_num, row) for row in reader if row)
-    if bare_suffix(path) == ".tsv":
-        rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in read_lines(path) if line.strip())
+
+def _rows(path: str, place: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a dataset, saved or downloaded as it is read; DataError in place of what `datasets` raises."""
+    package, row = _package("datasets", place), 0
     try:
-        _, names = next(rows, (1, []))
-        if len(set(names)) < len(names):
-            raise DataError(f"{path}, line 1: columns must have different names, got {', '.join(map(repr, names))}")
-        for number, row in rows:
-            if len(row) != len(names):
-                fields = f"a row must have {len(names)} fields, got {len(row)}"
-                raise DataError(f"{path}, line {number}: {fields}; quote them")
-            yield number, dict(zip(names, row, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
+        if "data_files" not in options and Path(path).exists():
+            dataset = package.load_from_disk(path)
+            if isinstance(dataset, package.DatasetDict):
+                splits = ", ".join(f"{path}/{split}" for split in dataset)
+                raise DataError(f"{path}: a saved dataset of several splits; give one of them: {splits}")
+        else:
+            dataset = package.load_dataset(path, streaming=True, **{"split": "train", **options})
+        for record in dataset:
+            row += 1
+            yield dict(record)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{place}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check its name "
+            "(OWNER/NAME:CONFIG:SPLIT) and the network"
+        ) from error
 
 
-def _read_parquet(path: Path, field: str) -> Records:
-    """Yield one column of a Parquet file, or all where it has none of that name, a few rows at a time."""
-    arrow, parquet = _package("pyarrow", path), _package("pyarrow.parquet", path)
-    try:
-        with parquet.ParquetFile(path) as file:
-            columns = [field] if field in file.schema_arrow.names else None
-            batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: truncated or damaged Parquet file ({error})") from error
-
-
-def _text_of(record: dict[str, Any], place: str, field: str) -> str:
-    if field not in record:
-        fields = ", ".join(sorted(map(str, record))) or "none"
-        raise MissingFieldError(f"{place}: no field {field!r}; fields found: {fields}; name one with --text-field")
-    if not isinstance(text := record[field], str):
-        raise DataError(f"{place}: {field} must be a string, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON's escapes can spell half of a surrogate pair
-        raise DataError(f"{place}: {field} must be Unicode, got half a surrogate pair at {error.start}") from error
-    return text
-
-
-def _file_documents(path: Path, field: str) -> Iterator[str]:
-    """Yield the documents of one file: the `field` of each record, or the whole of other text."""
-    records = read_records(path, field)
-    if records is None:
-        yield read_text(path)
-        return
-    unit = "row" if bare_suffix(path) == ".parquet" else "line"
-    yield from (_text_of(record, f"{path}, {unit} {number}", field) for number, record in records)
+def _documents(records: Records, place: str, unit: str, field: str) -> Iterator[str]:
+    """Yield the text of each record."""
+    for number, record in records:
+        at = f"{place}, {unit} {number}"
+        if field not in record:
+            fields = ", ".join(sorted(map(str, record))) or "none"
+            raise MissingFieldError(f"{at}: no field {field!r}; fields found: {fields}; name one with --text-field")
+        if not isinstance(text := record[field], str):
+            raise DataError(f"{at}: {field} must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON's escapes can spell half of a surrogate pair
+            raise DataError(f"{at}: {field} must be Unicode, got half a surrogate pair at {error.start}") from error
+        yield text
 
 
 # --- sources
@@ -212,7 +205,7 @@ class Source:
         path = Path(name)
         if name == "python":
             self._read = _python_documents
-        elif name and _is_saved_dataset(path):
+        elif name and any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             self._read = self._dataset_documents
         elif name and path.exists():
             self._read, self._files = self._files_documents, _files(path)
@@ -241,7 +234,7 @@ class Source:
         for file in self._files:
             begun = False
             try:
-                for text in _file_documents(file, self.text_field):
+                for text in self._file_documents(file):
                     begun = True
                     yield text
             except DataError as error:
@@ -250,20 +243,19 @@ class Source:
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
 
+    def _file_documents(self, path: Path) -> Iterator[str]:
+        """Yield the text of each record of a file, or the whole of other text."""
+        if (records := read_records(path, self.text_field)) is None:
+            yield read_text(path)
+        else:
+            unit = "row" if bare_suffix(path) == ".parquet" else "line"
+            yield from _documents(records, str(path), unit, self.text_field)
+
     def _dataset_documents(self) -> Iterator[str]:
-        """Yield the text of each row of a dataset, saved or downloaded as it is read."""
-        package, row = _package("datasets", self.name), 0
-        load = _load_saved if Path(self.name).exists() else _load_from_hub
-        try:
-            for row, record in enumerate(load(package, self.name), 1):
-                yield _text_of(dict(record), f"{self.name}, row {row}", self.text_field)
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(
-                f"{self.name}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check "
-                "its name (OWNER/NAME:CONFIG:SPLIT) and the network"
-            ) from error
+        path, config, split = (*self.name.split(":"), "", "")[:3]
+        options = {"name": config or None, "split": split or "train"}
+        rows = _rows(self.name if Path(self.name).exists() else path, self.name, **options)
+        yield from _documents(enumerate(rows, 1), self.name, "row", self.text_field)
 
 
 def _files(path: Path) -> list[Path]:
@@ -272,27 +264,6 @@ def _files(path: Path) -> list[Path]:
         return [path]
     below = (file for file in sorted(path.rglob("*")) if file.is_file())
     return [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-
-
-def _is_saved_dataset(folder: Path) -> bool:
-    """Whether `save_to_disk` of `datasets` wrote a folder, with or without splits."""
-    single = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return single or (folder / "dataset_dict.json").is_file()
-
-
-def _load_saved(datasets: Any, name: str) -> Any:
-    dataset = datasets.load_from_disk(name)
-    if not isinstance(dataset, datasets.DatasetDict):
-        return dataset
-    if len(dataset) != 1:
-        splits = ", ".join(f"{name}/{split}" for split in dataset)
-        raise DataError(f"{name}: a saved dataset of several splits; give one of them: {splits}")
-    return next(iter(dataset.values()))
-
-
-def _load_from_hub(datasets: Any, name: str) -> Any:
-    dataset, config, split = (*name.split(":"), "", "")[:3]
-    return datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
 
 
 def _python_documents() -> Iterator[str]:

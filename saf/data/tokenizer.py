@@ -12,7 +12,6 @@ EOT = "<|endoftext|>"
 # Usual names of the token that ends a document, for tokenizer files without another file that names it.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 CONFIG_FILE = "tokenizer_config.json"
-_MAP_FILE = "special_tokens_map.json"
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
@@ -69,17 +68,16 @@ class Tokenizer:
         """Download the tokenizer of a model on the Hugging Face hub; raise DataError when that fails."""
         import huggingface_hub
 
-        patterns = ["tokenizer.json", CONFIG_FILE, _MAP_FILE, *_GPT2_FILES[0], *_GPT2_FILES[1]]
         try:
-            folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns)
+            folder = huggingface_hub.snapshot_download(repository, allow_patterns=["*token*.json", "vocab*", "merges*"])
         except Exception as error:
             problem = f"no such folder here, and it could not be downloaded ({type(error).__name__}: {error})"
             raise DataError(f"{repository}: {problem}; give --tokenizer a folder with tokenizer.json") from error
         return cls.load(folder)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: Path) -> None:
         """Write the tokenizer.json."""
-        Path(path).write_bytes(self._data)
+        path.write_bytes(self._data)
 
     def save_config(self, path: Path) -> None:
         """Write the tokenizer_config.json that names the end-of-text token."""
@@ -104,9 +102,8 @@ class Tokenizer:
 
 def _eos_token(folder: Path) -> str | None:
     """Return the eos_token that a tokenizer's other files name; None without them."""
-    for file in (folder / CONFIG_FILE, folder / _MAP_FILE):
-        token = read_json(file, error=DataError).get("eos_token") if file.is_file() else None
-        if token is not None:
+    for file in (folder / CONFIG_FILE, folder / "special_tokens_map.json"):
+        if file.is_file() and (token := read_json(file, error=DataError).get("eos_token")) is not None:
             return str(token["content"] if isinstance(token, dict) else token)
     return None
 

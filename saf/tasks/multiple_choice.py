@@ -28,7 +28,7 @@ from saf.models import GPT
 from saf.records.run import absolute_path
 from saf.tasks.base import Task
 
-TooLong = Literal["leave_out", "shorten", "refuse"]
+TooLong = Literal["leave_out", "shorten"]
 Judge = Literal["test", "development"]
 PATHS = ("test", "tokenizer")
 """Fields of `FinetuneSettings` that name files; a fingerprint knows their contents wherever they lie."""
@@ -61,9 +61,6 @@ class Example:
             return "empty"
         if len(set(self.choices)) < max(2, len(self.choices)):
             return "fewer than two different choices"
-        characters = "".join((self.id, self.text, self.question, *self.choices))
-        if any("\ud800" <= character <= "\udfff" for character in characters):
-            return "not Unicode"  # JSON's escapes can also spell half of a surrogate pair
         return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
 
 
@@ -81,13 +78,12 @@ def _own(number: int, record: dict[str, Any]) -> Iterator[Example]:
     choices, answer = record["choices"], record["answer"]
     if not isinstance(choices, list):
         raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
-    if isinstance(answer, str):
+    if type(answer) is not int:  # true is none
         answer = choices.index(answer) if answer in choices else -1
-    elif isinstance(answer, bool) or not isinstance(answer, int):
-        answer = -1
     name = f"line {number}" if record.get("id") is None else str(record["id"])
-    question = "" if record.get("question") is None else record["question"]
-    yield Example(id=name, text=record["text"], question=question, choices=tuple(choices), answer=answer)
+    yield Example(
+        id=name, text=record["text"], question=record.get("question") or "", choices=tuple(choices), answer=answer
+    )
 
 
 def _sst2(number: int, record: dict[str, Any]) -> Iterator[Example]:
@@ -189,6 +185,11 @@ class Encoded(NamedTuple):
         return self.prompt + self.choices[self.example.answer]
 
     @property
+    def row(self) -> "Row":
+        """The sequence, and where its answer begins and ends."""
+        return self.sequence, len(self.prompt), len(self.sequence)
+
+    @property
     def longest(self) -> int:
         """Inputs of its longest choice, whose last token is only a target."""
         return len(self.prompt) + max(map(len, self.choices)) - 1
@@ -204,9 +205,8 @@ def encode_examples(
     would remain, its id goes to `left_out`; so does that of one whose choices have the same tokens.
     """
     result = []
-    texts = tokenizer.encode_batch([example.text for example in examples])
-    wholes = tokenizer.encode_batch([example.text + example.question for example in examples])
-    questions = tokenizer.encode_batch([example.question for example in examples])
+    parts = ((each.text, each.text + each.question, each.question) for each in examples)
+    texts, wholes, questions = map(tokenizer.encode_batch, zip(*parts, strict=True)) if examples else ((), (), ())
     different = list({choice: None for example in examples for choice in example.choices})
     tokens_of = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
     for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
@@ -246,22 +246,26 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     return sorted(members[name][place] for name in names for place in drawn[name])
 
 
-def pad(rows: Sequence[tuple[Sequence[int], int]], *, padding: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 `[rows, longest - 1]`, of token sequences with the place where their answer begins.
+Row = tuple[Sequence[int], int, int]
+"""Tokens of a sequence, and where the answer in them begins and ends."""
 
-    Only tokens from there on are targets. Padding stands behind a sequence, where causal attention does not look.
 
-    >>> pad([([7, 8, 9], 2), ([5, 6], 1)], padding=0)
+def pad(rows: Sequence[Row], *, padding: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, int64 `[rows, longest - 1]`: only the tokens of answers are targets.
+
+    Padding stands behind a sequence, where causal attention does not look.
+
+    >>> pad([([7, 8, 9], 2, 3), ([5, 6], 1, 2)], padding=0)
     (tensor([[7, 8],
             [5, 0]]), tensor([[-100,    9],
             [   6, -100]]))
     """
-    width = max(len(tokens) for tokens, _ in rows) - 1
+    width = max(len(tokens) for tokens, _, _ in rows) - 1
     inputs, targets = torch.full((len(rows), width), padding), torch.full((len(rows), width), NO_TARGET)
-    for row, (tokens, begin) in enumerate(rows):
+    for row, (tokens, begin, end) in enumerate(rows):
         ids = torch.tensor(tokens)
         inputs[row, : len(ids) - 1] = ids[:-1]
-        targets[row, begin - 1 : len(ids) - 1] = ids[begin:]
+        targets[row, begin - 1 : end - 1] = ids[begin:end]
     return inputs, targets
 
 
@@ -286,8 +290,8 @@ class FinetuneSettings:
     max_tokens: int = 512
     """Allow this many tokens for an example with its answer."""
     too_long: TooLong = "leave_out"
-    """Leave longer examples out, shorten their text (never question or answer) at its end, or refuse them. A user's own
-    examples are shortened only where they have a "question"."""
+    """Leave longer examples out, or shorten their text (never question or answer) at its end. A user's own examples are
+    shortened only where they have a "question"."""
     development: float = 0.1
     """Hold out this share of the training file, stratified by answer; it chooses epochs and decides during a run."""
     split_seed: int = 0
@@ -355,7 +359,7 @@ class FinetuneTask(Task):
         encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
         self.left_out[role] = left_out
         count, words = len(encoded) + sum(map(len, left_out.values())), _in_words(left_out)
-        if left_out and (self.own.too_long == "refuse" or not encoded):
+        if not encoded:
             raise DataError(f"{path}: examples that cannot be used: {words}; the limit is {limit + 1} tokens")
         if left_out:
             warnings.warn(f"{path}: {words} left out of {count} examples", SafWarning, stacklevel=4)
@@ -394,8 +398,7 @@ class FinetuneTask(Task):
 
     def batch(self, position: int, size: int) -> Tensor:
         """The examples from `position` on, padded to the longest of them; only answers are targets."""
-        examples = [self.examples[number] for number in self.numbers(position, size)]
-        rows = [(each.sequence, len(each.prompt)) for each in examples]
+        rows = [self.examples[number].row for number in self.numbers(position, size)]
         return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
 
     def calibration(self) -> list[dict[str, Tensor]]:
@@ -420,25 +423,21 @@ class FinetuneTask(Task):
         longest = max(examples, key=lambda each: len(each.sequence))
         if all(len(each.sequence) < len(longest.sequence) for each in chosen):
             chosen[-1] = longest
-        sequences = [each.sequence for each in chosen]
-        reach = max(range(count), key=lambda place: len(sequences[place]))
+        rows = [each.row for each in chosen]
+        reach = max(range(count), key=lambda place: len(rows[place][0]))
+        tokens, *answer = rows[reach]
         further = (token for place in order[::-1] for token in examples[place].sequence)
-        sequences[reach] = (*sequences[reach], *further)[: self.length + 1]
-        if (reached := len(sequences[reach]) - 1) < self.length:
+        rows[reach] = ((*tokens, *further)[: self.length + 1], *answer)
+        if (reached := len(rows[reach][0]) - 1) < self.length:
             reason = f"the longest example, got {reached:,} in all training examples"
             raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; give more of them")
-        parts = (slice(first, first + size) for first in range(0, count, size))
-        return [self._calibration_batch(chosen[part], sequences[part]) for part in parts]
+        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
 
-    def _calibration_batch(self, chosen: Sequence[Encoded], sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """A batch of examples whose tokens may go on behind the answer, where nothing is a target."""
-        rows = [(tokens, len(each.prompt)) for each, tokens in zip(chosen, sequences, strict=True)]
+    def _calibration_batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         inputs, targets = pad(rows, padding=self.tokenizer.eot_id)
-        places = torch.arange(inputs.shape[1])
-        answered = torch.tensor([len(each.sequence) - 1 for each in chosen])[:, None]
-        real = torch.tensor([len(tokens) - 1 for tokens in sequences])[:, None]
-        targets = targets.masked_fill(places >= answered, NO_TARGET)
-        return {"input_ids": inputs, "attention_mask": (places < real).long(), "targets": targets}
+        lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in rows])[:, None]
+        mask = torch.arange(inputs.shape[1]) < lengths
+        return {"input_ids": inputs, "attention_mask": mask.long(), "targets": targets}
 
     def heldout(self) -> list[Tensor]:
         """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
@@ -455,8 +454,8 @@ class FinetuneTask(Task):
         return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
 
     def _answer(self, model: GPT, execution: Execution, examples: Sequence[Encoded]) -> list[dict[str, Any]]:
-        size = self.settings.batch_size
-        return answer_questions(model, examples, batch_size=size, precision=execution.precision)
+        shape = {"batch_size": self.settings.batch_size, "precision": execution.precision}
+        return answer_questions(model, examples, **shape)
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Loss of the answers to the first development examples, nats per token."""

@@ -43,8 +43,8 @@ def test_every_document_lands_in_exactly_one_partition(prepared, texts):
             ["e8e70b8546d0eaa0", "e756d37adcb68e61", "62b8ee738413da8c", "378fc8c313f10c1d"],
         ),
         (
-            {"split_characters": 200, "heldout_shares": (2, 1, 1)},
-            ["288db4196a6bfe85", "fd3e6ab2afdcf857", "d7f427a1e4d3d6e2", "8536f02a36e842ab"],
+            {"split_characters": 200},
+            ["288db4196a6bfe85", "20044c32b2e425b6", "2051efeec036bfff", "b9f7e4503c4f4630"],
         ),
         (
             {"max_bytes": 30_000, "heldout_fraction": 0.5, "calibration_from": "train"},
@@ -129,7 +129,6 @@ def test_limits(source, texts, tmp_path):
     [
         ({"heldout_fraction": 0.0}, "--heldout-fraction must be in"),
         ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "got both"),
-        ({"heldout_shares": (1, 0, 1)}, "three positive numbers"),
         ({"max_bytes": 0}, "--max-bytes must be at least 1"),
         ({"calibration_from": "text"}, "--calibration-from must be"),
         ({"vocab_size": 100}, "at least 257"),
