@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer
 from saf.errors import DataError, InputError, check_name
-from saf.records.files import check_file, entries_hash, read_json, restore_replaced_, write_json
+from saf.records.files import check_file, entries_hash, read_json, write_json
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 SCHEMA = "saf.data/3"
@@ -25,6 +25,9 @@ DIGEST_BYTES = 16
 _AGAIN = "prepare it again"
 # The independent random streams of one seed.
 _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
+
+
+# --- the folder
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +47,6 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
 def read_index(folder: Path) -> dict[str, Any]:
     """Read a data folder's index.json; raise DataError when it is missing or was changed."""
     path = folder / INDEX_FILE
-    restore_replaced_(folder)
     if not path.is_file():
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
         raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
@@ -72,10 +74,8 @@ class TokenData:
     def __init__(self, folder: Path, index: dict[str, Any]):
         self.folder, self.index = folder, index
         self.fingerprint: str = index["fingerprint"]
-        """SHA-256 of the tokenizer and of every token in order."""
         self.tokenizer_hash: str = index["tokenizer"]["sha256"]
         self.vocab_size: int = index["tokenizer"]["vocab_size"]
-        """Number of token ids, the end-of-text token included."""
         self.eot_id: int = index["tokenizer"]["eot_id"]
         """Id of the token that ends every document."""
         self.calibration_source = "train" if index["calibration_from"] == "train" else "calibration"
@@ -117,12 +117,14 @@ class TokenData:
         return self._info(partition)["tokens"]
 
     def unigram_entropy(self, partition: str) -> float:
-        """Entropy of a partition's token frequencies, nats; raise DataError when it is empty."""
-        return self._info(partition, allow_empty=False)["unigram_entropy"]
+        """Entropy of a partition's token frequencies, nats."""
+        return self._info(partition)["unigram_entropy"]
 
     def tokens(self, partition: str) -> np.ndarray:
         """A partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
-        self._info(partition, allow_empty=False)
+        if not self._info(partition)["tokens"]:
+            advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
+            raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         return np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
 
@@ -131,13 +133,9 @@ class TokenData:
         self._info(partition)
         return np.fromfile(self._file(f"{partition}.digests"), np.uint8).reshape(-1, DIGEST_BYTES)
 
-    def _info(self, partition: str, *, allow_empty: bool = True) -> dict[str, Any]:
+    def _info(self, partition: str) -> dict[str, Any]:
         check_name("partition", partition, PARTITIONS)
-        info = self.index["partitions"][partition]
-        if not allow_empty and not info["tokens"]:
-            advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
-            raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
-        return info
+        return self.index["partitions"][partition]
 
 
 class TextData(TokenData):
@@ -151,8 +149,7 @@ class TextData(TokenData):
         facts = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
         fingerprint = sha256(tokenizer.fingerprint.encode() + self._ids.tobytes()).hexdigest()
         index = {"fingerprint": fingerprint, "tokenizer": facts, "calibration_from": "heldout"}
-        index["partitions"] = {name: {"tokens": len(ids)} for name in PARTITIONS}
-        super().__init__(file, index)
+        super().__init__(file, {**index, "partitions": {name: {"tokens": len(ids)} for name in PARTITIONS}})
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -165,10 +162,8 @@ def check_separate(data: TokenData, partition: str, reported: TokenData) -> None
     """Raise DataError if a document of `partition` is also in the report partition of another data folder."""
     own, report = ({bytes(row) for row in part} for part in (data.digests(partition), reported.digests("report")))
     if shared := len(own & report):
-        raise DataError(
-            f"{shared} documents of the {partition} partition of {data.folder} are also in the report partition of "
-            f"{reported.folder}; give --data without them"
-        )
+        where = f"{data.folder} ({partition}) must have no document of the report partition of {reported.folder}"
+        raise DataError(f"{where}, got {shared}; give --data without them")
 
 
 # --- windows
@@ -178,6 +173,12 @@ def generator(stream: int, seed: int, number: int) -> np.random.Generator:
     """A counter-based generator: the same numbers for one stream, seed and number wherever it is made."""
     key, counter = np.array([seed, number], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+@lru_cache(maxsize=2)
+def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
+    """The order of `count` items in an epoch, remembered for the next batch."""
+    return generator(stream, seed, epoch).permutation(count)
 
 
 def _count_windows(tokens: np.ndarray, length: int) -> int:
@@ -199,12 +200,6 @@ def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> 
     return torch.from_numpy(out)
 
 
-@lru_cache(maxsize=2)
-def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of `count` items in an epoch, remembered for the next batch."""
-    return generator(stream, seed, epoch).permutation(count)
-
-
 def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
     """Windows number `position` to `position + size - 1` of training, int64 `[size, length + 1]`.
 
@@ -224,8 +219,7 @@ def random_windows(tokens: np.ndarray, position: int, size: int, *, length: int,
     """Windows that start anywhere, each start drawn from (seed, number); otherwise as `shuffled_windows`."""
     _count_windows(tokens, length)
     numbers, most = range(position, position + size), len(tokens) - length
-    starts = [int(generator(_RANDOM, seed, number).integers(most)) for number in numbers]
-    return _read(tokens, starts, length + 1)
+    return _read(tokens, [int(generator(_RANDOM, seed, number).integers(most)) for number in numbers], length + 1)
 
 
 def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:
@@ -260,8 +254,8 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
         raise InputError(f"length and count must be at least 1, got {length} and {count}")
     tokens = data.tokens(source)
     if (windows := len(tokens) // length) < count:
+        few = f"the {source} partition has {windows} of its {len(tokens):,} tokens"
         raise DataError(
-            f"calibration needs {count} windows of length {length} = {count * length:,} tokens, the {source} partition "
-            f"has {len(tokens):,}, {windows} windows; ask for fewer or shorter ones, or prepare more text"
+            f"calibration needs {count} windows of length {length}, {few}; ask for fewer, or give more text"
         )
     return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)

@@ -38,6 +38,7 @@ _BUDGETS = ("update_budget", "time_budget_seconds")
 """By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
 _QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
 """Settings of recall that decide the queries of a test, beside its tokens and pairs."""
+_EVALUATED = ("partition", "length", "precision", "data_fingerprint")
 _PAIR = ("ordinary", "frozen")
 _SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
 
@@ -81,7 +82,7 @@ def compare_runs(
         (one.folder, other.folder),
         hashes=[result["provenance"]["checkpoints"].get("final") for result in results],
         heads=[run.head_counts for run in pair],
-        lines=differences(one, other) if of_text else list(_setting_differences(one, other)),
+        lines=differences(one, other) if of_text else _setting_differences(one, other),
     )
     record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
@@ -129,11 +130,11 @@ def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples
     (record, losses), (other, frozen_losses) = map(_final_evaluation, (ordinary, frozen))
     if record["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
+    peaks = (run.finished_result().get("peak_memory_bytes") for run in (ordinary, frozen))
     return {
         **delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed),
         **compare_update_times(ordinary, frozen),
-        "peak_memory_ordinary": ordinary.finished_result().get("peak_memory_bytes"),
-        "peak_memory_frozen": frozen.finished_result().get("peak_memory_bytes"),
+        **dict(zip(("peak_memory_ordinary", "peak_memory_frozen"), peaks, strict=True)),
     }
 
 
@@ -142,10 +143,8 @@ def _final_evaluation(run: RecordedRun) -> tuple[Record, Tensor]:
     expected = run.finished_result()["report_loss"]
     record, losses = read_evaluation(run.folder)
     if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
-        raise InputError(
-            f"{run.folder}/evaluation.json is of another model or text than the run's end: its loss is "
-            f"{record['loss']:.6f}, that of result.json {expected:.6f}; evaluate the last checkpoint again"
-        )
+        where = f"{run.folder}/evaluation.json is of another model or text than the run's end"
+        raise InputError(f"{where}: loss {record['loss']:.6f}, not {expected:.6f}; evaluate the last checkpoint again")
     return record, losses
 
 
@@ -155,7 +154,7 @@ def _task_answers(run: RecordedRun) -> TaskAnswers:
 
 def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
-    if lines := list(_difference_lines({f"mqar.{name}": (left.get(name), right.get(name)) for name in _QUERIES})):
+    if lines := list(_difference_lines(left, right, _QUERIES)):
         raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
     problem = gate_problem(ordinary.finished_result()["recall"])
     return {**paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
@@ -170,36 +169,36 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     budgets = [any(run.config["train"].get(name) for name in _BUDGETS) for run in (ordinary, frozen)]
     matched = len(parents) == 1 and None not in parents and all(budgets)
     without = [f"train.{name}" for name in _BUDGETS] if matched else []
-    pairs = {"device": (ordinary.config.get("device"), frozen.config.get("device"))}
-    for key in () if matched else ("updates", "tokens"):
-        pairs[key] = (ordinary.finished_result().get(key), frozen.finished_result().get(key))
-    for key in ("partition", "length", "precision", "data_fingerprint"):
-        pairs[f"evaluation {key}"] = ((ordinary.evaluation or {}).get(key), (frozen.evaluation or {}).get(key))
-    settings = _setting_differences(ordinary, frozen, without=without)
-    return [*settings, *_difference_lines(pairs), *_parent_difference(ordinary, frozen)]
-
-
-def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Sequence[str] = ()) -> Iterator[str]:
-    left, right = (
-        {key: value for section in ("model", "train", "data") for key, value in _flat(section, run.config.get(section))}
+    one, other = (
+        {"device": run.config.get("device")}
+        | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
+        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in _EVALUATED}
         for run in (ordinary, frozen)
     )
-    keys = sorted((left.keys() | right.keys()) - _IRRELEVANT - {*without})
-    yield from _difference_lines({key: (left.get(key), right.get(key)) for key in keys})
+    settings = _setting_differences(ordinary, frozen, without=without)
+    return [*settings, *_difference_lines(one, other), *_parent_difference(ordinary, frozen)]
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, item in value.items():
-        yield from _flat(f"{name}.{key}", item)
+def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, without: Sequence[str] = ()) -> list[str]:
+    sections = ({name: run.config.get(name) for name in ("model", "train", "data")} for run in (ordinary, frozen))
+    left, right = map(_flat, sections)
+    return list(_difference_lines(left, right, sorted((left.keys() | right.keys()) - _IRRELEVANT - {*without})))
 
 
-def _difference_lines(pairs: Mapping[str, tuple[Any, Any]]) -> Iterator[str]:
-    for key, (one, other) in pairs.items():
-        if one != other:
-            yield f"{key}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by names with dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _difference_lines(
+    ordinary: Mapping[str, Any], frozen: Mapping[str, Any], names: Sequence[str] | None = None
+) -> Iterator[str]:
+    for name in ordinary if names is None else names:
+        if (one := ordinary.get(name)) != (other := frozen.get(name)):
+            yield f"{name}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
 
 
 def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
@@ -236,29 +235,17 @@ def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     begin = max(frozen.last_change or 0, *(run.metrics[0]["update"] - 1 for run in (ordinary, frozen)))
     last = min(run.metrics[-1]["update"] for run in (ordinary, frozen))
     start = begin + untimed_updates(last - begin)
-    own, other = (
-        {line["update"]: line["update_seconds"] for line in run.metrics if line["update"] > start}
-        for run in (ordinary, frozen)
-    )
-    common = sorted(own.keys() & other.keys())
-    (low, median, high), (low_frozen, median_frozen, high_frozen) = (
-        _quantiles([arm[update] for update in common]) for arm in (own, other)
-    )
-    enough = len(common) >= _MINIMUM_TIMED_UPDATES
-    return {
-        "update_seconds_ordinary": median,
-        "update_seconds_frozen": median_frozen,
-        "update_time_ratio": median / median_frozen if enough and median and median_frozen else None,
-        "update_seconds_spread_ordinary": [low, high] if common else None,
-        "update_seconds_spread_frozen": [low_frozen, high_frozen] if common else None,
-        "timed_updates": [common[0], common[-1]] if common else None,
-    }
-
-
-def _quantiles(seconds: list[float]) -> list[Any]:
-    """Compute the 20th percentile, median and 80th percentile; None each of nothing."""
-    shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    return torch.tensor(seconds, dtype=torch.float64).quantile(shares).tolist() if seconds else [None] * 3
+    own, other = ({line["update"]: line["update_seconds"] for line in run.metrics} for run in (ordinary, frozen))
+    common = sorted(update for update in own.keys() & other.keys() if update > start)
+    record: Record = {"update_time_ratio": None, "timed_updates": [common[0], common[-1]] if common else None}
+    for arm, times in zip(_PAIR, (own, other), strict=True):
+        taken = torch.tensor([times[update] for update in common], dtype=torch.float64)
+        shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        low, median, high = taken.quantile(shares).tolist() if common else [None] * 3
+        record |= {f"update_seconds_{arm}": median, f"update_seconds_spread_{arm}": [low, high] if common else None}
+    if len(common) >= _MINIMUM_TIMED_UPDATES and record["update_seconds_frozen"]:
+        record["update_time_ratio"] = record["update_seconds_ordinary"] / record["update_seconds_frozen"]
+    return record
 
 
 def speed_caveat(record: Mapping[str, Any]) -> str:
@@ -376,8 +363,7 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
     if "heads_by_layer" in frozen and not any(counts[1].values()):
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; give the ordinary model first")
-    shape = _SHAPE if ordinary and frozen else ()
-    lines = list(_difference_lines({name: (ordinary.get(name), frozen.get(name)) for name in shape}))
+    lines = list(_difference_lines(ordinary, frozen, _SHAPE if ordinary and frozen else ()))
     checkpoints = [record["provenance"]["checkpoints"] for record in records]
     own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}
     origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}

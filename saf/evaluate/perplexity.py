@@ -19,8 +19,7 @@ from saf.models.adapter import language_model
 from saf.records.files import check_file, file_hash, read_tensors, write_json, write_tensors
 from saf.records.result import read_result, result_header
 
-EVALUATION, LOG_PROBS = "evaluation.json", "log_probs.safetensors"
-FILES = (EVALUATION, LOG_PROBS)
+EVALUATION, LOG_PROBS = FILES = ("evaluation.json", "log_probs.safetensors")
 """Files that an evaluation writes."""
 
 
@@ -46,7 +45,7 @@ def evaluate_perplexity(
 
     Args:
         model: The project's GPT, or a causal LM whose call returns an object with `.logits`; it keeps its mode.
-        data: A prepared data folder.
+        data: A prepared data folder, or a file of text.
         partition: Which held-out text; final numbers come from "report".
         length: Tokens of context in a window; the model's maximum when None.
         batch_size: Windows in a forward pass.
@@ -124,28 +123,6 @@ def _check_settings(language: Any, data: TokenData, *, length: int | None, batch
     return length
 
 
-def write_losses(folder: Path, log_probs: Tensor, *, tokens: bool = True) -> str:
-    """Write the losses of an evaluation, by log-probabilities `[W, T]`, into a folder and return the file's SHA-256.
-
-    The file holds mean losses of windows, `windows [W]` float64 in nats, and with `tokens` every token's `log_probs`.
-    """
-    tensors = {"windows": window_losses(log_probs)} | ({"log_probs": log_probs.float()} if tokens else {})
-    return file_hash(write_tensors(folder / LOG_PROBS, tensors))
-
-
-def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
-    """Read evaluation.json and the mean losses of its windows, `[W]` float64 in nats.
-
-    Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
-    """
-    table, values = Path(folder) / EVALUATION, Path(folder) / LOG_PROBS
-    record = read_result(table)
-    if "log_probs_sha256" not in record:
-        raise InputError(f"{table} has no SHA-256 of {values.name}; run `saf evaluate` again and take both files")
-    check_file(values, sha256=record["log_probs_sha256"])
-    return record, read_tensors(values)["windows"]
-
-
 def losses_by_position(log_probs: Tensor) -> list[list[float]]:
     """Average the loss of targets 1 to 16 of all windows `[windows, T]`, 17 to 64, and so on, fourfold up to T.
 
@@ -162,3 +139,22 @@ def hash_windows(windows: Tensor) -> str:
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
+
+
+def write_losses(folder: Path, log_probs: Tensor, *, tokens: bool = True) -> str:
+    """Write the losses of an evaluation, by log-probabilities `[W, T]`, into a folder and return the file's SHA-256.
+
+    The file holds mean losses of windows, `windows [W]` float64 in nats, and with `tokens` every token's `log_probs`.
+    """
+    tensors = {"windows": window_losses(log_probs)} | ({"log_probs": log_probs.float()} if tokens else {})
+    return file_hash(write_tensors(folder / LOG_PROBS, tensors))
+
+
+def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
+    """Read evaluation.json and the mean losses of its windows, `[W]` float64 in nats.
+
+    Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
+    """
+    record, losses = read_result(Path(folder) / EVALUATION), Path(folder) / LOG_PROBS
+    check_file(losses, sha256=record["log_probs_sha256"])
+    return record, read_tensors(losses)["windows"]

@@ -50,12 +50,15 @@ class Task(ABC):
         """Tokens of an update, those that are not counted in the loss included."""
         return self.windows_per_update * self.length
 
-    @abstractmethod
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         """Raise DataError now, not in the middle of training, for too few data.
 
         `calibrates` says that events measure attention, `scores_outputs` that their scores read held-out sequences.
         """
+        if calibrates:
+            self.calibration()
+        if scores_outputs:
+            self.heldout()
 
     @abstractmethod
     def batch(self, position: int, size: int) -> Tensor:

@@ -172,10 +172,6 @@ class MQARTask(Task):
         text = json.dumps({"task": self.name, "seed": self.settings.seed, **self.mqar.to_dict()}, sort_keys=True)
         return hashlib.sha256(text.encode() + first.numpy().astype("<i8").tobytes()).hexdigest()
 
-    def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        if calibrates or scores_outputs:
-            self.mqar.check_fits(self._even_context, self.mqar.pairs)
-
     def batch(self, position: int, size: int) -> Tensor:
         numbers = range(position, position + size)
         return torch.stack(self.mqar.examples(Stream.TRAINING, numbers, seed=self.settings.seed))

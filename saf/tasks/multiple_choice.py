@@ -384,12 +384,6 @@ class FinetuneTask(Task):
         """Updates of so many epochs; the last one takes up the next epoch's first examples to be full."""
         return -(-epochs * len(self.examples) // self.windows_per_update)
 
-    def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        if calibrates:
-            self.calibration()
-        if scores_outputs:
-            self.heldout()
-
     def numbers(self, position: int, count: int) -> list[int]:
         """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
         total, seed = len(self.examples), self.settings.seed

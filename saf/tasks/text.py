@@ -38,10 +38,7 @@ class TextTask(Task):
         return self.data.fingerprint
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        if calibrates:
-            self.calibration()
-        if scores_outputs:
-            self.heldout()
+        super().check(calibrates=calibrates, scores_outputs=scores_outputs)
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
             if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
                 raise DataError(
