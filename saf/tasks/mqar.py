@@ -68,9 +68,6 @@ class MQARSettings:
     """Evaluate a run on this number of development sequences, which are the same for every seed."""
 
     def __post_init__(self):
-        for name in ("test_examples", "development"):
-            if getattr(self, name) < 1:
-                raise InputError(f"mqar.{name} must be at least 1, got {getattr(self, name)}")
         if len(self.test_lengths) != len(self.test_pairs) or len(set(self.tests)) < len(self.tests):
             tests = f"{self.test_lengths} and {self.test_pairs}"
             raise InputError(f"mqar.test_lengths and test_pairs must name equally many different tests, got {tests}")
@@ -178,12 +175,12 @@ class MQARTask(Task):
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Sequences of the model's context, with `targets` at queries alone, by which gates on heads are measured."""
-        inputs, targets = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences, self._even_context)
-        batches = zip(*(part.split(self.settings.batch_size) for part in (inputs, targets)), strict=True)
+        parts = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences)
+        batches = zip(*(part.split(self.settings.batch_size) for part in parts), strict=True)
         return [{"input_ids": inputs, "targets": targets} for inputs, targets in batches]
 
     def heldout(self) -> list[Tensor]:
-        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._even_context)
+        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences)
         return list(inputs.split(self.settings.batch_size))
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
@@ -209,14 +206,11 @@ class MQARTask(Task):
     def description(self) -> dict[str, Any]:
         return {"folder": None, "fingerprint": self.fingerprint, "tokenizer": None, "mqar": self.mqar.to_dict()}
 
-    @property
-    def _even_context(self) -> int:
-        """The longest even length within the model's context."""
-        return self.context // 2 * 2
-
-    def _fixed(self, stream: Stream, count: int, length: int, pairs: int | None = None) -> tuple[Tensor, Tensor]:
-        """Examples that are the same for every seed of training."""
-        pairs = self.mqar.pairs if pairs is None else pairs
+    def _fixed(
+        self, stream: Stream, count: int, length: int | None = None, pairs: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Examples that are the same for every seed of training; they fill the context by default."""
+        length, pairs = length or self.context // 2 * 2, pairs or self.mqar.pairs
         return self.mqar.examples(stream, range(count), seed=TEST_SEED + length + pairs, length=length, pairs=pairs)
 
     def _develop(self, model: GPT, execution: Execution, count: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ that arms see the same examples in the same order.
 import hashlib
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -64,7 +65,7 @@ class Example:
         return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
 
 
-LeftOut = dict[str, list[str]]
+LeftOut = defaultdict[str, list[str]]
 """The ids of examples that are not used, by reason."""
 
 
@@ -140,7 +141,7 @@ def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut
 
     Raises DataError when there is no such file, a line cannot be read, or no example can be used.
     """
-    path, examples, left_out, seen = Path(path), list[Example](), LeftOut(), set[str]()
+    path, examples, left_out, seen = Path(path), list[Example](), LeftOut(list), set[str]()
     field, examples_of = LAYOUTS[layout]
     for number, record in read_records(path, field) or read_json_lines(path):
         try:
@@ -150,12 +151,10 @@ def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut
                 if reason is None:
                     examples.append(example)
                 else:
-                    left_out.setdefault(reason, []).append(example.id)
+                    left_out[reason].append(example.id)
         except (KeyError, TypeError, AttributeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise DataError(
-                f"{path}, line {number}: no example of {layout} ({problem}): {str(record)[:160]}"
-            ) from error
+            problem = f"no example of {layout} ({type(error).__name__}: {error}): {str(record)[:160]}"
+            raise DataError(f"{path}, line {number}: {problem}") from error
     if not examples:
         raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
     return examples, left_out
@@ -212,16 +211,15 @@ def encode_examples(
     for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
         choices = tuple(tokens_of[choice] for choice in example.choices)
         room = limit - max(map(len, choices))  # end-of-text comes first; the last token of a choice is no input
-        prompt, shortened = whole, len(whole) > room
         if len(set(choices)) < len(choices) or not all(choices):
-            left_out.setdefault("choices of the same tokens", []).append(example.id)
-            continue
-        if shortened:
-            if not shorten or room <= len(question) or not example.question:
-                left_out.setdefault("too long", []).append(example.id)
-                continue
-            prompt = text[: room - len(question)] + question
-        result.append(Encoded(example, (tokenizer.eot_id, *prompt), choices, shortened))
+            left_out["choices of the same tokens"].append(example.id)
+        elif len(whole) <= room:
+            result.append(Encoded(example, (tokenizer.eot_id, *whole), choices, shortened=False))
+        elif shorten and question and room > len(question):
+            prompt = (tokenizer.eot_id, *text[: room - len(question)], *question)
+            result.append(Encoded(example, prompt, choices, shortened=True))
+        else:
+            left_out["too long"].append(example.id)
     return result
 
 
@@ -304,12 +302,8 @@ class FinetuneSettings:
     def __post_init__(self):
         check_name("too_long", self.too_long, get_args(TooLong))
         check_name("judge", self.judge, get_args(Judge))
-        if self.max_tokens < 2:
-            raise InputError(f"max_tokens must be at least 2, got {self.max_tokens}")
         if not 0 < self.development < 1:
             raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
-        if self.most_examples is not None and self.most_examples < 1:
-            raise InputError(f"most_examples must be at least 1, got {self.most_examples}")
         for name in PATHS:
             object.__setattr__(self, name, absolute_path(getattr(self, name)))
 
@@ -323,7 +317,7 @@ class FinetuneTask(Task):
     def __init__(self, settings: Any, *, length: int):
         """Read, check and split the examples; a warning names those that are left out.
 
-        Raises DataError for a file that cannot be read or has too few examples, or long ones that are refused.
+        Raises DataError for a file that cannot be read or has too few examples.
         """
         self.name, self.settings, own = settings.task, settings, settings.finetuning
         if own is None or not own.test or not own.tokenizer:
@@ -339,10 +333,8 @@ class FinetuneTask(Task):
         self.development = [each for at, each in enumerate(train) if at in chosen]
         self.examples = [each for at, each in enumerate(train) if at not in chosen]
         if not self.development or not self.examples:
-            raise DataError(
-                f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}; "
-                "give more examples or another share (development)"
-            )
+            few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
+            raise DataError(f"{few}; give more examples or another share (development)")
         trained = {(each.example.text, each.example.question) for each in train}
         self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
         if self.shared:
@@ -396,21 +388,17 @@ class FinetuneTask(Task):
         return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
 
     def calibration(self) -> list[dict[str, Tensor]]:
-        """Training examples to calibrate on, each with its answer, in batches padded behind.
+        """Training examples to calibrate on, drawn by the run's seed, in batches padded behind.
 
-        They are drawn by the run's seed, the same for every arm. Patterns reach as far as the longest sequence: the
-        last one drawn gives its place to the longest training example where none as long was drawn, and where other
-        examples or choices are longer still, it goes on with the text of further examples.
-
-        Returns:
-            Mappings with `input_ids`, `attention_mask` and, at the examples' answers, `targets`,
-            `[<= batch_size, longest of them]`.
+        Mappings with `input_ids`, `attention_mask` and, at the answers, `targets`, `[<= batch_size, longest of them]`.
+        Patterns reach as far as the longest sequence: the last one drawn gives its place to the longest training
+        example where none as long was drawn, and where other examples or choices are longer still, it goes on with the
+        text of further examples.
         """
         count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
         if count > len(examples):
             raise DataError(
-                f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}; ask for "
-                "fewer, or give more examples"
+                f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}"
             )
         order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
         chosen = [examples[place] for place in order[:count]]
@@ -441,10 +429,8 @@ class FinetuneTask(Task):
         ids = [token for each in self.development for token in each.sequence]
         count = self.settings.heldout_sequences
         if len(ids) < count * self.length:
-            raise DataError(
-                f"heldout_sequences must be at most {len(ids) // self.length}, as many as {len(ids):,} development "
-                f"tokens fill at {self.length:,} each, got {count}"
-            )
+            most = f"{len(ids) // self.length}, of {len(ids):,} development tokens with {self.length:,} each"
+            raise DataError(f"heldout_sequences must be at most {most}, got {count}")
         return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
 
     def _answer(self, model: GPT, execution: Execution, examples: Sequence[Encoded]) -> list[dict[str, Any]]:

@@ -41,9 +41,9 @@ class TextTask(Task):
         super().check(calibrates=calibrates, scores_outputs=scores_outputs)
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
             if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
+                most = f"at most {windows * self.length:,}, the report partition's whole windows"
                 raise DataError(
-                    f"report_tokens must be at most {windows * self.length:,}, the report partition's whole windows, "
-                    f"got {self.settings.report_tokens:,}; prepare more held-out text"
+                    f"report_tokens must be {most}, got {count * self.length:,}; prepare more held-out text"
                 )
 
     @cached_property
@@ -104,8 +104,6 @@ def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int
     """
     windows = sequential_windows(data.tokens("controller"), length)
     if len(windows) < count:
-        raise DataError(
-            f"the controller partition must have {count} held-out windows of {length:,} tokens, got {len(windows)}; "
-            "ask for fewer with heldout_sequences, or prepare more text"
-        )
+        few = f"the controller partition must have {count} held-out windows of {length:,} tokens, got {len(windows)}"
+        raise DataError(f"{few}; ask for fewer with heldout_sequences, or prepare more text")
     return list(windows[-count:, :-1].split(batch_size))

@@ -102,7 +102,6 @@ def test_an_example_is_a_function_of_seed_stream_and_number_alone():
         ({"power": 0.0}, "mqar.power must be a finite number above 0"),
         ({"test_pairs": (4, 9)}, "got 32 for 9 pairs"),
         ({"test_pairs": (4,)}, "must name equally many different tests"),
-        ({"development": 0}, "mqar.development must be at least 1"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused_by_name(changes, message):
