@@ -44,7 +44,6 @@ from saf.heldout import (
     heldout_loss,
     perplexity_rise,
     within_budget,
-    worst_layer,
 )
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
@@ -125,7 +124,7 @@ def freeze_(
     # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     options = {"collect": config.collect, "capture_bytes": capture_bytes, "progress": progress}
     statistics = on_rank0(lambda: calibrate(model, sequences, timer=timer, **options))
-    loss_before = loss_after = worst = None
+    loss_before = loss_after = None
     if reporting is not None:
         with timer("loss"):
             loss_before = loss_after = on_rank0(lambda: heldout_loss(model, reporting))
@@ -158,7 +157,7 @@ def freeze_(
     if len(heads) and loss_before is not None:
         rules = {"accept": accept_loss, "training": optimizer is not None, "own_text": own_text}
         with timer("loss"):
-            loss_after, worst = on_rank0(lambda: _cost(model, heads, reporting, loss_before, trial, **rules))
+            loss_after = on_rank0(lambda: _loss_with(model, heads, reporting, loss_before, trial, **rules))
 
     # Line 21: install the patterns; value and output weights and the optimiser's state stay.
     if len(heads):
@@ -184,7 +183,6 @@ def freeze_(
         joint_cost=joint,
         loss_before=loss_before,
         loss_after=loss_after,
-        worst_layer=worst,
         seconds=on_rank0(lambda: timer.seconds),
     )
     if len(heads):
@@ -464,7 +462,7 @@ def _jointly(
     return joint
 
 
-def _cost(
+def _loss_with(
     model: nn.Module,
     heads: HeadSet,
     text: Any,
@@ -474,26 +472,24 @@ def _cost(
     accept: bool | None,
     training: bool,
     own_text: bool,
-) -> tuple[float, tuple[int, float] | None]:
-    """Return the loss with the heads frozen, and the worst layer of a rise beyond the limit that no training follows.
+) -> float:
+    """Return the loss with the heads frozen; raise LossError for a rise that is not accepted.
 
-    A rise that is not accepted raises LossError: by default one on held-out text; on calibration text it warns.
+    By default a rise beyond the limit is accepted where training follows, and warned of on calibration text.
     """
     with trial(heads):
         after = heldout_loss(model, text)
     rise = perplexity_rise(before, after)
-    if rise <= MAX_RISE or (training and accept is not False):  # a rise that is NaN is never within the limit
-        return after, None
-    layer, alone = worst_layer(model, heads, text, trial)
-    words = f"layer {layer} costs most ({len(heads.in_layer(layer))} heads, alone {alone:.1%}): freeze fewer there"
-    if accept is False or (accept is None and not own_text):
+    if rise <= MAX_RISE or accept or (training and accept is None):  # a rise that is NaN is never within the limit
+        return after
+    advice = "freeze fewer heads, choose them by joint cost (budget=0.01)"
+    if accept is False or not own_text:
         raise LossError(
-            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}; {words}, or pass "
+            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}: {advice}, or pass "
             "accept_loss=True (--accept-loss)"
         )
-    if accept is None:
-        warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text; {words}, or train on", **AT_CALLER)
-    return after, (layer, alone)
+    warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **AT_CALLER)
+    return after
 
 
 def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:

@@ -22,7 +22,6 @@ from saf.evaluate.tables import (
     model_notes,
     pair_tables,
 )
-from saf.freeze_report import worst_layer_words
 from saf.inspection import inspect
 from saf.models.description import STATE_FILE
 from saf.records.events import EventRecord, read_events
@@ -256,10 +255,8 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
 
 
 def _losses(event: EventRecord) -> str | None:
-    before, after, worst = (event.values.get(name) for name in ("loss_before", "loss_after", "worst_layer"))
-    if before is None or after is None:
-        return None
-    return f"{before:.4f} → {after:.4f} nats" + (f"; {worst_layer_words(worst)}" if worst else "")
+    before, after = (event.values.get(name) for name in ("loss_before", "loss_after"))
+    return None if before is None or after is None else f"{before:.4f} → {after:.4f} nats"
 
 
 # --- tables
