@@ -155,9 +155,10 @@ def freeze_(
 
     # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
     if len(heads) and loss_before is not None:
-        rules = {"accept": accept_loss, "training": optimizer is not None, "own_text": own_text}
+        by_default = "warn" if own_text else "refuse" if optimizer is None else "accept"
+        on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
         with timer("loss"):
-            loss_after = on_rank0(lambda: _loss_with(model, heads, reporting, loss_before, trial, **rules))
+            loss_after = on_rank0(lambda: _loss_with(model, heads, reporting, loss_before, trial, on_rise))
 
     # Line 21: install the patterns; value and output weights and the optimiser's state stay.
     if len(heads):
@@ -307,13 +308,11 @@ def accept_fits(
 
     Candidates are fitted as many at a time as are still missing. The heads of a KV group are accepted together.
     """
-    strict, named = config.strict or config.heads is not None, config.heads is not None
+    strict = config.strict or config.heads is not None
     fits: dict[Head, FittedHead] = {}
     rejected: dict[Head, FittedHead] = {}
-    proposed = order.propose()
-    if strict and not order.attained(available := sum(map(len, proposed))):
-        raise SelectionError(f"the event asks for {order.total} heads; {available} can be {config.kind}")
-    while proposed:  # lines 7 to 10: none is proposed once k are accepted
+    # Lines 7 to 10, and 19 for the next heads: none is proposed once k are accepted.
+    while (proposed := order.propose()) and not (rejected and strict):
         fits |= fit(HeadSet(head for unit in proposed for head in unit))
         for unit in proposed:
             # Line 16. Not "> max_fit_kl": a KL that is NaN never passes.
@@ -321,19 +320,15 @@ def accept_fits(
             rejected |= missed
             if not missed:
                 order.accept(unit)  # lines 17 and 18
-        if rejected and strict:
-            listed = ", ".join(f"{head}: {rejected[head].fit_kl:.3f}" for head in sorted(rejected))
-            remedy = "name others" if named else "lower the rate, or leave strict out"
-            raise SelectionError(
-                f"all {order.total} {'named' if named else f'lowest-{score_name(config.score)}'} heads must fit within "
-                f"{config.max_fit_kl} nats, {len(rejected)} do not ({listed}): raise max_fit_kl, {remedy}"
-            )
-        proposed = order.propose()  # line 19: the next heads
-    if not order.attained(len(order)) and (not config.jointly or not len(order)):  # line 20
-        below = "" if config.below is None else f" and scores below {config.below:g}"
-        reason = f"no other fits within {config.max_fit_kl} nats" if rejected else f"no other may be chosen{below}"
-        if not len(order) and not allow_empty:
-            raise SelectionError(f"at least 1 head must be {config.kind}, got 0 of {order.total}: {reason}")
+    fewer = not order.attained(len(order))
+    if fewer and (strict or not len(order) or not config.jointly):  # line 20
+        reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
+        if rejected:
+            listed = ", ".join(f"{head}: {fit.fit_kl:.3f}" for head, fit in sorted(rejected.items())[:4])
+            reason = f"{len(rejected)} do not fit within max_fit_kl={config.max_fit_kl} nats ({listed})"
+        if strict or not (len(order) or allow_empty):
+            least = order.total if strict else 1
+            raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
         warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **AT_CALLER)
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
@@ -462,28 +457,15 @@ def _jointly(
     return joint
 
 
-def _loss_with(
-    model: nn.Module,
-    heads: HeadSet,
-    text: Any,
-    before: float,
-    trial: Trial,
-    *,
-    accept: bool | None,
-    training: bool,
-    own_text: bool,
-) -> float:
-    """Return the loss with the heads frozen; raise LossError for a rise that is not accepted.
-
-    By default a rise beyond the limit is accepted where training follows, and warned of on calibration text.
-    """
+def _loss_with(model: nn.Module, heads: HeadSet, text: Any, before: float, trial: Trial, on_rise: str) -> float:
+    """Return the loss with the heads frozen; on a rise beyond the limit raise LossError, warn, or go on."""
     with trial(heads):
         after = heldout_loss(model, text)
     rise = perplexity_rise(before, after)
-    if rise <= MAX_RISE or accept or (training and accept is None):  # a rise that is NaN is never within the limit
+    if rise <= MAX_RISE or on_rise == "accept":  # a rise that is NaN is never within the limit
         return after
     advice = "freeze fewer heads, choose them by joint cost (budget=0.01)"
-    if accept is False or not own_text:
+    if on_rise == "refuse":
         raise LossError(
             f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}: {advice}, or pass "
             "accept_loss=True (--accept-loss)"

@@ -103,7 +103,7 @@ def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(s
     common = ("--sequences", 4, "--device", "cpu")
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", "--max-fit-kl", 1e-12, *common)
     assert code == 2
-    assert "at least 1 head must be frozen, got 0 of 2: no other fits within 1e-12 nats" in err
+    assert "at least 1 of 2 heads must be frozen, and 8 do not fit within max_fit_kl=1e-12 nats" in err
     assert "Warning" not in err
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "many", "--count", 9, *common)
     assert code == 2
