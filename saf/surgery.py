@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
-from saf.heads import EDITED, Head, HeadLayout, HeadSet, role_of
+from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, role_of
 from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, hooked, rows_of
 from saf.models.description import check_plain_weights
 from saf.ops import FrozenHeads
@@ -74,11 +74,12 @@ def install_(
     if len(singles) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(singles)}")
     by_head, edits = dict(zip(heads, singles, strict=True)), []
-    for layer, site, own in _layers_of(adapter, _live(adapter, heads)):
+    for layer, site, own in _layers_of(adapter, heads, "live"):
         new = {head: by_head[layer, head] for head in own}
         if trainable:
             weight = rows_of(site, "value").parameter
-            new = {head: _trainable(pattern, weight) for head, pattern in new.items()}
+            options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+            new = {head: one if one.trainable else TrainablePattern.of(one, **options) for head, one in new.items()}
             check_group(optimizer, weight)
         elif any(pattern.trainable for pattern in new.values()):
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() for a fixed one")
@@ -100,7 +101,7 @@ def prune_(model: nn.Module, heads: HeadSet | Iterable[Head], *, optimizer: Opti
     adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
     edits = [
         plan_edit(site, site.layout.changed(own, "pruned"), patterns_of(site), optimizer=optimizer)
-        for _, site, own in _layers_of(adapter, _live(adapter, HeadSet(heads)))
+        for _, site, own in _layers_of(adapter, HeadSet(heads), "live")
     ]
     apply_edits_(edits, optimizer)
 
@@ -121,12 +122,9 @@ def uninstall_(
         UnsupportedError: As for `install_`.
     """
     adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
-    edited = adapter.heads(*EDITED)
-    heads = edited if heads is None else HeadSet(heads)
-    if strangers := (heads - edited).to_list():
-        raise InputError(f"not frozen or pruned: {strangers}; those that are: {edited.to_list()}")
+    heads = adapter.heads(*EDITED) if heads is None else HeadSet(heads)
     edits = []
-    for layer, site, own in _layers_of(adapter, heads):
+    for layer, site, own in _layers_of(adapter, heads, *EDITED):
         layout = site.layout.changed(own, "live")
         for role, owners in absent_rows(layout, site.layout).items():
             if gone := [owner for owner in owners if owner not in site.removed.get(role, {})]:
@@ -150,7 +148,12 @@ def finalize_(model: nn.Module) -> None:
 
 def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained key and distance logits, two parameters `[T]` a head, layer by layer."""
-    return [logits for site in adapter_for(model).sites() for logits in trained_logits(patterns_of(site).values())]
+    return [logits for site in adapter_for(model).sites() for logits in _logits_of(site).values()]
+
+
+def _logits_of(site: Site) -> dict[int, nn.Parameter]:
+    """Return the trained logits of a layer, by identity."""
+    return {id(logits): logits for logits in trained_logits(patterns_of(site).values())}
 
 
 def patterns_of(site: Site) -> dict[int, Pattern]:
@@ -162,11 +165,6 @@ def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     """Return the dtypes that values may have: the weights' own, and bfloat16 when autocast may lower float32."""
     dtype = rows_of(site, "value").parameter.dtype
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)
-
-
-def _trainable(pattern: Pattern, weight: Tensor) -> Pattern:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return pattern if pattern.trainable else TrainablePattern.of(pattern, dtype=dtype, device=weight.device)
 
 
 # --- what can be edited
@@ -239,24 +237,18 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
 
 
-def _live(adapter: Adapter, heads: HeadSet) -> HeadSet:
-    """Return the heads; raise InputError for one that was edited already."""
-    for kind in EDITED:
-        if already := (heads & adapter.heads(kind)).to_list():
-            raise InputError(f"already {kind}: {already}; uninstall_ them first")
-    return heads
-
-
-def _layers_of(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, list[int]]]:
-    """Yield number, site and heads of every layer that one of `heads` is in; raise InputError for others."""
+def _layers_of(adapter: Adapter, heads: HeadSet, *kinds: str) -> Iterator[tuple[int, Site, list[int]]]:
+    """Yield number, site and heads of every layer with one of `heads`; raise InputError for others than of `kinds`."""
     sites = adapter.sites()
+    if strange := (heads - adapter.heads(*KINDS)).to_list():
+        raise InputError(
+            f"heads must exist, in {len(sites)} layers of {sites[0].layout.num_heads} heads; got {strange}"
+        )
+    if other := (heads - adapter.heads(*kinds)).to_list():
+        remedy = ", uninstall_ the others first" if kinds == ("live",) else ""
+        raise InputError(f"heads must be {' or '.join(kinds)}, got {other}{remedy}")
     for layer in sorted({layer for layer, _ in heads}):
-        own = heads.in_layer(layer)
-        if layer >= len(sites):
-            raise InputError(f"heads must lie in layers 0 to {len(sites) - 1}; got {(layer, own[0])}")
-        if own[-1] >= (count := sites[layer].layout.num_heads):
-            raise InputError(f"layer {layer} has heads 0 to {count - 1}; got {own[-1]}")
-        yield layer, sites[layer], own
+        yield layer, sites[layer], heads.in_layer(layer)
 
 
 # --- an edit of a layer, checked first and applied afterwards
@@ -264,13 +256,11 @@ def _layers_of(adapter: Adapter, heads: HeadSet) -> Iterator[tuple[int, Site, li
 
 @dataclass(frozen=True)
 class LayerEdit:
-    """A layer's next layout, checked, with its frozen heads and the logits that join or leave the optimiser."""
+    """A layer's next layout, checked, with its frozen heads."""
 
     site: Site
     layout: HeadLayout
     frozen: FrozenHeads | None
-    joining: list[nn.Parameter]
-    leaving: list[nn.Parameter]
 
 
 def plan_edit(
@@ -302,20 +292,19 @@ def plan_edit(
             device=rows_of(site, "value").parameter.device,
             kv_head=layout.kv_head,
         )
-    before, after = (trained_logits(heads.patterns if heads is not None else ()) for heads in (site.frozen, frozen))
-    staying = {id(logits) for logits in before} & {id(logits) for logits in after}
-    joining, leaving = ([logits for logits in some if id(logits) not in staying] for some in (after, before))
-    return LayerEdit(site, layout, frozen, joining, leaving)
+    return LayerEdit(site, layout, frozen)
 
 
 def apply_edits_(edits: Sequence[LayerEdit], optimizer: Optimizer | None) -> None:
     """Move rows, moments and gradients of layers as planned, with trained logits and the rows for undoing."""
     for edit in edits:
-        removed = _move_rows_(edit, optimizer)
+        removed, before = _move_rows_(edit, optimizer), _logits_of(edit.site)
         edit.site.assign(edit.layout, edit.frozen, removed)
         if optimizer is not None:
-            drop_logits_(optimizer, edit.leaving)
-            add_logits_(optimizer, edit.joining, rows_of(edit.site, "value").parameter)
+            after = _logits_of(edit.site)
+            drop_logits_(optimizer, [before[key] for key in before.keys() - after.keys()])
+            joining = [logits for key, logits in after.items() if key not in before]
+            add_logits_(optimizer, joining, rows_of(edit.site, "value").parameter)
     edited_([edit.site for edit in edits], optimizer)
 
 

@@ -155,8 +155,8 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
     before = snapshot(model, trainer)
     stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
     requests = [
-        (HeadSet([(0, 4)]), patterns(1), {}, "heads 0 to 3; got 4"),
-        (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "layers 0 to 2; got"),
+        (HeadSet([(0, 4)]), patterns(1), {}, r"heads must exist.*got \[\[0, 4\]\]"),
+        (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "heads must exist"),
         (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
         (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
         (SOME, patterns(6), {"backend": "cudnn"}, "backend must be one of"),
@@ -167,14 +167,14 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
             install_(model, heads, fixed, **options)
     with pytest.raises(UnsupportedError, match="must be a plain tensor of its weight's shape"):
         install_(model, SOME, patterns(6), optimizer=broken(trainer))
-    with pytest.raises(InputError, match="not frozen"):
+    with pytest.raises(InputError, match="must be frozen or pruned"):
         uninstall_(model, HeadSet([(0, 0)]))
     assert_equal(snapshot(model, trainer), before)
     install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
     prune_(model, [(0, 2)], optimizer=trainer)
-    with pytest.raises(InputError, match="already frozen"):
+    with pytest.raises(InputError, match="must be live"):
         prune_(model, HeadSet([(0, 1)]), optimizer=trainer)
-    with pytest.raises(InputError, match="already pruned"):
+    with pytest.raises(InputError, match="must be live"):
         install_(model, HeadSet([(0, 2)]), patterns(1), optimizer=trainer)
     finalize_(model)
     with pytest.raises(InputError, match="are gone"):
