@@ -259,11 +259,11 @@ class Layer:
         if backend:
             options = {"dtype": autocast or torch.float32, "device": device, "kv_head": heads.kv_head}
             frozen = FrozenHeads.from_patterns(self.pattern, backend=backend, **options)
-        live, kept = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
+        live, retained = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
         channel = torch.arange(self.head_dim, device=device)
         rows = {
             role: (torch.tensor(own, device=device)[:, None] * self.head_dim + channel).flatten()
-            for role, own in zip(ROLES, (live, live, kept, kept), strict=True)
+            for role, own in zip(ROLES, (live, live, retained, retained), strict=True)
         }
         leaves = {role: weight.clone().requires_grad_() for role, weight in self.weights.items()}
         own = {role: leaf[:, rows[role]] if role == "output" else leaf[rows[role]] for role, leaf in leaves.items()}
@@ -278,7 +278,7 @@ class Layer:
         output.backward(self.upstream.to(output.dtype))
         assert value.grad is not None
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
-        ordered[:, list(kept)] = value.grad
+        ordered[:, list(retained)] = value.grad
         return named(output, x, ordered, {role: leaf.grad for role, leaf in leaves.items()})
 
 

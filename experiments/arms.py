@@ -81,11 +81,11 @@ def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
 
 def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
     """Return settings by scale, of several such mappings."""
-    found: dict[str, Settings] = {}
+    by_scale: dict[str, Settings] = {}
     for part in parts:
         for scale, settings in part.items():
-            found[scale] = merged(found.get(scale, {}), settings)
-    return found
+            by_scale[scale] = merged(by_scale.get(scale, {}), settings)
+    return by_scale
 
 
 # --- settings that several arms share

@@ -65,8 +65,8 @@ def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
         return 100.0 * math.expm1(losses[0] - losses[1])
 
     def path(maker: "Maker", of: "Measurement") -> Path:
-        found = {g: {name: change(maker.run(arm)) for name, arm in arms.items()} for g, arms in groups.items()}
-        return write_json(maker.file(of).with_name(f"changes-{maker.seed}.json"), found)
+        by_group = {g: {name: change(maker.run(arm)) for name, arm in arms.items()} for g, arms in groups.items()}
+        return write_json(maker.file(of).with_name(f"changes-{maker.seed}.json"), by_group)
 
     return Reference(path, tuple(arm for arms in groups.values() for arm in arms.values()))
 

@@ -250,8 +250,8 @@ def finetuning(task: str, rate: float) -> str | None:
 
 def intervention(model: str, length: int, rate: float, sequences: int) -> str | None:
     """Return the paper's seconds of freezing on as many sequences."""
-    found = INTERVENTION.get((model, length, rate))
-    return None if found is None or sequences != _SEQUENCES[model] else f"{found['total']} s"
+    measured = INTERVENTION.get((model, length, rate))
+    return None if measured is None or sequences != _SEQUENCES[model] else f"{measured['total']} s"
 
 
 def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: bool = False) -> str | None:

@@ -48,12 +48,12 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     Columns are `arm`, `label`, `reference`, `against`, the names of `COMPANIONS`, and metrics, whose cells are the
     paper's numbers. `more` are further columns of the same rows; `shared` are fields of every row.
     """
-    found = []
+    table = []
     for cells in _joined_lines(text, *more):
         own = {name: cells.pop(name) for name in ("arm", "label", "reference", "against") if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
-        found.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
-    return tuple(found)
+        table.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
+    return tuple(table)
 
 
 def _joined_lines(*texts: str) -> list[dict[str, str]]:
@@ -122,13 +122,13 @@ class Recipe:
 @cache
 def all_recipes() -> dict[str, Recipe]:
     """Return all recipes by name; raise InputError for one that names an arm that there is not."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for module in pkgutil.iter_modules(recipes.__path__):
-        found |= import_module(f"experiments.recipes.{module.name}").RECIPES
-    for name, each in found.items():
+        by_name |= import_module(f"experiments.recipes.{module.name}").RECIPES
+    for name, each in by_name.items():
         if unknown := [arm for arm in each.arms("paper") if arm not in ARMS]:
             raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
-    return dict(sorted(found.items()))
+    return dict(sorted(by_name.items()))
 
 
 def names() -> list[str]:
@@ -141,10 +141,10 @@ def answering(word: str) -> list[str]:
     labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
     if not labels:
         return [word]
-    found = [name for name, each in all_recipes().items() if labels & {*each.labels}]
-    if not found:
+    matches = [name for name, each in all_recipes().items() if labels & {*each.labels}]
+    if not matches:
         raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
-    return found
+    return matches
 
 
 def recipe(name: str) -> Recipe:

@@ -96,8 +96,8 @@ class Run:
         """All settings of a pretraining, its parents' included."""
         if self.arm.parent is None:
             return self.changes
-        taken = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
-        return merged(taken, self.changes)
+        inherited = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
+        return merged(inherited, self.changes)
 
     @property
     def updates(self) -> int:
@@ -319,11 +319,11 @@ def check_heads(recorded: RecordedRun) -> dict[str, Any]:
     ids = torch.arange(16, device=adapter.device)[None]
     adapter.next_token_loss(ids, ids).backward()
     rows = gradients = 0
-    for site, found in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):
-        if found is not None and found.parameter.grad is not None:
+    for site, of_role in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):
+        if of_role is not None and of_role.parameter.grad is not None:
             live = len(site.layout.live) * site.head_dim
-            rows += len(found.parameter) - live
-            gradients += int(found.parameter.grad.any(1).sum()) - live
+            rows += len(of_role.parameter) - live
+            gradients += int(of_role.parameter.grad.any(1).sum()) - live
     executed = [(site.frozen.num_frozen if site.frozen else 0) == len(site.layout.frozen) for site in sites]
     heads = own == [sorted(recorded.frozen_heads), sorted(recorded.pruned_heads)]
     return {"heads": heads, "executed": all(executed), "query_key_rows": rows, "query_key_gradients": gradients}

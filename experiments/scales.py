@@ -157,11 +157,11 @@ def scale_named(name: str) -> Scale:
     if base not in SCALES:
         raise InputError(f"there is no scale {base!r}{did_you_mean(base, SCALES) or f'; there are {[*SCALES]}'}")
     scale = SCALES[base]
-    if not rest or not (found := re.fullmatch(r"(\d+)([KMB])", rest[0])):
+    if not rest or not (size := re.fullmatch(r"(\d+)([KMB])", rest[0])):
         return replace(scale, name=name)
     if not scale.resizable:
         raise InputError(f"runs of the scale {base!r} have one length; leave {rest[0]} out")
-    tokens = int(found[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[found[2]]
+    tokens = int(size[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[2]]
     shortest = scale.contexts[min(scale.contexts)]
     of_update = shortest["length"] * shortest["batch_size"] * scale.settings["accumulation"]
     share = tokens / (of_update * shortest["updates"])

@@ -71,11 +71,11 @@ def prose(text: str) -> list[str]:
 def script(text: str, *, info: str = "python") -> str:
     """Return the code of all blocks with this info string as one script, each at its own line number."""
     lines = text.splitlines()
-    kept = [""] * len(lines)
+    code = [""] * len(lines)
     for first, last, at, indent in blocks(text):
         if at == info:
-            kept[first + 1 : last] = [line.removeprefix(" " * indent) for line in lines[first + 1 : last]]
-    return "\n".join(kept)
+            code[first + 1 : last] = [line.removeprefix(" " * indent) for line in lines[first + 1 : last]]
+    return "\n".join(code)
 
 
 def anchors(text: str) -> set[str]:
@@ -121,8 +121,8 @@ def command_problem(command: str) -> str | None:
     words = [word for word in command.split() if not PLACEHOLDER.search(word)]
     if words[:1] == ["make"]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        asked = [word for word in words[1:] if "=" not in word]
-        return next((f"`{command}`: make has no target {word}" for word in asked if word not in targets), None)
+        used = [word for word in words[1:] if "=" not in word]
+        return next((f"`{command}`: make has no target {word}" for word in used if word not in targets), None)
     if words[:1] == ["saf"]:
         known = flags_of(tuple(word for word in words[1:3] if not word.startswith("-")))
     elif words[:3] == ["python", "-m", "experiments"]:
@@ -133,8 +133,8 @@ def command_problem(command: str) -> str | None:
         return None
     if known is None:
         return f"`{command}`: saf has no such command"
-    asked = [word.split("=")[0].rstrip(",") for word in words if FLAG.match(word)]
-    return next((f"`{command}`: there is no flag {flag}" for flag in asked if flag not in known), None)
+    used = [word.split("=")[0].rstrip(",") for word in words if FLAG.match(word)]
+    return next((f"`{command}`: there is no flag {flag}" for flag in used if flag not in known), None)
 
 
 @cache
@@ -144,7 +144,7 @@ def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
 
     if words and words[0] not in COMMANDS:
         return None
-    found = set(COMMON_FLAGS)
+    flags = set(COMMON_FLAGS)
     for name in words[:1] or COMMANDS:
         text = help_of(name)
         kinds = re.findall(r"• ([\w:-]+)", text)
@@ -152,8 +152,8 @@ def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
             kinds, text = [kind for kind in kinds if kind == words[1]], ""
             if not kinds:
                 return None
-        found |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))
-    return found
+        flags |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))
+    return flags
 
 
 def help_of(*words: str) -> str:
@@ -178,25 +178,25 @@ def static_problems(path: Path) -> list[str]:
     """Return what is wrong with one document without running it."""
     text = path.read_text()
     name = path.relative_to(ROOT).as_posix()
-    found: list[tuple[int, str]] = []
+    problems: list[tuple[int, str]] = []
     limit = MAX_LINES.get(name)
     if limit and len(text.splitlines()) >= limit:
-        found.append((limit, f"{len(text.splitlines())} lines; it must stay under {limit}"))
+        problems.append((limit, f"{len(text.splitlines())} lines; it must stay under {limit}"))
     for number, line in enumerate(prose(text), 1):
         checks = [_link_problem(path, link["target"]) for link in LINK.finditer(line)]
         checks += [_name_problem(code) for code in CODE.findall(line) if name not in HISTORY]
-        found += [(number, problem) for problem in checks if problem]
+        problems += [(number, problem) for problem in checks if problem]
     if name not in HISTORY:
-        found += [(line, problem) for line, code in commands(text) if (problem := command_problem(code))]
+        problems += [(line, problem) for line, code in commands(text) if (problem := command_problem(code))]
     for number, line in enumerate(text.splitlines(), 1):
         if MACHINE_PATH.search(line):
-            found.append((number, "a path of one machine"))
+            problems.append((number, "a path of one machine"))
     for info in ("python", "python no-run"):
         try:
             ast.parse(script(text, info=info))
         except SyntaxError as error:
-            found.append((error.lineno or 0, f"```{info} does not parse: {error.msg}"))
-    return [f"{name}:{number}: {problem}" for number, problem in sorted(found)]
+            problems.append((error.lineno or 0, f"```{info} does not parse: {error.msg}"))
+    return [f"{name}:{number}: {problem}" for number, problem in sorted(problems)]
 
 
 def run(path: Path) -> str | None:
@@ -221,15 +221,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.")
     parser.add_argument("--no-run", action="store_true", help="do not run the Python blocks")
     arguments = parser.parse_args()
-    found = [problem for path in documents() for problem in static_problems(path)]
+    problems = [problem for path in documents() for problem in static_problems(path)]
     if (ROOT / "results").is_dir():  # rendered pages are what `python -m experiments results` makes of it
         from experiments.results import stale
 
-        found += [problem.replace(f"{ROOT}/", "") for problem in stale(ROOT / "results", ROOT / "docs")]
+        problems += [problem.replace(f"{ROOT}/", "") for problem in stale(ROOT / "results", ROOT / "docs")]
     if not arguments.no_run:
-        found += [failure for path in documents() if (failure := run(path))]
-    print("\n".join(found) or f"documents: {len(documents())} files, nothing to mend")
-    return 1 if found else 0
+        problems += [failure for path in documents() if (failure := run(path))]
+    print("\n".join(problems) or f"documents: {len(documents())} files, nothing to mend")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -79,12 +79,12 @@ def outcome(folder: Path, mutation: dict[str, Any]) -> tuple[bool, str]:
     write(path, text)
     if status == 0:
         return False, "SURVIVED"
-    found = FAILED.search(printed)
-    if found is None:
+    failed = FAILED.search(printed)
+    if failed is None:
         return False, f"pytest ended with {status}: {printed[-500:]}"
-    if run_tests(folder, [found[1]])[0]:
-        return False, f"{found[1]} fails unbroken too"
-    return True, found[1]
+    if run_tests(folder, [failed[1]])[0]:
+        return False, f"{failed[1]} fails unbroken too"
+    return True, failed[1]
 
 
 def main() -> int:

@@ -40,15 +40,15 @@ SIZES = {"num_layers": 3, "vocab_size": 256, "max_length": LENGTH}
 
 def digest(*parts: object) -> str:
     """Return the first 16 hexadecimal digits of a SHA-256 over tensors (their bytes) and other values (their JSON)."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
             plain = part.detach().cpu().contiguous()
-            found.update(f"{plain.dtype}{list(plain.shape)}".encode())
-            found.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+            hasher.update(f"{plain.dtype}{list(plain.shape)}".encode())
+            hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
-            found.update(json.dumps(part, sort_keys=True).encode())
-    return found.hexdigest()[:16]
+            hasher.update(json.dumps(part, sort_keys=True).encode())
+    return hasher.hexdigest()[:16]
 
 
 def fixed_tokens(partition: str) -> np.ndarray:
@@ -178,9 +178,9 @@ def models(device: str) -> Iterator[tuple[str, str]]:
     tokens = torch.randint(0, 256, (6, LENGTH), generator=generator)
 
     def decoder() -> "saf.GPT":
-        made = saf.GPT(saf.preset("tiny", **SIZES))
-        made.reset_parameters(torch.Generator().manual_seed(5))
-        return made.to(device)
+        model = saf.GPT(saf.preset("tiny", **SIZES))
+        model.reset_parameters(torch.Generator().manual_seed(5))
+        return model.to(device)
 
     batches = [tokens[:3].to(device), tokens[3:].to(device)]
     statistics = saf.calibrate(decoder(), batches)
@@ -210,8 +210,8 @@ def models(device: str) -> Iterator[tuple[str, str]]:
     saf.freeze_(llama, batches, saf.FreezeConfig(rate=0.5, max_fit_kl=9.0))
     with torch.no_grad():
         yield "llama logits", digest(llama(tokens.to(device)).logits)
-        made = llama.generate(tokens[:2, :20].to(device), max_new_tokens=20, do_sample=False, pad_token_id=0)
-    yield "llama generate", digest(made)
+        generated = llama.generate(tokens[:2, :20].to(device), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    yield "llama generate", digest(generated)
 
 
 def hashes_at(commit: str, device: str) -> dict[str, str]:
@@ -251,18 +251,18 @@ def main() -> int:
     print(f"on {device}", flush=True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for part in (operators, models, training):
         for name, value in part(device):
-            found[name] = value
+            hashes[name] = value
             print(f"{value}  {name}", flush=True)
     if arguments.out:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(hashes, indent=1) + "\n")
     if not arguments.base:
         return 0
     expected = hashes_at(arguments.base, device)
-    moved = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-    print(f"{len(found)} hashes, {len(moved)} differ" + "".join(f"\n  {name}" for name in moved))
+    moved = [name for name in sorted(expected.keys() | hashes.keys()) if expected.get(name) != hashes.get(name)]
+    print(f"{len(hashes)} hashes, {len(moved)} differ" + "".join(f"\n  {name}" for name in moved))
     return 1 if moved else 0
 
 

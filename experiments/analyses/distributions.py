@@ -90,17 +90,17 @@ def measure(settings: Settings) -> dict[str, Any]:
     with opened.autocast:
         say(f"calibrating on {count} sequences")
         heads = select(score(calibrate(opened.model, ids), "variance"), settings.rate)
-        found = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
+        measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
     order = list(heads)
     shown = [order[number * len(order) // settings.shown] for number in range(settings.shown)]
     shown = order if len(order) <= settings.shown else shown
     values = {
         "sequences": [fitted, count - fitted],
         "heads": heads.to_list(),
-        "positions": list(found.positions),
+        "positions": list(measured.positions),
         "scale": settings.scale,
-        **row_distances(found, order, fitted=fitted, scale=settings.scale, seed=settings.seed),
-        "entries": _entries(settings, found, order, shown, fitted),
+        **row_distances(measured, order, fitted=fitted, scale=settings.scale, seed=settings.seed),
+        "entries": _entries(settings, measured, order, shown, fitted),
     }
     if settings.umap:
         values["projections"] = _projections(settings, opened, shown)
@@ -162,11 +162,13 @@ def split_quartile(apart: np.ndarray, *, rows: int, generator: torch.Generator) 
 
     `apart [N, N]` are the sample's own distances; each part has `rows` rows.
     """
-    found = []
+    energies = []
     for _ in range(SPLITS):
         one, other = torch.randperm(len(apart), generator=generator)[: 2 * rows].view(2, rows).numpy()
-        found.append(energy_distance(apart[np.ix_(one, other)], apart[np.ix_(one, one)], apart[np.ix_(other, other)]))
-    return float(np.quantile(found, 0.75))
+        energies.append(
+            energy_distance(apart[np.ix_(one, other)], apart[np.ix_(one, one)], apart[np.ix_(other, other)])
+        )
+    return float(np.quantile(energies, 0.75))
 
 
 def row_distances(
@@ -181,7 +183,7 @@ def row_distances(
     held = statistics.num_sequences - fitted
     size = min(ROWS, fitted // 2, held)
     quartile = np.zeros((len(heads), len(statistics.positions)))
-    found = {name: np.zeros_like(quartile) for name in FAMILIES}
+    energies = {name: np.zeros_like(quartile) for name in FAMILIES}
     for number, head in enumerate(tqdm(heads, "heads", mininterval=5)):
         measured, logits = (statistics.take(name, [head])[0] for name in ("rows", "logit_rows"))
         for at, position in enumerate(statistics.positions):
@@ -200,9 +202,9 @@ def row_distances(
                 within = distances(chosen, chosen)
                 for name, rows in drawn.items():
                     apart = energy_distance(distances(rows, chosen), distances(rows, rows), within)
-                    found[name][number, at] += apart / SETS
+                    energies[name][number, at] += apart / SETS
     unit = np.where(quartile > 0, quartile, np.nan)
-    normalised = {name: values / unit for name, values in found.items()}
+    normalised = {name: values / unit for name, values in energies.items()}
     medians = {name: float(np.nanmedian(values)) for name, values in normalised.items()}
     return {"rows": size, "normalised": normalised, "quartile": quartile, "medians": medians}
 
@@ -255,11 +257,11 @@ def entry_distances(samples: dict[str, np.ndarray], normal: tuple[float, float])
     That of `logit` is 1 if the normal model has no width.
     """
     fitted = stats.norm(*normal).cdf if normal[1] > 0 else None
-    found = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
+    steps = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
     for name in ("gaussian", "dirichlet"):
         # Only the statistic is wanted; an exact p-value would take longer than all the rest.
-        found[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
-    return found
+        steps[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
+    return steps
 
 
 # --- profiles in the plane
@@ -285,9 +287,11 @@ def sample_profiles(
         dirichlet_rows(binned[:, at], each, seed=seed, key=(*key, row), scale=scale) for at, row in enumerate(positions)
     ]
     generator = torch.Generator().manual_seed(seed)
-    found = {"measured": binned.flatten(0, 1), "generated": torch.cat(drawn)}
-    found = {name: values[torch.randperm(len(values), generator=generator)[:count]] for name, values in found.items()}
-    return {**found, "mean": binned.mean((0, 1))[None]}
+    profiles = {"measured": binned.flatten(0, 1), "generated": torch.cat(drawn)}
+    profiles = {
+        name: values[torch.randperm(len(values), generator=generator)[:count]] for name, values in profiles.items()
+    }
+    return {**profiles, "mean": binned.mean((0, 1))[None]}
 
 
 def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.ndarray]:
@@ -309,11 +313,11 @@ def _projections(settings: Settings, opened: Opened, shown: Sequence[Head]) -> l
     umap = importlib.import_module("umap")
     some = opened.windows(settings.profiles)[:, :-1]
     with opened.autocast:
-        found = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
+        measured = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
     planes = []
     for head in shown:
-        rows = found.take("rows", [head])[0]
-        sample = sample_profiles(rows, found.positions, scale=settings.scale, seed=settings.seed, key=head)
+        rows = measured.take("rows", [head])[0]
+        sample = sample_profiles(rows, measured.positions, scale=settings.scale, seed=settings.seed, key=head)
         reducer = umap.UMAP(random_state=settings.seed, n_jobs=1)
         planes.append({"head": head, **project_profiles(sample, reducer)})
     return planes

@@ -170,10 +170,10 @@ class Study:
         path = folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
         if not path.is_file():
             return read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
-        found, own = read_json(path), to_json(self.origin)
-        if changed := [key for key in own if found["origin"].get(key) != own[key]]:
+        piece, own = read_json(path), to_json(self.origin)
+        if changed := [key for key in own if piece["origin"].get(key) != own[key]]:
             raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
-        return found
+        return piece
 
     def elsewhere(self, others: Sequence[OpenedModel]) -> Iterator[dict[str, Any]]:
         """Yield the arms of models that were frozen elsewhere."""

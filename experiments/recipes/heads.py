@@ -283,39 +283,39 @@ def _accuracies(task: str) -> list[Number]:
             for (s, r), text in pairs
         ]
     place = ("tasks", task, "accuracy")
-    found = [Number(f"{task}, ordinary, %", ("ordinary", *place), ordinary, 2, scale=100.0)]
-    return found + [
+    numbers = [Number(f"{task}, ordinary, %", ("ordinary", *place), ordinary, 2, scale=100.0)]
+    return numbers + [
         Number(f"{task}, {s} {r:.0%}, %", _arm(s, r, *place), text, 2, scale=100.0) for (s, r), text in pairs
     ]
 
 
 def _chosen() -> list[Number]:
     """Return which heads the scores choose, and how they fit."""
-    found = [
+    numbers = [
         Number(f"chosen by both at {rate:.0%}, %", ("overlap", f"{rate:g}"), quoted, 0, scale=100)
         for rate, quoted in paper.QWEN_OVERLAP.items()
     ]
     for score in _SCORES:
         for third, quoted in enumerate(paper.QWEN_THIRDS[score]):
             title = f"{score} 10%, heads in third {third + 1} of the layers"
-            found.append(Number(title, _arm(score, 0.1, "layer_thirds", third), quoted, 0))
+            numbers.append(Number(title, _arm(score, 0.1, "layer_thirds", third), quoted, 0))
         path = _arm(score, 0.1, "forward_kl_median")
-        found.append(Number(f"{score} 10%, median forward KL, nats", path, paper.QWEN_FORWARD_KL[score]))
+        numbers.append(Number(f"{score} 10%, median forward KL, nats", path, paper.QWEN_FORWARD_KL[score]))
         # At which rate the paper took the median of the fits it does not say; the largest set holds the others.
         path = _arm(score, 0.3, "fit_kl_median")
-        found.append(Number(f"{score} 30%, median fit KL, nats", path, paper.QWEN_FIT_KL[score]))
-    return found
+        numbers.append(Number(f"{score} 30%, median fit KL, nats", path, paper.QWEN_FIT_KL[score]))
+    return numbers
 
 
 def _sst2() -> list[Number]:
     """Return how often each label of SST-2 is predicted, by the ordinary model and with heads by forward KL."""
-    found = []
+    numbers = []
     for rate, quoted in paper.QWEN_SST2.items():
         name, at = ("ordinary", ("ordinary",)) if rate is None else (f"forward KL {rate:.0%}", _arm(_SCORES[1], rate))
         for label, text in enumerate(quoted):
             title = f"SST-2, {name}, says {('negative', 'positive')[label]}"
-            found.append(Number(title, (*at, "tasks", "sst2", "taken", str(label)), text, 0))
-    return found
+            numbers.append(Number(title, (*at, "tasks", "sst2", "taken", str(label)), text, 0))
+    return numbers
 
 
 RECIPES["qwen_zeroshot"] = Recipe(

@@ -275,16 +275,16 @@ def _scored(k: str, score: str, rate: float, **paper: str) -> Row:
 
 
 def _selected(k: str) -> tuple[Row, ...]:
-    found = [Row(arm=f"{k}-tracked-ordinary", label=f"{k.upper()} ordinary")]
+    table = [Row(arm=f"{k}-tracked-ordinary", label=f"{k.upper()} ordinary")]
     for rate in (0.25, 0.5):
         variance, forward_kl, difference = _BY_SCORE[k, rate]
-        found.append(_scored(k, "variance", rate, delta=variance))
-        found.append(_scored(k, "forward_kl", rate, delta=forward_kl, difference=difference))
+        table.append(_scored(k, "variance", rate, delta=variance))
+        table.append(_scored(k, "forward_kl", rate, delta=forward_kl, difference=difference))
     if k == "4k":
         # Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with dense patterns.
         cosine = {"residual_cosine": {"delta": "+0.792", "relative": "+0.126"}}
-        found += [_scored(k, score, 0.25, **cosine.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
-    return tuple(found)
+        table += [_scored(k, score, 0.25, **cosine.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
+    return tuple(table)
 
 
 RECIPES["selectors"] = Recipe(

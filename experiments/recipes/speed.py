@@ -53,13 +53,13 @@ def _of_batches() -> tuple[Number, ...]:
 
 
 def _of_contexts() -> tuple[Number, ...]:
-    found = []
+    numbers = []
     for point in ((4_096, 8), (8_192, 4), (16_384, 2)):
         for rate in (0.25, 0.5):
             title, model = f"{point[0]:,} tokens, {rate:.0%}", ("124m", *point)
-            found.append(speedup(title, rate, point, update_speed(model, rate)))
-            found.append(peak_change(f"{title}, peak, %", rate, point, update_memory(model, rate)))
-    return tuple(found)
+            numbers.append(speedup(title, rate, point, update_speed(model, rate)))
+            numbers.append(peak_change(f"{title}, peak, %", rate, point, update_memory(model, rate)))
+    return tuple(numbers)
 
 
 RECIPES["training_systems"] = Recipe(
@@ -308,16 +308,16 @@ RECIPES["qwen_prefill"] = Recipe(
 
 def _native() -> tuple[Number, ...]:
     """Return speedups of updates beside the paper's times, whose ratios two machines can be compared by."""
-    found = []
+    numbers = []
     for (_, length, size), rates in NATIVE_TIMES.items():
         for rate in rates:
             for words, backend, times in (("frozen", "toeplitz", NATIVE_TIMES), ("pruned", PRUNED, PRUNED_TIMES)):
                 ordinary, arm, change = times["124m", length, size][rate]
                 title, point = f"{length:,} × {size}, {rate:.0%} {words}", (length, size)
                 quoted = f"{ordinary:.2f}/{arm:.2f} ms"
-                found.append(speedup(f"{title}, speedup", rate, point, quoted, backend=backend))
-                found.append(peak_change(f"{title}, peak, %", rate, point, change, backend=backend))
-    return tuple(found)
+                numbers.append(speedup(f"{title}, speedup", rate, point, quoted, backend=backend))
+                numbers.append(peak_change(f"{title}, peak, %", rate, point, change, backend=backend))
+    return tuple(numbers)
 
 
 # By checkpoint of recipe later_intervention: words, speedup and change of peak memory of 32 sequences.
@@ -407,7 +407,7 @@ RECIPES["pruning_costs"] = Recipe(
 
 def _errors() -> tuple[Number, ...]:
     """Return differences from eager attention in the same precision, as the paper's."""
-    found = []
+    numbers = []
     for tensor, quoted in GRADIENT_ERRORS.items():
         for place, (precision, words, name) in enumerate(
             (precision, words, name)
@@ -416,12 +416,12 @@ def _errors() -> tuple[Number, ...]:
         ):
             row = {"part": "layer", "backend": "toeplitz", "precision": precision, "tensor": tensor}
             path = ("rows", row, "eager", name)
-            found.append(Number(f"{tensor}, {precision}, {words}", path, quoted[place], scientific=True))
+            numbers.append(Number(f"{tensor}, {precision}, {words}", path, quoted[place], scientific=True))
     for precision, text in PRUNED_ERRORS.items():
         path = ("rows", {"part": "pruned layer", "precision": precision}, "eager", "relative_l2")
         title = f"of pruning, largest relative L2, {precision}"
-        found.append(Number(title, path, text, of="max", scientific=True))
-    return tuple(found)
+        numbers.append(Number(title, path, text, of="max", scientific=True))
+    return tuple(numbers)
 
 
 _TRANSITIONS = ("rows", {"part": "transitions", "backend": "toeplitz"}, "max_abs")
