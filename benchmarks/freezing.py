@@ -3,14 +3,13 @@
 Every timed freezing is undone after its clock has stopped, so that the next one starts from the same model.
 """
 
-import resource
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -60,22 +59,6 @@ class Freezing:
     """Random seed for weights and tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to measure on; auto is CUDA if there is one."""
-    seconds: float | None = None
-    """Stop cleanly where another measurement would not end within this, and record what was left out."""
-
-
-class Event(NamedTuple):
-    """The report of one freezing, its wall-clock seconds, and the peak memory."""
-
-    report: FreezeReport
-    seconds: float
-    peak_bytes: int
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """The seconds of each stage; `other` is the rest."""
-        stages = dict(self.report.seconds)
-        return {**stages, "other": self.seconds - sum(stages.values())}
 
 
 def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
@@ -85,8 +68,7 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
     require(bool(texts), "points must name context and sequences, such as --points 4096x32")
     execution = Execution.of(settings.device, precision=settings.precision, compile="off")
     model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
-    header: Any = {"checkpoints": {"model": model}, "seconds": settings.seconds}
-    with Session("calibration", asdict(settings), execution, out=out, **header) as session:
+    with Session("calibration", asdict(settings), execution, out=out, checkpoints={"model": model}) as session:
         for point in [Point(int(length), int(size)) for length, size in (text.split("x") for text in texts)]:
             with clean_process():
                 measure_point(session, settings, point)
@@ -106,53 +88,37 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     batches = list(ids.split(settings.batch_size))
     fields = {"part": "intervention", "model": settings.model, "point": point.to_dict()}
     fields |= {"precision": session.execution.precision, "weights": weights, "text": "random tokens"}
-    fields |= {"shape": model.config.to_dict()}
 
     def time_rate(rate: float) -> None:
-        events: list[Event] = []
-        while len(events) <= settings.repeats and (not events or session.fits(events[-1].seconds)):
-            events.append(freeze_once(model, batches, rate, optimizer, session.execution))
-        session.add([{**fields, **row_of(rate, events, cuda=session.execution.device.type == "cuda")}])
-        session.say(f"{100 * rate:g}%: first use {events[0].seconds:.3f} s, then {events[-1].seconds:.3f} s")
+        times = [freeze_once(model, batches, rate, optimizer, session.execution) for _ in range(settings.repeats + 1)]
+        (report, first, stages), *warm = times
+        total = spread([seconds for _, seconds, _ in warm])
+        row = {"rate": rate, "heads": len(report.heads), "rejected": len(report.rejected), "repeats": len(warm)}
+        row |= {"worst_fit_kl": max(report.fit_kl.values(), default=None)}
+        row |= {"seconds": total["median"], "spread": total, "first_seconds": first, "first_stages": stages}
+        row |= {"stages": {name: spread([each[name] for *_, each in warm]) for name in stages}}
+        session.add([{**fields, **row}])
+        session.say(f"{100 * rate:g}%: first use {first:.3f} s, then {total['median']:.3f} s")
 
     for rate in settings.rates:
         session.attempt(f"{point.name} {100 * rate:g}%", lambda rate=rate: time_rate(rate))
 
 
-def freeze_once(model: GPT, batches: list[Tensor], rate: float, optimizer: Any, execution: Execution) -> Event:
-    """Calibrate, score, select, fit and install; undo it after the clock has stopped."""
-    device = execution.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    wait_for(device)
+def freeze_once(
+    model: GPT, batches: list[Tensor], rate: float, optimizer: Any, execution: Execution
+) -> tuple[FreezeReport, float, dict[str, float]]:
+    """Calibrate, score, select, fit and install, and undo it after the clock has stopped.
+
+    Returns the report, the wall-clock seconds, and those of each stage; `other` is the rest.
+    """
+    wait_for(execution.device)
     began = time.perf_counter()
     with execution.autocast():
         report = freeze_(model, batches, FreezeConfig(rate=rate), optimizer=optimizer)
-    wait_for(device)
+    wait_for(execution.device)
     seconds = time.perf_counter() - began
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident
     uninstall_(model, report.heads, optimizer=optimizer)
-    return Event(report, seconds, peak)
-
-
-def row_of(rate: float, events: Sequence[Event], *, cuda: bool) -> dict[str, Any]:
-    """Return the row of some freezings at a rate, the first of which is the first use."""
-    first, *warm = events
-    require(len(warm) >= MIN_REPEATS, f"{len(warm)} warm freezings in time; a median needs {MIN_REPEATS}")
-    total, report = spread([event.seconds for event in warm]), warm[-1].report
-    variances = [event.report.statistics.variance.nan_to_num() for event in events]
-    same = all(event.report.heads == report.heads for event in events)
-    return {
-        **{"rate": rate, "heads": len(report.heads), "rejected": len(report.rejected)},
-        "worst_fit_kl": max(report.fit_kl.values(), default=None),
-        **{"repeats": len(warm), "seconds": total["median"], "spread": total},
-        "stages": {name: spread([event.stages[name] for event in warm]) for name in first.stages},
-        **{"first_seconds": first.seconds, "first_stages": first.stages},
-        "peak_bytes": max(event.peak_bytes for event in warm),
-        "peak_kind": "allocated" if cuda else "resident",
-        "same_each_time": same and all(torch.equal(each, variances[0]) for each in variances),
-    }
+    return report, seconds, {**report.seconds, "other": seconds - sum(report.seconds.values())}
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
