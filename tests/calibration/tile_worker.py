@@ -1,13 +1,9 @@
 """Run the tile loop under Triton's interpreter, or compile it for compute capability 9.0, and print results as JSON."""
 
-import inspect
 import json
 import mmap
-import re
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -108,58 +104,22 @@ def poisoned() -> dict:
 
 def compiled() -> dict:
     """Return registers, spilled bytes and shared memory of what the rule chooses."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from saf.calibration.kernels import UNSPECIALIZED, choose_tile_config, lse_kernel, tile_constants, tile_kernel
+    from tests.ops.sm90_rows import NAMES, Row
+    from tests.ops.sm90_worker import CUOBJDUMP, resources
 
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not program.exists():
-        return {"skip": f"no cuobjdump beside triton {triton.__version__}"}
+    if not CUOBJDUMP.exists():
+        return {"skip": "no cuobjdump beside triton"}
     rows = {}
     for dtype, dim, shared in COMPILED:
         config = choose_tile_config(dim=dim, dtype=dtype, shared=shared << 10)
-        plans = [("lse", lse_kernel, {}, {})]
-        limit = {"maxnreg": config.max_registers} if config.max_registers else {}
-        plans += [("tile", tile_kernel, {"DIAGONAL": False}, limit), ("edge", tile_kernel, {"DIAGONAL": True}, limit)]
-        for label, kernel, more, options in plans:
-            constants = tile_constants(config, 4096, dim) | more
-            names = list(inspect.signature(kernel.fn).parameters)
-            element = "bf16" if dtype == torch.bfloat16 else "fp32"
-            types = dict.fromkeys(("q_ptr", "k_ptr"), f"*{element}") | dict.fromkeys(("scale", "floor"), "fp32")
-            types["kv_ptr"] = "*i32"
-            signature = {
-                name: "constexpr" if name in constants else types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
-                for name in names
-            }
-            source = ASTSource(
-                kernel,
-                signature,
-                {(names.index(name),): value for name, value in constants.items()},
-                {
-                    (place,): [["tt.divisibility", 16]]
-                    for place, name in enumerate(names)
-                    if name not in constants and name not in UNSPECIALIZED
-                },
-            )
-            binary = triton.compile(
-                source, target=GPUTarget("cuda", 90, 32), options={"num_warps": config.num_warps} | options
-            )
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(binary.asm["cubin"])
-                file.flush()
-                dump = [str(program), "--dump-resource-usage", file.name]
-                usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-            actual = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-            assert actual, usage
-            rows[f"{label} {element} D{dim}"] = {
-                "registers": int(actual[1]) * 32 * config.num_warps,
-                "stack": int(actual[2]),
-                "shared": binary.metadata.shared,
-                "least": shared << 10,
-                "wgmma": "wgmma" in binary.asm["ptx"],
-            }
+        constants = tile_constants(config, 4096, dim) | {"num_warps": config.num_warps}
+        tile = constants | ({"maxnreg": config.max_registers} if config.max_registers else {})
+        kernels = {"lse": (lse_kernel, constants)}
+        kernels |= {name: (tile_kernel, tile | {"DIAGONAL": name == "edge"}) for name in ("tile", "edge")}
+        for label, (kernel, values) in kernels.items():
+            row = resources(Row(kernel, values, dtype), unaligned=UNSPECIALIZED)
+            rows[f"{label} {NAMES[dtype]} D{dim}"] = row | {"least": shared << 10}
     return rows
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError
 from saf.fit import FITTERS, fit_compact, fit_kl, fit_with_certificate, marginals
-from saf.fit.objective import fit_loss, initial_parameters, meaningful
+from saf.fit.objective import fit_loss, initial_parameters
 from saf.patterns import CompactPattern
 from tests.fit.dense_fitter import fit_dense
 from tests.fit.dense_target import DenseTarget, floored, random_target
@@ -158,11 +158,6 @@ def test_the_residual_times_the_distance_bounds_the_gap_of_the_loss():
         gap = loss(pattern, target) - loss(best, target)
         assert (gap > 0).all()
         assert (gap <= distance * certificate.l1).all()
-
-
-def test_only_entries_above_the_floor_count():
-    eta = torch.tensor([1.0, 2.9e-7, 1.9e-7, 1.1e-7], dtype=torch.float64)
-    assert meaningful(eta).tolist() == [True, False, False, True]
 
 
 def test_heads_of_a_trained_model_reach_their_reference(real_heads):

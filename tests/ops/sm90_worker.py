@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -27,11 +28,11 @@ ALIGNED = (
 )  # fmt: skip
 INTEGER_POINTERS = (
     "state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots", "own",
-    "readers", "sources",
+    "readers", "sources", "kv",
 )  # fmt: skip
 FLOAT_POINTERS = (
     "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after", "turns",
-    "states",
+    "states", "scalar", "row", "column", "diagonal",
 )  # fmt: skip
 LONG_POINTERS = ("labels", "count", "first", "pad")
 
@@ -39,15 +40,15 @@ LONG_POINTERS = ("labels", "count", "first", "pad")
 def pointer_type(name: str, dtype: torch.dtype) -> str:
     """Return the Triton type of an argument."""
     if not name.endswith("_ptr"):
-        return "fp32" if name == "scale" else "i32"
+        return "fp32" if name in ("scale", "floor") else "i32"
     stem = name.removesuffix("_ptr")
     if stem in INTEGER_POINTERS or stem in LONG_POINTERS:
         return "*i32" if stem in INTEGER_POINTERS else "*i64"
     return "*fp32" if stem in FLOAT_POINTERS else f"*{NAMES[dtype]}"
 
 
-def resources(row: Row) -> dict:
-    """Compile one kernel with strides that 16 divides and return what it takes."""
+def resources(row: Row, unaligned: Sequence[str] = ALIGNED) -> dict:
+    """Compile one kernel, with arguments that 16 divides but for some, and return what it takes."""
     kernel, constants = row.kernel, dict(row.constants)
     names = list(inspect.signature(kernel.fn).parameters)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
@@ -56,7 +57,7 @@ def resources(row: Row) -> dict:
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name not in constants and name not in ALIGNED and name not in described
+        if name not in constants and name not in unaligned and name not in described
     }
     signature |= described
     source = ASTSource(
