@@ -1,13 +1,8 @@
-"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use.
-
-A process that holds weights and moments whole writes `model.safetensors` and `optimizer.safetensors`; ranks that hold
-them in shards write a file each by PyTorch's distributed checkpoint. Readers take both forms.
-"""
+"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use."""
 
 import json
 import random
 import re
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from saf.distributed import in_group, on_rank0, rank0_context, rank_and_size
+from saf.distributed import is_rank0, on_rank0, whole_tensor
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import load_weights_, restore_, state_of
 from saf.models import GPT, GPTConfig
@@ -64,45 +59,40 @@ def save_checkpoint(
 ) -> str:
     """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
 
-    Every rank calls this: rank 0 writes, but for DTensors, of which each rank writes its shards. `record` writes
-    further files into the folder that it is called with.
+    Every rank calls this, and rank 0 writes. `record` writes further files into the folder that it is called with.
 
     Raises:
         CheckpointError: The folder exists.
         OSError: The disk or a quota is full; earlier checkpoints are untouched.
     """
-    if path.exists():
-        raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
     groups, moments = optimizer_state(optimizer, model)
-    tensors = {"model": model.state_dict(), "optimizer": moments}
-    sharded = any(map(is_sharded, tensors["model"].values()))
+    tensors = {"model": _on_cpu(model.state_dict()), "optimizer": _on_cpu(moments)}
 
-    def write(folder: Path) -> str:
-        for rank in range(1, rank_and_size()[1] + 1) if sharded else ():
-            if not list(folder.glob(f"shard-{rank:05}-*")):
-                raise CheckpointError(
-                    f"{path} must be on a disk that all ranks share; shard-{rank:05} is missing there"
-                )
-        for name, values in {} if sharded else tensors.items():
-            save_file(_on_cpu(values), folder / f"{name}.safetensors")
-        heads, patterns = state_of(model)
-        save_file(_on_cpu(patterns), folder / "saf.safetensors")
-        # Not by write_json: a schedule's state may hold infinities and NaN, which come back only as Python writes them.
-        for name, values in {"saf": heads, "state": {**state, "optimizer_groups": groups}}.items():
-            (folder / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
-        if record is not None:
-            record(folder)
-        return write_manifest(folder, update=int(state["update"]), parent=parent)
+    def write() -> str:
+        if path.exists():
+            raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
+        with new_folder(path) as folder:
+            heads, patterns = state_of(model)
+            for name, values in {**tensors, "saf": _on_cpu(patterns)}.items():
+                save_file(values, folder / f"{name}.safetensors")
+            # Not by write_json: a schedule's state may hold infinities and NaN, which Python alone writes and reads.
+            for name, values in {"saf": heads, "state": {**state, "optimizer_groups": groups}}.items():
+                (folder / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
+            if record is not None:
+                record(folder)
+            return write_manifest(folder, update=int(state["update"]), parent=parent)
 
-    with rank0_context(new_folder(path)) as folder:
-        if sharded:
-            _write_shards(folder, {**tensors["model"], **moments})
-        return on_rank0(lambda: write(folder))
+    return on_rank0(write)
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies that share no storage."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    """Return CPU copies that share no storage, on rank 0 alone; all gather shards with it, a tensor at a time."""
+    copies = {}
+    for name, tensor in tensors.items():
+        whole = whole_tensor(tensor.detach())
+        if is_rank0():
+            copies[name] = whole.to("cpu", copy=True).contiguous()
+    return copies
 
 
 # --- reading
@@ -121,8 +111,8 @@ class Checkpoint:
     def update(self) -> int:
         return int(self.state["update"])
 
-    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None, filled: bool = True) -> GPT:
-        """Build the model with its frozen heads and weights; unless `filled`, weights hold anything.
+    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
+        """Build the model with its frozen heads.
 
         Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
         """
@@ -130,48 +120,16 @@ class Checkpoint:
         heads = read_json(self.path / "saf.json", error=CheckpointError)
         patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
         restore_(model, heads, patterns, backend=backend)
-        if filled:
-            load_weights_(model, self.tensors("model", device), self.path)
+        load_weights_(model, self.tensors("model", device), self.path)
         return model
 
-    def optimizer(self, model: GPT, *, filled: bool = True) -> AdamW:
-        """Build the optimiser of `model` with its moments; unless `filled`, without."""
-        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer") if filled else {})
+    def optimizer(self, model: GPT, *, device: torch.device | str | None = None) -> AdamW:
+        """Build the optimiser of `model`, with its moments on a `device`, by default the model's."""
+        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer"), device=device)
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the "model" or "optimizer" tensors, whole, in whichever form they were written."""
-        path = self.path / f"{name}.safetensors"
-        if path.is_file() or not list(self.path.glob("shard-*.safetensors")):
-            return read_tensors(path, device=device, error=CheckpointError)
-        metadata = _shard_reader(self.path).read_metadata()
-        stored: dict[str, Any] = metadata.state_dict_metadata
-        in_shards = {
-            index.fqn for index, at in metadata.storage_data.items() if Path(at.relative_path).name.startswith("shard-")
-        }
-        tensors = {
-            each: torch.empty(stored[each].size, dtype=stored[each].properties.dtype)
-            for each in sorted(in_shards)
-            if (each.rpartition(".")[2] in (STEP, *MOMENTS)) == (name == "optimizer")
-        }
-        _read_shards_(tensors, self.path)
-        return tensors
-
-    def fill_(self, module: nn.Module, optimizer: AdamW | None) -> None:
-        """Fill the shards of weights, and of the optimiser's moments, that this rank holds; every rank calls this.
-
-        Raises CheckpointError for a tensor that is missing or of another shape.
-        """
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.numel()}
-        targets: dict[str, Tensor] = {name: parameter.detach() for name, parameter in parameters.items()}
-        stored = _shard_reader(self.path).read_metadata().state_dict_metadata
-        for name, parameter in parameters.items():
-            if optimizer is None or f"{name}.{STEP}" not in stored:
-                continue
-            state = {STEP: torch.zeros((), device=parameter.device)}
-            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-            optimizer.state[parameter] = state
-            targets |= {f"{name}.{key}": tensor.detach() for key, tensor in state.items()}
-        _read_shards_(targets, self.path)
+        """Return the "model" or "optimizer" tensors."""
+        return read_tensors(self.path / f"{name}.safetensors", device=device, error=CheckpointError)
 
 
 def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
@@ -207,56 +165,6 @@ def _previous(path: Path) -> Path | None:
             verify(older)
             return older
     return None
-
-
-# --- shards, by PyTorch's distributed checkpoint
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether ranks hold a tensor in shards."""
-    if not in_group():
-        return False
-    from torch.distributed.tensor import DTensor  # takes as long to import as half of PyTorch
-
-    return isinstance(tensor, DTensor)
-
-
-def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write, on every rank, its shards into `shard-RANK-...safetensors`, with ranks from 1."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    _first_failure(lambda: save(tensors, storage_writer=writer))
-
-
-def _shard_reader(folder: Path) -> Any:
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    return HuggingFaceStorageReader(str(folder))
-
-
-def _read_shards_(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors from the files of a folder, however many ranks wrote them; of DTensors every rank fills its own."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    alone = not any(map(is_sharded, tensors.values()))
-    try:
-        _first_failure(lambda: load(tensors, storage_reader=_shard_reader(folder), no_dist=alone))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} does not fit the model it describes: {error}") from error
-
-
-def _first_failure(work: Callable[[], object]) -> None:
-    """Do work of the distributed checkpoint; where it fails on any rank, raise the first rank's own error on all."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone, as intended
-        try:
-            work()
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from error
 
 
 # --- the manifest
@@ -337,8 +245,14 @@ def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tens
     return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
 
 
-def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: dict[str, Tensor]) -> AdamW:
-    """Return an AdamW over `model` in the state that `optimizer_state` described.
+def restore_optimizer(
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    tensors: dict[str, Tensor],
+    *,
+    device: torch.device | str | None = None,
+) -> AdamW:
+    """Return an AdamW over `model` in the state that `optimizer_state` described, by default on the model's device.
 
     Raises CheckpointError where the state names other parameters or other shapes than the model's.
     """
@@ -356,7 +270,7 @@ def restore_optimizer(model: nn.Module, groups: list[dict[str, Any]], tensors: d
                 shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
                 raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
         if state:
-            optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+            optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
     accept_order(optimizer)
     return optimizer
 

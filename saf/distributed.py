@@ -2,17 +2,16 @@
 
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 import saf.errors
 from saf.errors import InputError, SafError, SafWarning
@@ -203,18 +202,10 @@ def on_rank0(work: Callable[[], Outcome]) -> Outcome:
     return message[0]
 
 
-@contextmanager
-def rank0_context(context: AbstractContextManager[Outcome]) -> Iterator[Outcome]:
-    """Enter a context on rank 0 alone and leave it once every rank has ended the block; all get its value.
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor gathered from the shards that ranks hold of it, on all of them, or the tensor itself."""
+    if not in_group():
+        return tensor
+    from torch.distributed.tensor import DTensor  # takes as long to import as half of PyTorch
 
-    Where one rank raises, all do, and rank 0 leaves the context with an error.
-    """
-    value = on_rank0(context.__enter__)
-    try:
-        with all_ranks_or_raise():
-            yield value
-    except BaseException:
-        if is_rank0():
-            context.__exit__(*sys.exc_info())
-        raise
-    on_rank0(lambda: context.__exit__(None, None, None))
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

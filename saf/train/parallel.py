@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from saf.checkpoint import is_sharded, parameter_state
-from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size
+from saf.checkpoint import parameter_state
+from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size, whole_tensor
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, rows_of
@@ -49,7 +49,7 @@ class Engine:
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale gradients down to this norm of all of them together, and return the norm before."""
-        return _full(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
+        return whole_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
 
 
 class Parallel:
@@ -178,7 +178,7 @@ class Shards(_Group):
         """Gather the weights, and with `moments` the optimiser's state, on every rank."""
         before = self._engine
         for parameter, shard in self._pairs():
-            parameter.data = _full(shard.detach()).to(parameter.dtype)
+            parameter.data = whole_tensor(shard.detach()).to(parameter.dtype)
         if moments:
             self._gather_moments_()
         try:
@@ -198,7 +198,7 @@ class Shards(_Group):
             group["lr"] = sharded.param_groups[0]["lr"]
         for parameter, shard in self._pairs():
             if state := parameter_state(sharded, shard):
-                self._optimizer.state[parameter] = {name: _full(value).clone() for name, value in state.items()}
+                self._optimizer.state[parameter] = {name: whole_tensor(value).clone() for name, value in state.items()}
 
     def _free_(self) -> None:
         """Free the original weights and moments."""
@@ -216,7 +216,7 @@ class Shards(_Group):
         read = list({id(parameter): parameter for parameter in weights}.values())
         for parameter in read:
             gradient = shards[cast(nn.Parameter, parameter)].grad
-            parameter.grad = torch.zeros_like(parameter) if gradient is None else _full(gradient)
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else whole_tensor(gradient)
         try:
             yield
         finally:
@@ -240,18 +240,15 @@ def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Paramet
     sharded = AdamW(groups, fused=True)
     for parameter, shard in pairs.items():
         if parameter.numel() and parameter in optimizer.state:
+            # Those of a checkpoint lie on the CPU; one tensor at a time is whole on the device.
+            state = ((name, value.to(shard.device)) for name, value in optimizer.state[parameter].items())
             sharded.state[shard] = {
                 name: distribute_tensor(value, mesh, cast(DTensor, shard).placements, src_data_rank=None)
                 if value.shape == parameter.shape
                 else value.clone()
-                for name, value in optimizer.state[parameter].items()
+                for name, value in state
             }
     return sharded
-
-
-def _full(tensor: Tensor) -> Tensor:
-    """Return a tensor gathered from its shards, or itself."""
-    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 class _Callable(nn.Module):

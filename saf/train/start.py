@@ -109,9 +109,6 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         # A parent's, too: the best guess of the first update's seconds.
         recent=deque(origin.state.get("recent", ()), maxlen=8),
     )
-    if origin.checkpoint and parallel.kind == Shards.kind:
-        engine = run.updater.engine
-        origin.checkpoint.fill_(engine.module, engine.optimizer if origin.state else None)
     own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
     run.heads_changed = max(own, default=None)
     if is_rank0():
@@ -199,7 +196,7 @@ def _restore(
     config: TrainConfig, execution: Execution, task: Task, shape: GPTConfig, parallel: Parallel, origin: Origin
 ) -> tuple[dict[str, Any], Proposer | None]:
     """Return the fields of the updater at the run's origin, and the schedule's state machine."""
-    model, optimizer = _build(config, shape, execution, origin, sharded=parallel.kind == Shards.kind)
+    model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
     layouts = [site.layout for site in adapter_for(model).sites()]
     own_schedule = origin.state.get("schedule") if origin.resumed else None
     proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
@@ -220,16 +217,13 @@ def _restore(
 
 
 def _build(
-    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, sharded: bool
+    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, moments_on_cpu: bool
 ) -> tuple[GPT, AdamW]:
-    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed.
-
-    Where they are `sharded`, a checkpoint's weights and moments are read later, by each rank its own.
-    """
+    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
     if checkpoint := origin.checkpoint:
         # "auto" chose at the event; its choice goes on, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
-        model = checkpoint.model(execution.device, backend=named, filled=not sharded)
+        model = checkpoint.model(execution.device, backend=named)
     else:
         model = GPT.skip_init(shape)
         model.reset_parameters(torch.Generator().manual_seed(config.seed))
@@ -237,7 +231,7 @@ def _build(
     for site in adapter_for(model).sites():
         site.pin(config.kernel)
     if checkpoint and origin.state:
-        return model, checkpoint.optimizer(model, filled=not sharded)
+        return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 

@@ -20,9 +20,8 @@ import saf
 import saf.freezing as editing
 import saf.train.loop as loop
 from saf.calibration.measure import LayerStatistics
-from saf.checkpoint import _write_shards
 from saf.data import TokenData
-from saf.distributed import all_gather, on_rank0
+from saf.distributed import on_rank0
 from saf.errors import SelectionError, UnsupportedError
 from saf.evaluate.answers import Continuation, likelihoods
 from saf.evaluate.perplexity import evaluate_perplexity
@@ -225,17 +224,6 @@ def refusals(rank: int, said: dict, config) -> None:
     said["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
     trained = FreezeConfig(rate=0.5, trainable=True)
     said["trained"] = raised(lambda: pretrain(config("trained", freeze=trained, parallel="fsdp")))
-
-    def elsewhere(folder, *more):
-        """Write shards, of which rank 1's lie on a disk of its own."""
-        _write_shards(folder, *more)
-        for path in folder.glob("shard-00002-*") if rank else ():
-            path.unlink()
-        all_gather(None)  # before rank 0 looks
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("saf.checkpoint._write_shards", elsewhere)
-        said["elsewhere"] = raised(lambda: pretrain(config("elsewhere", parallel="fsdp", save_every=1)))
 
 
 def failures(rank: int, said: dict, config, write) -> None:
