@@ -18,10 +18,7 @@ from saf.hf.card import folder_hash, record_cost_
 from saf.records.events import heads_in_words
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, kind_of
-from saf.report import attention_shares
-
-WORTH_TIMING = 0.05
-"""A share of an update's operations below which freezing shows in no update time."""
+from saf.report import too_small
 
 
 @dataclass(kw_only=True)
@@ -92,18 +89,6 @@ class Command:
             f"{perplexity_change(record)}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
             f"{record['precision']}",
         )
-
-
-def too_small(run: RecordedRun) -> str | None:
-    """Say why a run gains no time where its frozen heads could save a small share of an update; else None."""
-    shares = attention_shares(run)
-    if shares is None or shares[1] > WORTH_TIMING:
-        return None
-    toy = "A toy on a CPU" if str(run.config.get("device")).startswith("cpu") else "A model of this size"
-    return (
-        f"{toy} gains no time: at {run.config['train']['length']:,} tokens mixing positions is "
-        f"{100 * shares[0]:.0f}% of an\nupdate's operations, and these heads can save {100 * shares[1]:.1f}% of all."
-    )
 
 
 parse_words = partial(parse, Command, prog="saf compare")

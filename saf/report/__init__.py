@@ -3,6 +3,9 @@
 from saf.models import GPTConfig
 from saf.records.run import RecordedRun
 
+WORTH_TIMING = 0.05
+"""A share of an update's operations below which freezing shows in no update time."""
+
 
 def attention_shares(run: RecordedRun) -> tuple[float, float] | None:
     """Return which share of an update's operations mixes positions, and which share a run's edited heads can save.
@@ -17,3 +20,15 @@ def attention_shares(run: RecordedRun) -> tuple[float, float] | None:
     mixing = 1 - config.flops_per_token(0) / every
     projections = 6.0 * config.num_layers * 2 * config.hidden_size**2 / every
     return mixing, (mixing + projections) * len(run.edited_heads) / run.num_heads
+
+
+def too_small(run: RecordedRun) -> str | None:
+    """Say why a run gains no time where its heads can save a small share of an update's operations; else None."""
+    shares = attention_shares(run)
+    if shares is None or shares[1] > WORTH_TIMING:
+        return None
+    toy = "A toy on a CPU" if str(run.config.get("device")).startswith("cpu") else "A model of this size"
+    return (
+        f"{toy} gains no time: at {run.config['train']['length']:,} tokens mixing positions is "
+        f"{100 * shares[0]:.0f}% of an\nupdate's operations, and these heads can save {100 * shares[1]:.1f}% of all."
+    )

@@ -1,7 +1,8 @@
 """The page about training runs, or about a frozen Hugging Face model: one HTML file that needs nothing but itself."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -11,24 +12,16 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from saf.errors import InputError
-from saf.evaluate.compare import compare_folders, speed_caveat, was_busy
+from saf.evaluate.compare import compare_folders, speed_caveat
 from saf.evaluate.recall import recall_tables
-from saf.evaluate.tables import (
-    ArmComparison,
-    arm_colours,
-    arm_names,
-    arms_table,
-    compare_all,
-    model_notes,
-    pair_tables,
-)
+from saf.evaluate.tables import ArmComparison, arm_colours, arm_names, arms_table, compare_all, pair_tables
 from saf.inspection import inspect
 from saf.models.description import STATE_FILE
 from saf.records.events import EventRecord, read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.run import Kind, RecordedRun, expect
-from saf.records.table import MISSING, Table, byte_size, change_percent, number, plain, seconds, signed
-from saf.report import attention_shares, figures
+from saf.records.table import Table, number, plain, seconds, signed
+from saf.report import figures, too_small
 
 
 def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:
@@ -42,14 +35,14 @@ def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:
     if not paths:
         raise InputError("a report needs at least one run folder")
     first, *others = map(Path, paths)
-    tables: list[Table] = []
     if expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
-        runs, comparisons, tables = _model(first, others)
-        names = [first.name]
+        run, comparisons, tables = _model(first, others)
+        runs, names = [run], [first.name]
     else:
         runs = [RecordedRun.open(path) for path in paths]
         names = arm_names(runs)
         comparisons = compare_all(runs, names)
+        tables = list(_tables(runs, names, comparisons))
     target = Path(out) if Path(out).suffix == ".html" else Path(out) / "report.html"
     return write_atomically(target, _render(runs, names, comparisons, tables).encode())
 
@@ -73,10 +66,9 @@ def _render(
             colours=colours,
             headline=headline(runs, comparisons),
             warnings=list(_warnings(comparisons)),
-            tiles=list(_tiles(runs, comparisons, colours)),
             maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
             curves=list(_curves(runs, names, comparisons, colours)),
-            tables=[*tables, *_tables(runs, names, comparisons)],
+            tables=tables,
             provenance=_provenance(runs, names),
         )
     )
@@ -111,7 +103,8 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) 
 
 
 def _own_headline(run: RecordedRun) -> str:
-    result = run.result or {}
+    """Return what a run that is compared with none reached, or what freezing cost a model at once."""
+    result, event = run.result or {}, run.newest_freeze
     heads = f"{run.heads_in_words} of {run.num_heads} attention heads" if run.edited_heads else ""
     reached = ""
     if result.get("accuracy") is not None:
@@ -119,6 +112,8 @@ def _own_headline(run: RecordedRun) -> str:
     elif run.metrics:
         ppl = result.get("report_perplexity")
         reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"
+    elif event and None not in (losses := [event.values.get(name) for name in ("loss_before", "loss_after")]):
+        reached = f"perplexity {signed(100 * math.expm1(losses[1] - losses[0]))} at once"
     if reached and run.metrics:
         reached += f" after {number(result.get('updates') or len(run.metrics))} updates"
     return ": ".join(filter(None, [heads, reached]))
@@ -132,100 +127,26 @@ def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
             yield f"{each.name} differs in more than the freezing: {line}"
 
 
-# --- tiles
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A key figure: the value of each arm with its colour, and a line below."""
-
-    name: str
-    values: list[tuple[str, str]]
-    note: str
-
-
-def _tiles(
-    runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison], colours: Mapping[str, str]
-) -> Iterator[_Tile]:
-    arms = [(each.perplexity, each.frozen, colours.get(each.name, "frozen")) for each in comparisons if each.perplexity]
-    if not arms:
-        yield from _own_tiles(next((run for run in runs if run.edited_heads), runs[0]))
-        return
-    records, first = [record for record, _, _ in arms if record], arms[0][0] or {}
-    intervals = ", ".join(f"{signed(low)} to {signed(high)}" for low, high in (record["ci95"] for record in records))
-    steps = " → ".join(f"{ppl:.3f}" for ppl in [first["ppl_ordinary"], *(record["ppl_frozen"] for record in records)])
-    note = f"95% interval {intervals}; {steps} over {first['windows']:,} windows"
-    costs = [signed(record["delta_ppl_percent"]) for record in records]
-    yield _Tile("Perplexity", list(zip(costs, (css for *_, css in arms), strict=True)), note)
-    timed = [(_speed(record, run), css) for record, run, css in arms if record and record.get("update_time_ratio")]
-    if timed:
-        notes = "; ".join(dict.fromkeys(note for (_, note), _ in timed))
-        yield _Tile("Update speed", [(value, css) for (value, _), css in timed], notes)
-    peaks = [first.get("peak_memory_ordinary"), *(record.get("peak_memory_frozen") for record in records)]
-    if all(peaks):
-        values = [
-            (signed(change_percent(peaks[0], peak), 1), css) for peak, (*_, css) in zip(peaks[1:], arms, strict=True)
-        ]
-        yield _Tile("Peak memory", values, f"{' → '.join(map(byte_size, peaks))} during an update")
-    edited = [(run, css) for run, css in zip(runs, colours.values(), strict=True) if run.edited_heads]
-    yield _heads_tile(edited)
-
-
-def _heads_tile(edited: Sequence[tuple[RecordedRun, str]]) -> _Tile:
-    shares = [(f"{100 * len(run.edited_heads) / run.num_heads:.0f}%", css) for run, css in edited]
-    return _Tile("Heads", shares, ", ".join(f"{run.heads_in_words} of {run.num_heads}" for run, _ in edited))
-
-
-def _speed(record: Mapping[str, Any], run: RecordedRun) -> tuple[str, str]:
-    """Return the speedup where it is clear, else what these heads can save by their operations; and a note on it."""
-    ratio, shares = record["update_time_ratio"], attention_shares(run)
-    bound = None if shares is None else 1 / (1 - shares[1])
-    if not speed_caveat(record):
-        pair = record["update_seconds_ordinary"], record["update_seconds_frozen"]
-        more = f"; {bound:.2f}× by operations if these heads cost nothing" if bound and bound > ratio else ""
-        return f"{ratio:.2f}×", f"{' → '.join(map(seconds, pair))}, medians of separate runs{more}"
-    why = "beyond any bound, so the machine was busy" if was_busy(record) else "within the runs' spread"
-    attainable = f"≤ {bound:.2f}×" if bound else MISSING
-    return attainable, f"by operations, if these heads cost nothing; measured {ratio:.2f}×, {why}"
-
-
-def _own_tiles(run: RecordedRun) -> Iterator[_Tile]:
-    result = run.result or {}
-    update = (result.get("update_seconds") or {}).get("median")
-    facts = {
-        "Accuracy": (result.get("accuracy"), lambda share: f"{100 * share:.2f}%", "held-out questions"),
-        "Perplexity": (result.get("report_perplexity"), number, "held-out text"),
-        "Median update": (update, seconds, f"{number(result.get('updates'))} updates"),
-        "Peak memory": (result.get("peak_memory_bytes"), byte_size, "during an update"),
-    }
-    for name, (value, show, note) in facts.items():
-        if value is not None:
-            yield _Tile(name, [(show(value), "ink")], note)
-    if run.edited_heads and run.num_heads:
-        yield _heads_tile([(run, "frozen")])
-
-
 # --- heads
 
 
 def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
+    """Return the values of the template's section about one run's heads."""
     freeze = run.freeze or {}
-    kls = {tuple(head): kl for *head, kl in freeze.get("fit_kl", ())}
-    rejected = {tuple(head): kl for *head, kl in freeze.get("rejected", ())}
-    config, event = freeze.get("config") or {}, run.newest_freeze
+    kls, rejected = ({tuple(head): kl for *head, kl in freeze.get(key, ())} for key in ("fit_kl", "rejected"))
+    config, event, sequences = freeze.get("config") or {}, run.newest_freeze, freeze.get("num_sequences")
     costs: dict[str, float] = {}
     for each in run.events:
         costs |= {part: costs.get(part, 0.0) + cost for part, cost in each.seconds.items()}
-    sequences = freeze.get("num_sequences")
+    parts = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
     facts = {
         **{name: config.get(name) for name in ("rate", "pattern", "storage")},
         "calibrated on": f"{sequences} × {number(freeze.get('length'))} tokens" if sequences else None,
-        "KL of fits, median": f"{number(median(kls.values()), 3)} nats" if kls else None,
-        "KL of fits, largest": f"{number(max(kls.values()), 3)} nats" if kls else None,
+        "KL of fits": f"median {number(median(kls.values()), 3)}, at most {number(max(kls.values()), 3)} nats"
+        if kls
+        else None,
         "held-out loss, before and after": _losses(event) if event else None,
-        "freezing took": seconds(sum(costs.values())) if costs else None,
-        "freezing, by part": ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
-        or None,
+        "freezing took": f"{seconds(sum(costs.values()))}: {parts}" if costs else None,
     }
     return {
         "title": f"Heads of {name}" if several else "Heads",
@@ -265,8 +186,9 @@ def _losses(event: EventRecord) -> str | None:
 def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Iterator[Table]:
     """Yield the table of arms, of their events where a run had several, and of answers to tasks."""
     named = list(zip(runs, names, strict=True))
-    if any("train" in run.config for run in runs):
-        yield arms_table(runs, names, comparisons)
+    arms = arms_table(runs, names, comparisons)
+    unclear = [each.frozen for each in comparisons if each.perplexity and speed_caveat(each.perplexity)]
+    yield replace(arms, notes=[*arms.notes, *dict.fromkeys(filter(None, map(too_small, unclear)))])
     if any(len(run.events) > 1 for run in runs):
         columns = ("arm", "event", "after update", "heads", "controller loss", "kept", "took", "reason")
         yield Table.of("Events", columns, [[name, *_event_row(event)] for run, name in named for event in run.events])
@@ -311,7 +233,7 @@ def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
 # --- Hugging Face models
 
 
-def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun], list[ArmComparison], list[Table]]:
+def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[RecordedRun, list[ArmComparison], list[Table]]:
     """Return a Hugging Face model as a run without training, its comparison, and tables of what is known of it.
 
     Raises:
@@ -325,23 +247,19 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[list[RecordedRun]
         expect(path, Kind.EVALUATION)
     if len(evaluations) not in (0, 2):
         raise InputError(f"expected no evaluations, or two: of the model before and after; got {len(evaluations)}")
-    change, answered = compare_folders(*evaluations) if evaluations else (None, None)
+    run = _as_run(folder, inspected)
+    if not evaluations:
+        facts = {"change": "not known: `saf evaluate` the model before and after with --out, then name both folders"}
+        return run, [], [Table.facts("Held-out text", facts)]
+    change, answered = compare_folders(*evaluations)
     for record in filter(None, (change, answered)):
         if record["provenance"]["checkpoints"]["frozen"] != inspected["hash"]:
             raise InputError(f"{evaluations[1]} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
-    run, comparisons = _as_run(folder, inspected), []
-    notes: list[str] = []
-    facts = {"change": "not known: `saf evaluate` the model before and after with --out, then name both folders"}
-    if change:
-        low, high = change["ci95"]
-        cost = f"{signed(change['delta_ppl_percent'], 3)} ({signed(low, 3, '')} to {signed(high, 3, '')})"
-        facts = {"perplexity before": f"{change['ppl_ordinary']:.4f}", "after": f"{change['ppl_frozen']:.4f}"}
-        facts |= {"change, 95% interval": cost, "paired windows": f"{change['windows']:,}"}
-        notes = model_notes(change)
-        timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
-        comparisons.append(ArmComparison(folder.name, run, run, {**timeless, **change}))
-    held_out = Table.facts("Held-out text", facts, notes)
-    return [run], comparisons, [held_out, *(pair_tables(answered) if answered else [])]
+    tables = [table for record in (change, answered) if record for table in pair_tables(record)]
+    if change is None:
+        return run, [], tables
+    timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
+    return run, [ArmComparison(folder.name, run, run, {**timeless, **change})], tables
 
 
 def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
