@@ -104,7 +104,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) 
 
 def _own_headline(run: RecordedRun) -> str:
     """Return what a run that is compared with none reached, or what freezing cost a model at once."""
-    result, event = run.result or {}, run.newest_freeze
+    result, event = run.result or {}, run.newest_freeze.values if run.newest_freeze else {}
     heads = f"{run.heads_in_words} of {run.num_heads} attention heads" if run.edited_heads else ""
     reached = ""
     if result.get("accuracy") is not None:
@@ -112,8 +112,8 @@ def _own_headline(run: RecordedRun) -> str:
     elif run.metrics:
         ppl = result.get("report_perplexity")
         reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"
-    elif event and None not in (losses := [event.values.get(name) for name in ("loss_before", "loss_after")]):
-        reached = f"perplexity {signed(100 * math.expm1(losses[1] - losses[0]))} at once"
+    elif event.get("loss_after") is not None:
+        reached = f"perplexity {signed(100 * math.expm1(event['loss_after'] - event['loss_before']))} at once"
     if reached and run.metrics:
         reached += f" after {number(result.get('updates') or len(run.metrics))} updates"
     return ": ".join(filter(None, [heads, reached]))
