@@ -92,7 +92,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
     )  # fmt: skip
     results: dict[str, Any] = {"start": stand_still(updater) | {"frozen": 0}}
     layers, heads = plan.shape.num_layers, plan.shape.num_heads
-    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=RATE, placement="early")
+    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=RATE)
     first = [(layer, head) for layer, count in enumerate(counts) for head in range(count)]
     freeze(updater, first)
     results["first event"] = stand_still(updater) | {"frozen": len(first)}

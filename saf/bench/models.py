@@ -36,7 +36,7 @@ from saf.patterns import CompactPattern, ExponentialPattern, Pattern
 from saf.records.run import means_transformers
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 
-Placement = Literal["early", "even", "groups"]
+Placement = Literal["early", "groups"]
 
 
 # --- shapes
@@ -219,8 +219,8 @@ class ModelPlan:
         else:
             shape = self.shape
             size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
-            groups, placement = shape.num_heads // size, "even" if self.placement == "even" else "early"
-            counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=arm.rate, placement=placement)
+            groups = shape.num_heads // size
+            counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=arm.rate)
             generator = torch.Generator().manual_seed(self.seed)
             drawn = [torch.randperm(groups, generator=generator)[:count].tolist() for count in counts]
             edited = HeadSet(
@@ -316,14 +316,14 @@ SMALLEST_SHARE = 0.01
 """A layer with no head or all heads taken counts as this: its log odds are finite then."""
 
 
-def heads_per_layer(*, num_layers: int, num_heads: int, rate: float, placement: Literal["early", "even"]) -> list[int]:
+def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int]:
     """Choose how many heads of each layer are frozen; they add up to `round(rate * num_layers * num_heads)`.
 
-    "even" spreads them; "early" follows `MEASURED_SHARES` over relative depth, its log odds shifted to the rate.
+    They follow `MEASURED_SHARES` over relative depth, its log odds shifted to the rate.
     """
     total = round(rate * num_layers * num_heads)
     shares = np.full(num_layers, rate)
-    if placement == "early" and 0 < total < num_layers * num_heads:
+    if 0 < total < num_layers * num_heads:
         depth = (np.arange(num_layers) + 0.5) / num_layers * len(MEASURED_SHARES) - 0.5
         measured = np.interp(depth, np.arange(len(MEASURED_SHARES)), MEASURED_SHARES)
         odds = logit(measured.clip(SMALLEST_SHARE, 1 - SMALLEST_SHARE))

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -105,32 +104,6 @@ class Comparison(NamedTuple):
     baseline: Arm
     arm: Arm
     role: Role
-
-
-def plan(
-    *,
-    kernels: Sequence[str],
-    others: Sequence[str] = (),
-    backends: Sequence[str],
-    rates: Sequence[float],
-    free: bool,
-    pruned: bool = False,
-) -> list[Comparison]:
-    """List all comparisons, controls first.
-
-    Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels, and of
-    `others`, are compared with the first kernel's.
-    """
-    kernels, first = list(dict.fromkeys(kernels)), Arm(kernels[0])
-    rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
-    roles: dict[str, Role] = dict.fromkeys(backends, "frozen")
-    roles |= {FREE: "free"} if free else {}
-    roles |= {PRUNED: "pruned"} if pruned else {}
-    comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
-    comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
-    for kernel, rate in product(kernels, rates):
-        comparisons += [Comparison(Arm(kernel), Arm(kernel, name, rate), role) for name, role in roles.items()]
-    return comparisons
 
 
 class Subject(Protocol):

@@ -3,10 +3,10 @@
 import math
 import multiprocessing
 import os
-import resource
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
@@ -15,17 +15,19 @@ import torch
 from saf.bench.models import ModelPlan, Placement, free_backend, is_folder
 from saf.bench.protocol import (
     FLEX,
+    FREE,
     OUT_OF_TIME,
+    PRUNED,
     Arm,
     Case,
     Comparison,
     Point,
+    Role,
     Session,
     Subject,
     clean_process,
     compare,
     in_short,
-    plan,
 )
 from saf.bench.timing import ways_of
 from saf.distributed import all_ranks_or_raise
@@ -131,18 +133,25 @@ class Speed:
         return points
 
     def comparisons(self, rates: Sequence[float], *, own: str | None = None, pruned: bool = False) -> list[Comparison]:
-        """List the comparisons of a point at some rates; `own` is the backend of a folder's heads."""
-        others = self.others
+        """List the comparisons of a point at some rates, controls first; `own` is the backend of a folder's heads.
+
+        Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels,
+        and of `others`, are compared with the first kernel's.
+        """
+        kernels = list(dict.fromkeys(self.kernels)) or (["cudnn"] if self.cuda else ["auto"])
+        others, first = self.others, Arm(kernels[0])
         if others is None:
             others = [each for each in self.cuda_others if each != FLEX or self.execution.compile] if self.cuda else ()
-        return plan(
-            kernels=self.kernels or (("cudnn",) if self.cuda else ("auto",)),
-            others=others,
-            backends=self.backends or ((own,) if own else self.cuda_backends if self.cuda else ("toeplitz",)),
-            rates=list(dict.fromkeys(rates)),
-            free=self.free,
-            pruned=pruned,
-        )
+        backends = self.backends or ((own,) if own else self.cuda_backends if self.cuda else ("toeplitz",))
+        roles: dict[str, Role] = dict.fromkeys(backends, "frozen")
+        roles |= {FREE: "free"} if self.free else {}
+        roles |= {PRUNED: "pruned"} if pruned else {}
+        rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
+        comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
+        comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
+        for kernel, rate in product(kernels, dict.fromkeys(rates)):
+            comparisons += [Comparison(Arm(kernel), Arm(kernel, name, rate), role) for name, role in roles.items()]
+        return comparisons
 
     def cases(self, session: Session) -> Iterator[Case]:
         """Yield what is compared, point by point, and record in the session what cannot be."""
@@ -188,8 +197,8 @@ class ModelSpeed(Speed):
     num_layers: int | None = None
     """Build so many layers, not the preset's: compiling all of a large model takes minutes."""
     placement: Placement = "early"
-    """Freeze heads in these layers: mostly early ones, as measured on trained models; even takes as many in each;
-    groups takes whole groups of heads that share keys, in early layers."""
+    """Freeze heads mostly in early layers, as measured on trained models; groups takes whole groups of heads that
+    share keys there."""
     pruned: bool = False
     """Measure each rate with the same heads pruned too: their values and output columns are gone."""
     graphs: Literal["off", "on", "both"] = "off"
@@ -197,7 +206,7 @@ class ModelSpeed(Speed):
     fresh: bool = False
     """Take every timed block in a process of its own."""
     memory: bool = False
-    """Measure peak memory too, one arm a process."""
+    """Measure peak memory on CUDA too, one arm a process."""
 
     def check(self) -> None:
         super().check()
@@ -205,7 +214,7 @@ class ModelSpeed(Speed):
         require(self.placement in placements, f"placement must be {', '.join(placements)}, got {self.placement!r}")
         require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
-        require(self.pairs > 0 or not self.fresh, "fresh has no effect with pairs=0, which times nothing")
+        require(self.cuda or not self.memory, "memory is measured on CUDA alone; leave it out")
         self.variants()
         for point in self.all_points():
             self.plan(point)
@@ -325,7 +334,7 @@ def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: 
         ordinary = peak if arm == arms[0] else ordinary
         change = None if ordinary is None else 100 * (peak / ordinary - 1)
         entry = {"point": point.to_dict(), "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
-        entry |= {"kind": "allocated" if settings.cuda else "resident", "bytes": peak, "change_percent": change}
+        entry |= {"kind": "allocated", "bytes": peak, "change_percent": change}
         session.lists["memory"].append(entry)
         session.save()
         compared = "" if change is None else f", {signed(change)} against ordinary"
@@ -341,20 +350,9 @@ def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, prof
             if settings.cuda:
                 torch.cuda.reset_peak_memory_stats()
             block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
-            peak = torch.cuda.max_memory_allocated() if settings.cuda else _peak_resident()
+            peak = torch.cuda.max_memory_allocated() if settings.cuda else None
             kernels = subject.kernels() if profile else []
         sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels, "facts": subject.facts})
     except Exception as error:
         traceback.print_exc()
         sender.send({"error": in_short(error)})
-
-
-def _peak_resident() -> int:
-    """Return the largest resident set of this process, bytes.
-
-    Linux reports it in /proc; `getrusage` begins at the parent's value, which Linux carries over to a child.
-    """
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))

@@ -214,13 +214,9 @@ def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_and_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
+def test_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = {"points": ("16x1",), "rates": (0.5,), "free": False}
-    record = bench.prefill("tiny", **settings, **TOY | {"pairs": 0}, memory=True)
-    assert [entry["arm"] for entry in record["memory"]] == ["ordinary auto", "50% toeplitz auto"]
-    assert all(entry["bytes"] > 50e6 for entry in record["memory"])
-    prefill, cpu = bench.Prefill(model="tiny", **settings, **TOY), Execution.of("cpu")
+    prefill, cpu = bench.Prefill(model="tiny", points=("16x1",), **TOY), Execution.of("cpu")
     with Session("prefill", {}, cpu) as session:
         subject = FreshSubject(session, prefill, Point(16, 1, precision="fp32"), Arm("auto"))
         assert subject.timed_block("call") > 0
@@ -246,10 +242,9 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("prefill", {"precisions": ("fp8",)}, InputError, "precisions"),
     ("prefill", {"pairs": 0}, InputError, "pairs"),
     ("prefill", {"compile": "layers"}, InputError, "for updates"),
-    ("prefill", {"fresh": True, "pairs": 0, "memory": True}, InputError, "no effect"),
+    ("prefill", {"memory": True}, InputError, "CUDA alone"),
     ("prefill", {"graphs": "on"}, UnsupportedError, "CUDA"),
     ("update", {"parallel": "ddp"}, InputError, "group"),
-    ("update", {"graphs": "both", "memory": True}, InputError, "CUDA graphs"),
     ("prefill", {"model": FOLDER, "rates": (0.5,)}, InputError, "rates"),
     ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
     ("op", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),

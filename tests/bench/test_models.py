@@ -19,19 +19,16 @@ CPU = torch.device("cpu")
 
 
 def test_early_layers_have_the_shares_that_selection_takes():
-    counts = heads_per_layer(num_layers=12, num_heads=12, rate=0.25, placement="early")
+    counts = heads_per_layer(num_layers=12, num_heads=12, rate=0.25)
     assert counts == [round(12 * share) for share in MEASURED_SHARES]
 
 
-@pytest.mark.parametrize("placement", ["early", "even"])
 @pytest.mark.parametrize(("layers", "heads"), [(12, 12), (36, 8), (1, 3)])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
-def test_the_counts_of_layers_add_up(placement, layers, heads, rate):
-    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=rate, placement=placement)
+def test_the_counts_of_layers_add_up(layers, heads, rate):
+    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=rate)
     assert sum(counts) == round(rate * layers * heads)
     assert max(counts) <= heads
-    if placement == "even":
-        assert max(counts) - min(counts) <= 1
 
 
 def test_groups_are_frozen_whole():

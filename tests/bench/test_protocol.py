@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from saf.bench.protocol import Arm, Session, alternate, plan, summary
+from saf.bench import Update
+from saf.bench.protocol import Arm, Session, alternate, summary
 from saf.bench.timing import event_block, wall_block
 from saf.errors import InputError
 from saf.records.files import read_json
@@ -119,13 +120,8 @@ def test_a_record_that_is_there_is_not_overwritten_and_an_interrupted_one_says_s
 
 
 def test_every_kernel_has_its_control_and_later_ones_stand_beside_the_first():
-    names = [
-        (each.baseline.name, each.arm.name, each.role)
-        for each in plan(
-            kernels=["cudnn", "flash"], others=["flex", "cudnn"], backends=["toeplitz"], rates=[0.25], free=True,
-            pruned=True,
-        )
-    ]  # fmt: skip
+    settings = Update(kernels=("cudnn", "flash"), others=("flex", "cudnn"), backends=("toeplitz",), device="cpu")
+    names = [(each.baseline.name, each.arm.name, each.role) for each in settings.comparisons([0.25, 0.25], pruned=True)]
     assert names == [
         ("ordinary cudnn", "control cudnn", "control"), ("ordinary flash", "control flash", "control"),
         ("ordinary cudnn", "ordinary flash", "kernel"), ("ordinary cudnn", "ordinary flex", "kernel"),

@@ -1,7 +1,7 @@
 """Benchmark records with invented times, made by the code that writes real ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from saf.bench import Speed, Update
-from saf.bench.protocol import Arm, Case, Point, Session, compare, plan
+from saf.bench.protocol import Arm, Case, Point, Session, compare
 
 POINT = Point(4096, 8, 4)
 TIMES = {
@@ -61,13 +61,13 @@ def record(
             raise RuntimeError(f"no way to run {arm.name}.")
         return _Timed(times[arm.name])
 
-    kinds = {"backends": settings.backends or ("toeplitz",), "rates": [0.25, 0.5], "free": settings.free}
+    settings = replace(settings, kernels=("cudnn",), others=tuple(others))
     with Session(settings.kind, asdict(settings), MACHINE, out=path) as session:
         for point in points:
             case = Case(
                 name=point.name,
                 fields={"model": "124m", "point": point.to_dict(), **(fields or {})},
-                comparisons=plan(kernels=["cudnn"], others=others, **kinds),
+                comparisons=settings.comparisons([0.25, 0.5]),
                 build=build,
                 variants=variants,
                 describe=lambda arm: {"heads": round(144 * arm.rate)},
