@@ -13,7 +13,7 @@ from typing import Any
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 
 COMMANDS = {
-    "data": "Prepare text as tokens, or show a prepared folder.",
+    "data": "Prepare text as a folder of tokens.",
     "pretrain": "Train an ordinary model, or a frozen arm from its checkpoint.",
     "finetune": "Train a checkpoint on a task, and measure its accuracy.",
     "freeze": "Freeze heads of a checkpoint or Hugging Face model.",

@@ -12,7 +12,6 @@ from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, compare_runs
-from saf.evaluate.paired import RESAMPLES
 from saf.evaluate.tables import pair_tables, perplexity_change, verdict
 from saf.hf.card import folder_hash, record_cost_
 from saf.records.events import heads_in_words
@@ -40,30 +39,25 @@ class Command:
     precision must still be equal."""
     card: Path | None = None
     """Write the change of perplexity into the model card (README.md) of this folder, which holds the frozen model."""
-    resamples: int = RESAMPLES
-    """Draw this many bootstrap samples of windows for the interval."""
-    seed: int = 0
-    """Draw them from this random seed."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
         pair = self.ordinary, self.frozen
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("allow_differences", "resamples", "seed")}
         if {kind_of(path) for path in pair} & {Kind.EVALUATION, Kind.TRANSFORMERS}:
             for path in pair:
                 expect(path, Kind.EVALUATION)
-            return self._evaluations(options)
+            return self._evaluations()
         if self.card is not None:
             raise InputError("--card is for evaluations of Hugging Face models; runs have no model card")
         ordinary, frozen = map(RecordedRun.open, pair)
-        record = compare_runs(ordinary, frozen, out=self.out or self.frozen, **options)
+        record = compare_runs(ordinary, frozen, out=self.out or self.frozen, allow_differences=self.allow_differences)
         notes = filter(None, [too_small(frozen)])
         show(record, verdict(record), *notes, *pair_tables(record, ordinary, frozen), as_json=self.json)
         return record
 
-    def _evaluations(self, options: dict[str, Any]) -> dict[str, Any]:
-        changes, tasks = compare_folders(self.ordinary, self.frozen, **options)
+    def _evaluations(self) -> dict[str, Any]:
+        changes, tasks = compare_folders(self.ordinary, self.frozen, allow_differences=self.allow_differences)
         if self.card is not None:
             self._write_card(self.card, changes)
         record = {**(changes or tasks or {}), **({"zero_shot": tasks} if changes and tasks else {})}

@@ -1,6 +1,6 @@
-"""`saf data prepare` and `saf data info`: make a data folder, show one."""
+"""`saf data prepare`: make a data folder of tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -8,17 +8,15 @@ import tyro
 
 from saf.cli.output import show
 from saf.cli.parsing import parse_one_of
-from saf.data import PARTITIONS, PrepareConfig, TokenData, prepare
-from saf.models import PRESETS
+from saf.data import PARTITIONS, PrepareConfig, prepare
 from saf.records.table import Table
-from saf.train import TrainConfig
 
 MAX_ROWS = 20
 """Rows of the table of skipped files."""
 
 
 @dataclass(kw_only=True)
-class Prepare:
+class Command:
     """Make a data folder of tokens from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ("python",)
@@ -36,27 +34,13 @@ class Prepare:
 
     def run(self) -> dict[str, Any]:
         data = prepare(self.sources, self.out, overwrite=self.overwrite, **vars(self.settings))
-        return _show(self.out, data.index, as_json=self.json)
+        result = {"folder": self.out, **data.index}
+        show(result, *_tables(self.out, data.index), as_json=self.json)
+        return result
 
 
-@dataclass(kw_only=True)
-class Info:
-    """Show the contents of a data folder, checking its files."""
-
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-    """Show this folder made by `saf data prepare`."""
-    verify: bool = False
-    """Check every file's SHA-256 too."""
-    json: bool = False
-    """Print JSON instead of a table."""
-
-    def run(self) -> dict[str, Any]:
-        return _show(self.folder, TokenData.open(self.folder, verify=self.verify).index, as_json=self.json)
-
-
-Command = Prepare | Info
 FIRST = {
-    Prepare: ("sources", "out", "overwrite", "json", "settings"),
+    Command: ("sources", "out", "overwrite", "json", "settings"),
     PrepareConfig: (
         *("tokenizer", "vocab_size", "heldout", "heldout_fraction", "report_only", "calibration_from"),
         *("split_characters", "text_field", "max_bytes", "seed"),
@@ -67,48 +51,27 @@ FIRST = {
 
 def parse_words(words: Sequence[str]) -> Command:
     """Parse the command."""
-    return parse_one_of({"prepare": Prepare, "info": Info}, words, prog="saf data", first=FIRST)
+    return parse_one_of({"prepare": Command}, words, prog="saf data", first=FIRST)
 
 
-def _show(folder: str, index: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    head = ("partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats")
-    rows = [_partition(name, index["partitions"][name]) for name in PARTITIONS]
+def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:
+    if skipped := index["left_out"]:
+        more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
+        files = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
+        yield Table.of(f"Left out or cut: {len(skipped):,}{more}", ("file or folder", "why"), files)
+    rows = []
+    for name in PARTITIONS:
+        part = index["partitions"][name]
+        density = f"{part['bytes'] / part['tokens']:.2f}" if part["tokens"] else None
+        entropy = None if part["unigram_entropy"] is None else f"{part['unigram_entropy']:.3f}"
+        rows.append([name, part["documents"], part["tokens"], f"{part['bytes'] / 1e6:.2f}", density, entropy])
+    columns = ("partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats")
+    yield Table.of(folder, columns, rows)
     tokenizer, duplicates = index["tokenizer"], index["duplicates"]
     facts = {
         "tokenizer": f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, stored as {index['dtype']}",
-        "too few": _calibration(index),
         "left out": f"{duplicates['repeated']:,} repeated, {duplicates['also_held_out']:,} also held out, "
         f"{duplicates['empty']:,} empty documents",
         "fingerprint": index["fingerprint"],
     }
-    parts = [Table.of(folder, head, rows), Table.facts("", facts)]
-    if skipped := index["left_out"]:
-        more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
-        files = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
-        parts.insert(0, Table.of(f"Left out or cut: {len(skipped):,}{more}", ("file or folder", "why"), files))
-    result = {"folder": folder, **index}
-    show(result, *parts, as_json=as_json)
-    return result
-
-
-def _partition(name: str, info: Mapping[str, Any]) -> list[Any]:
-    entropy = None if info["unigram_entropy"] is None else f"{info['unigram_entropy']:.3f}"
-    density = f"{info['bytes'] / info['tokens']:.2f}" if info["tokens"] else None
-    return [name, info["documents"], info["tokens"], f"{info['bytes'] / 1e6:.2f}", density, entropy]
-
-
-def _calibration(index: Mapping[str, Any]) -> str | None:
-    """Say for which presets' contexts freezing would find too few calibration windows; None where for none."""
-    if not index["partitions"]["train"]["tokens"]:
-        return None
-    source = "train" if index["calibration_from"] == "train" else "calibration"
-    needed, tokens = TrainConfig.calibration_sequences, index["partitions"][source]["tokens"]
-    lengths = sorted({shape.max_length for shape in PRESETS.values()})
-    few = [f"{tokens // n:,} windows of {n:,} tokens" for n in lengths if tokens // n < needed]
-    if not few:
-        return None
-    more = "more text" if source == "train" else "more text, a larger --heldout-fraction or --calibration-from train"
-    return (
-        f"{', '.join(few)} in the {source} partition; freezing takes {needed} of the model's context: prepare {more}, "
-        "or train with fewer --calibration-sequences"
-    )
+    yield Table.facts("", facts)

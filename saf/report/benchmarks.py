@@ -30,7 +30,7 @@ _ROLES = {"keeping": "ordinary, every activation kept", "apart": "ordinary, each
 
 
 def tables(record: Record) -> list[Part]:
-    """Return what a record measured: tables, why comparisons were refused, and what was left out."""
+    """Return what a speed record measured, why comparisons were refused, and what any record leaves out."""
     titled: dict[str, list[Mapping[str, str | None]]] = {}
     if record["kind"] == "finetune":
         title = f"{record['settings']['task']}: means over the orders of examples"
@@ -38,10 +38,6 @@ def tables(record: Record) -> list[Part]:
     elif record["kind"] in SPEEDS:
         for row, cells in speed_cells(record):
             titled.setdefault(way(row), []).append(cells)
-    else:
-        for row in record["rows"]:
-            cells = {name: _value(value) for name, value in _flat(row) if name != "part"}
-            titled.setdefault(row.get("part", ""), []).append(cells)
     if record["memory"]:
         titled["peak memory"] = [memory_cells(record, entry) for entry in record["memory"]]
     refused = _refusals(record) if record["kind"] in SPEEDS else ()
@@ -200,22 +196,3 @@ def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]
         }
         lines.append((rows[0], {name: text or MISSING for name, text in cells.items()}))
     return lines
-
-
-def _flat(value: Record, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, item in value.items():
-        where = f"{path}: {name}" if path else str(name)
-        if isinstance(item, Mapping):
-            yield from _flat(item, where)
-        else:
-            yield where.replace("_", " "), item
-
-
-def _value(value: Any) -> str | None:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int | float):
-        return number(value)
-    if isinstance(value, list) and len(value) > 4:
-        return f"{len(value)} values"
-    return None if value is None else str(value)

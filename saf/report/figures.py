@@ -178,33 +178,6 @@ def scores(run: RecordedRun, *, name: str) -> str:
     return svg(draw, name=name)
 
 
-def curves(run: RecordedRun, *, name: str) -> str:
-    """Return a small panel for each frozen head: its pattern's terms of distance and of key, on one scale of nats."""
-    pattern = _compact(run)
-    if pattern is None:
-        return ""
-    heads = [tuple(head) for head in (run.freeze or {})["heads"]]
-    places = np.unique(np.geomspace(1, pattern.length, 60).astype(int)) - 1
-    across = np.log1p(places) / np.log1p(places[-1] or 1)
-    columns = min(6, len(heads))
-    rows = -(-len(heads) // columns)
-    terms = {"frozen": pattern.rho[:, places].numpy(), "ordinary": pattern.alpha[:, places].numpy()}
-    low = max(min(np.nanquantile(values, 0.02) for values in terms.values()), -30.0)
-    high = max(values.max() for values in terms.values())
-
-    def draw(axis: Axes) -> None:
-        for number, (layer, head) in enumerate(heads):
-            x, y = number % columns, -(number // columns)
-            for css, values in terms.items():
-                height = np.clip((values[number] - low) / (high - low or 1.0), 0, 1)
-                axis.plot(x + 0.86 * across, y + 0.66 * height, color=COLOUR[css], lw=1.1)
-            axis.text(x, y + 0.72, f"{layer}.{head}", fontsize=8)
-        axis.set(xlim=(-0.05, columns), ylim=(-rows + 0.9, 1))
-        axis.axis("off")
-
-    return svg(draw, height=0.7 * rows + 0.2, name=name)
-
-
 # --- training
 
 

@@ -154,7 +154,6 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
         "rejected": len(rejected),
         "picture": Markup(figures.head_map(run, name=f"map-{number_of}")),
         "scores": Markup(figures.scores(run, name=f"scores-{number_of}")) if freeze else "",
-        "curves": Markup(figures.curves(run, name=f"curves-{number_of}")),
         "facts": Table.facts("", facts),
         "heads": _head_table(run, kls, rejected),
     }

@@ -15,7 +15,6 @@ from tests.freezing.small_model import make, tokens
 COMMANDS = {
     "data prepare": "data prepare P --out OUT",
     "data prepare --tokenizer": "data prepare python --tokenizer P --out OUT",
-    "data info": "data info P",
     "pretrain --data": "pretrain --data P --out OUT",
     "pretrain --parent": "pretrain --parent P --out OUT",
     "pretrain --resume": "pretrain --resume --out P",
