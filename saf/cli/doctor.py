@@ -12,7 +12,6 @@ import torch
 
 from saf.cli.output import show
 from saf.cli.parsing import parse
-from saf.hf.families import FAMILIES
 from saf.ops import choose_backend, explain
 from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
 from saf.records.result import package_version
@@ -47,7 +46,6 @@ class Command:
             "compiler": compiler,
             "backends": backends(),
             "live_kernels": live_kernels(),
-            "families": {family.name: family.remark for family in FAMILIES},
         }
         result["verdict"] = verdict(result)
         show(result, *_tables(result), "", *result["verdict"].values(), as_json=self.json)
@@ -120,7 +118,6 @@ def _tables(result: dict[str, Any]) -> Iterator[Table]:
         )
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     yield Table.facts("attention kernels of live heads", kernels)
-    yield Table.of("models of transformers that freeze", ["family", "what is particular"], result["families"].items())
     for entry in result["backends"]:
         lines = dict(line.partition(": ")[::2] for line in entry["lines"])
         yield Table.facts(f"frozen heads on {entry['device']}, {entry['dtype']}", lines)

@@ -1,6 +1,5 @@
 """`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -70,15 +69,15 @@ class Command:
 
     def __post_init__(self):
         """Raise InputError for a flag that would have no effect."""
-        usual = {"task_data": None, "questions": None, "too_long": "refuse"}
-        self._refuse_unless_default(usual if not self.tasks else {}, "has no effect without --tasks; name some")
+        if not self.tasks:
+            self._refuse_without("--tasks", task_data=None, questions=None, too_long="refuse")
         if len(set(self.tasks)) < len(self.tasks):
             raise InputError(f"each task must be named once; got {', '.join(self.tasks)}")
 
-    def _refuse_unless_default(self, usual: Mapping[str, Any], why: str) -> None:
+    def _refuse_without(self, needed: str, **usual: Any) -> None:
         for name, default in usual.items():
             if getattr(self, name) != default:
-                raise InputError(f"--{name.replace('_', '-')} {why}")
+                raise InputError(f"--{name.replace('_', '-')} has no effect without {needed}; leave it out")
 
     def run(self) -> dict[str, Any]:
         with process_group(self.device):
@@ -87,8 +86,8 @@ class Command:
             if self.tasks:
                 from saf.hf import lm_eval  # noqa: F401 - a package that is missing is known before the model is open
             opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
-            usual = {"bos": False, "partition": "report", "limit": None} if opened.data is None else {}
-            self._refuse_unless_default(usual, "has no effect on tasks; give --data, or leave it out")
+            if opened.data is None:
+                self._refuse_without("--data", bos=False, partition="report", limit=None)
             record: dict[str, Any] = {}
             parts: list[Part] = []
             # Tasks first: missing or too long questions are known before minutes of perplexity.
@@ -178,12 +177,4 @@ class Command:
         )
 
 
-FIRST = {
-    Command: (
-        *("model", "data", "tasks", "task_data", "questions", "out", "partition", "bos", "length", "batch_size"),
-        *("limit", "device", "precision", "json"),
-    )
-}
-"""The settings that `--help` shows."""
-
-parse_words = partial(parse, Command, prog="saf evaluate", first=FIRST)
+parse_words = partial(parse, Command, prog="saf evaluate")

@@ -158,26 +158,6 @@ def _compact(run: RecordedRun) -> CompactPattern | None:
     return CompactPattern.from_parameters(tensors["alpha"].double(), tensors["rho"].double()).canonical()
 
 
-def scores(run: RecordedRun, *, name: str) -> str:
-    """Return all heads by score, lowest first, those that froze in their colour."""
-    freeze = run.freeze or {}
-    kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
-    known = ((value, (layer, head)) for layer, row in enumerate(freeze["scores"]) for head, value in enumerate(row))
-    ranked = sorted((value, kinds.get(head, "live")) for value, head in known if value is not None)
-
-    def draw(axis: Axes) -> None:
-        for kind, css in (("live", "rule"), ("frozen", "frozen"), ("pruned", "pruned")):
-            points = [(place, value) for place, (value, its) in enumerate(ranked, 1) if its == kind]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o", color=COLOUR[css], markersize=4, label=kind)
-        if ranked and ranked[0][0] > 0:
-            axis.set_yscale("log")
-        axis.set(xlabel="heads by score", title=f"Score of each head: {freeze['score_name']}".replace("_", " "))
-        axis.legend()
-
-    return svg(draw, name=name)
-
-
 # --- training
 
 

@@ -153,7 +153,6 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
         "caption": f"{run.heads_in_words} of {run.num_heads}",
         "rejected": len(rejected),
         "picture": Markup(figures.head_map(run, name=f"map-{number_of}")),
-        "scores": Markup(figures.scores(run, name=f"scores-{number_of}")) if freeze else "",
         "facts": Table.facts("", facts),
         "heads": _head_table(run, kls, rejected),
     }

@@ -49,7 +49,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     train_bpe([text], vocab_size=300).save(tmp_path / "model" / "tokenizer.json")
     words = ("--tasks", *TASKS, "--task-data", files, "--questions", 4, "--batch-size", 3)
     code, _, told = saf("evaluate", tmp_path / "model", *words, "--partition", "train")
-    assert (code, "--partition has no effect on tasks" in told) == (2, True)
+    assert (code, "--partition has no effect without --data" in told) == (2, True)
     first = saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "a")
     assert "perplexity" not in first
     assert first["zero_shot"]["tasks"]["sst2"]["questions"] == 4
