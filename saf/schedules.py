@@ -166,29 +166,28 @@ class TimedProposer(Proposer):
     """Propose to choose all heads at the first of fixed moments, then to freeze group after group of those deferred."""
 
     moments: tuple[int, ...]
-    groups: int = 0
-    """Number of groups that are over."""
+    groups_done: int = 0
     waiting: tuple[Head, ...] = ()
 
     @property
     def finished(self) -> bool:
-        return self.groups == len(self.moments) or (self.groups > 0 and not self.waiting)
+        return self.groups_done == len(self.moments) or (self.groups_done > 0 and not self.waiting)
 
     def propose(self, update: int) -> Event | None:
-        if self.finished or update < (moment := self.moments[self.groups]):
+        if self.finished or update < (moment := self.moments[self.groups_done]):
             return None
         total = len(self.moments)
         if total == 1:
             return Freeze(reason=f"{self.name}: update {moment} is done")
-        reason = f"{self.name}: group {self.groups + 1} of {total}, update {moment} is done"
-        if not self.groups:
+        reason = f"{self.name}: group {self.groups_done + 1} of {total}, update {moment} is done"
+        if not self.groups_done:
             return Freeze(first=math.ceil(self.limit / total), reason=reason)
-        return Freeze(among=self.waiting[: math.ceil(len(self.waiting) / (total - self.groups))], reason=reason)
+        return Freeze(among=self.waiting[: math.ceil(len(self.waiting) / (total - self.groups_done))], reason=reason)
 
     def done(self, event: Event, outcome: Outcome) -> None:
         assert isinstance(event, Freeze)
         self.waiting = outcome.deferred if event.among is None else self.waiting[len(event.among) :]
-        self.groups += 1
+        self.groups_done += 1
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ class ValidationBudget:
             name=self.name,
             limit=limit,
             checks=tuple(sorted(moment for moment in moments if moment < updates)),
-            allowed=math.log1p(self.budget),
+            allowed_nats=math.log1p(self.budget),
             group=_group_size(self.group, heads, limit),
         )
 
@@ -319,42 +318,39 @@ class ValidationBudgetProposer(Proposer):
     """Propose a group at each check, and its undoing where the losses around it exceed the budget."""
 
     checks: tuple[int, ...]
-    allowed: float
-    """The budget, nats."""
+    allowed_nats: float
     group: int
-    check: int = 0
-    """Number of checks that are over."""
-    spent: float = 0.0
-    """Increase of the loss by the groups that stay, nats."""
+    checks_done: int = 0
+    spent_nats: float = 0.0
     frozen: int = 0
     undo: dict[str, Any] | None = None
     """Number and reason of the event to undo."""
 
     @property
     def finished(self) -> bool:
-        return self.undo is None and (self.check == len(self.checks) or self.frozen >= self.limit)
+        return self.undo is None and (self.checks_done == len(self.checks) or self.frozen >= self.limit)
 
     def propose(self, update: int) -> Event | None:
         if self.undo is not None:
             return Undo(**self.undo, batches=BATCHES)
-        if self.finished or update < self.checks[self.check]:
+        if self.finished or update < self.checks[self.checks_done]:
             return None
-        spent = f"{self.spent:.3g} of {self.allowed:.3g} nats are spent"
-        reason = f"{self.name}: check {self.check + 1} of {len(self.checks)}, {spent}"
+        spent = f"{self.spent_nats:.3g} of {self.allowed_nats:.3g} nats are spent"
+        reason = f"{self.name}: check {self.checks_done + 1} of {len(self.checks)}, {spent}"
         return Freeze(count=min(self.group, self.limit - self.frozen), batches=BATCHES, reason=reason)
 
     def done(self, event: Event, outcome: Outcome) -> None:
         cost = outcome.loss_after - outcome.loss_before
         if isinstance(event, Undo):
             self.undo = None
-        elif self.spent + cost <= self.allowed:  # Eq. S.21; false for a cost that is NaN
-            self.spent += cost
+        elif self.spent_nats + cost <= self.allowed_nats:  # Eq. S.21; false for a cost that is NaN
+            self.spent_nats += cost
             self.frozen += len(outcome.heads)
         else:
-            reason = f"{self.name}: {cost:.3g} nats after {self.spent:.3g} exceed {self.allowed:.3g}"
+            reason = f"{self.name}: {cost:.3g} nats after {self.spent_nats:.3g} exceed {self.allowed_nats:.3g}"
             self.undo = {"event": outcome.number, "reason": reason}
             return
-        self.check += 1
+        self.checks_done += 1
 
 
 # --- train loss: Eqs. S.22 to S.24
@@ -403,8 +399,7 @@ class TrainLoss:
 class Averages:
     """Running averages of the loss, nats: its level, its descent and its noise."""
 
-    seen: int = 0
-    """Number of losses so far."""
+    count: int = 0
     last: float = 0.0
     fast: float = 0.0
     slow: float = 0.0
@@ -412,12 +407,10 @@ class Averages:
     """Slow average of the decrease of the fast average per update."""
     variance: float = 0.0
     """Variance of the noise of one update's loss."""
-    peak: float = 0.0
-    """Largest gap so far."""
-    since_peak: int = 0
+    largest_gap: float = 0.0
+    since_largest: int = 0
     """Number of losses since then."""
-    first: tuple[float, ...] = ()
-    """Losses of the burn-in, while it lasts."""
+    burn_in_losses: tuple[float, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -426,24 +419,24 @@ class Averages:
 
     def add(self, loss: float, *, fast: float, slow: float, burn_in: int) -> None:
         """Add a loss, with these coefficients of the averages."""
-        if not self.seen:
+        if not self.count:
             self.last = self.fast = self.slow = loss
         change = loss - self.last + self.descent
         before, self.last = self.fast, loss
         self.fast += fast * (loss - self.fast)
         self.slow += slow * (loss - self.slow)
         self.descent += slow * (before - self.fast - self.descent)
-        self.seen += 1
-        self.since_peak += 1
-        if self.gap > self.peak:
-            self.peak, self.since_peak = self.gap, 0
-        if self.seen > burn_in:
+        self.count += 1
+        self.since_largest += 1
+        if self.gap > self.largest_gap:
+            self.largest_gap, self.since_largest = self.gap, 0
+        if self.count > burn_in:
             # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them.
             self.variance += fast * (change**2 / 2 - self.variance)
             return
-        self.first = (*self.first, loss)
-        if self.seen == burn_in:
-            self.variance, self.first = _noise(self.first), ()
+        self.burn_in_losses = (*self.burn_in_losses, loss)
+        if self.count == burn_in:
+            self.variance, self.burn_in_losses = _noise(self.burn_in_losses), ()
 
 
 def _noise(losses: Sequence[float]) -> float:
@@ -464,26 +457,20 @@ class TrainLossProposer(Proposer):
     averages: Averages = field(default_factory=Averages)
     step: Averages | None = None
     """The averages when the last group was frozen; None once it is absorbed or undone."""
-    event: int = 0
-    """Number of that event."""
-    lowest_score: float | None = None
-    """Lowest score of that group."""
+    step_event: int = 0
+    step_lowest_score: float | None = None
     update: int = 0
     armed: bool = True
     """Whether a plateau may be answered: at first, and again once the loss fell after an event."""
-    undo: str | None = None
-    """Reason for undoing the step; None where it stays."""
+    undo_reason: str | None = None
     frozen: int = 0
-    events: int = 0
-    """Number of groups frozen so far, with undone ones."""
-    undone: int = 0
-    """Number of groups undone."""
+    groups_frozen: int = 0
+    groups_undone: int = 0
     below: float | None = None
     """Propose only heads that score less, since a group was undone."""
     recoveries: tuple[int, ...] = ()
     """Updates until each absorbed step was absorbed."""
-    stopped: bool = False
-    """Whether no head was eligible any more."""
+    no_head_left: bool = False
 
     def __post_init__(self):
         self.half_life = max(_HALF_LIFE[0], _HALF_LIFE[1] * self.updates)
@@ -500,7 +487,7 @@ class TrainLossProposer(Proposer):
     @property
     def finished(self) -> bool:
         """Whether all is frozen or given up, or fewer updates remain than the mean recovery takes."""
-        ended = self.stopped or self.undone >= _MAX_UNDONE or self.frozen >= self.limit
+        ended = self.no_head_left or self.groups_undone >= _MAX_UNDONE or self.frozen >= self.limit
         recovery = fmean(self.recoveries) if self.recoveries else self.patience
         return self.step is None and (ended or self.updates - self.update < recovery)
 
@@ -509,7 +496,7 @@ class TrainLossProposer(Proposer):
             raise InputError(f"a training loss must be finite, got {loss} at update {update}")
         self.update = update
         self.averages.add(loss, fast=self._fast, slow=self._slow, burn_in=self.burn_in)
-        if self.averages.seen < self.burn_in:
+        if self.averages.count < self.burn_in:
             return
         self.armed = self.armed or self.averages.gap > self.tolerance
         if self.step is not None:
@@ -517,27 +504,27 @@ class TrainLossProposer(Proposer):
 
     def _follow(self, step: Averages) -> None:
         """Decide whether a step is absorbed or must be undone, Eq. S.24."""
-        elapsed = self.averages.seen - step.seen
+        elapsed = self.averages.count - step.count
         # Before one half-life most of the average is of losses before the event: nearly any step would pass.
         if elapsed < self.half_life:
             return
         excess = self.averages.fast - (step.fast - step.descent * elapsed)
         if excess <= self.tolerance:
             self.recoveries = (*self.recoveries, elapsed)
-            self.step, self.undo = None, None
+            self.step, self.undo_reason = None, None
         elif elapsed > self.patience:
-            self.undo = (
+            self.undo_reason = (
                 f"{self.name}: after {elapsed} updates the loss is {excess:.5f} nats above its path before "
-                f"event {self.event}, more than {self.tolerance:.5f}"
+                f"event {self.step_event}, more than {self.tolerance:.5f}"
             )
 
     def propose(self, update: int) -> Event | None:
         if self.step is not None:
-            return None if self.undo is None else Undo(event=self.event, reason=self.undo)
+            return None if self.undo_reason is None else Undo(event=self.step_event, reason=self.undo_reason)
         # Eq. S.23: a plateau, and before the first event power and a peak that is past.
-        plateau, powerful = self.averages.gap < self.tolerance, self.averages.peak >= self.tolerance
-        ready = self.armed if self.events else powerful and self.averages.since_peak >= self.half_life
-        if self.finished or self.averages.seen < self.burn_in or not (plateau and ready):
+        plateau, powerful = self.averages.gap < self.tolerance, self.averages.largest_gap >= self.tolerance
+        ready = self.armed if self.groups_frozen else powerful and self.averages.since_largest >= self.half_life
+        if self.finished or self.averages.count < self.burn_in or not (plateau and ready):
             return None
         fall = f"the averaged loss fell by {self.averages.gap:.5f} nats, less than {self.tolerance:.5f}"
         count = min(self.group, self.limit - self.frozen)
@@ -547,14 +534,14 @@ class TrainLossProposer(Proposer):
         self.armed = False
         if isinstance(event, Undo):
             self.frozen -= len(outcome.heads)
-            self.undone += 1
-            self.below, self.step, self.undo = self.lowest_score, None, None
+            self.groups_undone += 1
+            self.below, self.step, self.undo_reason = self.step_lowest_score, None, None
             return
-        self.events += 1
+        self.groups_frozen += 1
         self.frozen += len(outcome.heads)
-        self.stopped = not len(outcome.heads)
-        self.step = None if self.stopped else replace(self.averages)
-        self.event, self.lowest_score = outcome.number, outcome.lowest_score
+        self.no_head_left = not len(outcome.heads)
+        self.step = None if self.no_head_left else replace(self.averages)
+        self.step_event, self.step_lowest_score = outcome.number, outcome.lowest_score
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

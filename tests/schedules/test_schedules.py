@@ -175,7 +175,7 @@ def test_groups_stay_while_their_costs_add_up_to_no_more_than_the_budget():
     assert kinds(run) == ["freeze"] * 4 + ["undo"] + ["freeze"] * 3 + ["undo"] + ["freeze", "undo"] * 3
     undo = run.events[4][1]
     assert undo == Undo(event=4, batches=BATCHES, reason=undo.reason)
-    assert run.proposer.spent == pytest.approx(ONE_PERCENT * (0.99 + 0.01))
+    assert run.proposer.spent_nats == pytest.approx(ONE_PERCENT * (0.99 + 0.01))
     assert run.proposer.frozen == len({head for _, heads in run.in_force.values() for head in heads}) == 15
 
 
