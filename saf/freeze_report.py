@@ -170,13 +170,13 @@ class FreezeReport:
 
     def table(self) -> Table:
         """Return one row a layer that lost heads: these, their score range and worst fit; totals in the note."""
-        kind, fits, rows = self.kind, "fit KL, nats (worst)", []
+        kind, rows = self.kind, []
         for layer in sorted({layer for layer, _ in self.heads}):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
             span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
-            worst = max((kl for (at, _), kl in self.fit_kl.items() if at == layer), default=None)
-            rows.append([layer, " ".join(map(str, chosen)), span, "" if worst is None else f"{worst:.4f}"])
+            worst = [f"{max(kl for (at, _), kl in self.fit_kl.items() if at == layer):.4f}"] if self.fit_kl else []
+            rows.append([layer, " ".join(map(str, chosen)), span, *worst])
         notes = []
         if kind == "frozen":
             notes.append(f"{len(self.rejected)} rejected")
@@ -192,19 +192,18 @@ class FreezeReport:
             notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
-        columns = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", fits]
-        table = Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
-        return table.without([fits]) if kind == "pruned" else table
+        fits = ["fit KL, nats (worst)"] if self.fit_kl else []
+        columns = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", *fits]
+        return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
 
     def __str__(self) -> str:
         try:
             from rich.console import Console
         except ModuleNotFoundError:
             return f"{self.cost}\n\n{markdown_of(self.table())}"
-        text = io.StringIO(f"{self.cost}\n")
-        text.seek(0, io.SEEK_END)
+        text = io.StringIO()
         self.table().print(Console(width=100, file=text, highlight=False))
-        return text.getvalue().rstrip()
+        return f"{self.cost}\n{text.getvalue().rstrip()}"
 
 
 def healing_words(healing: Mapping[str, Any]) -> str:

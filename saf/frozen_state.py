@@ -158,21 +158,16 @@ def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
 
 def _saved_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
     """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here."""
-    backends, errors = {}, {}
+    backends = {}
     for number, site, layer in layers:
         name, device = layer.get("backend") or "auto", rows_of(site, "value").parameter.device
         trainable = bool(layer.get("trainable"))
         try:
             backends[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
         except (InputError, UnsupportedError) as error:
-            backends[number], errors[name] = "auto", error
-    for name, error in errors.items():
-        warnings.warn(
-            f"the frozen heads were saved with backend {name!r}, which is not used here: {error}. 'auto' takes its "
-            "place, whose results differ by rounding",
-            SafWarning,
-            stacklevel=7,  # past the plan and two decorators, at the caller of load
-        )
+            backends[number] = "auto"
+            message = f"frozen heads saved with backend {name!r} run with 'auto', other rounding: {error}"
+            warnings.warn(message, SafWarning, stacklevel=7)  # past the plan and two decorators, at the caller of load
     return backends
 
 
