@@ -20,9 +20,8 @@ def config(budget, **settings):
     return saf.FreezeConfig(budget=budget, max_fit_kl=9, **{"rate": 0.5, **settings})
 
 
-@pytest.mark.parametrize("budget", [0.02, 0.5])
-def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget):
-    model, choosing, reporting, steps, runs = fluent(), text[:2], text[2:], [], []
+def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text):
+    budget, model, choosing, reporting, steps, runs = 0.5, fluent(), text[:2], text[2:], [], []
     hooks = [model.blocks[0].attention.register_forward_pre_hook(lambda *_: runs.append("lowest layer"))]
     hooks.append(model.norm.register_forward_pre_hook(lambda *_: runs.append("whole model")))
     options = {"accept_loss": True, "joint_progress": lambda *step: steps.append(step)}
@@ -48,10 +47,9 @@ def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text, budget
     assert joint.rises[len(first) - 1] == pytest.approx(loss_with(list(first), choosing) - before, abs=1e-4)
 
 
-@pytest.mark.parametrize("budget", [0.1, 0.5])
-def test_the_budget_holds_on_the_half_that_heads_are_not_chosen_by(text, budget):
+def test_the_budget_holds_on_the_half_that_heads_are_not_chosen_by(text):
     """Without a budget the same order goes beyond it there."""
-    options = {"heldout": [text.flip(0)], "accept_loss": True}
+    budget, options = 0.5, {"heldout": [text.flip(0)], "accept_loss": True}
     free = saf.freeze_(fluent(), [tokens()], config(None, joint_cost=True), **options)
     report = saf.freeze_(fluent(), [tokens()], config(budget), **options)
     assert 0 < len(report.heads) < len(free.heads)

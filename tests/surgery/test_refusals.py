@@ -56,12 +56,9 @@ COMPUTED, TWO_OWNERS, SHAPE, HOOKS = (
 )
 REFUSED = {
     "a mask": ("gpt", masked("v_proj"), COMPUTED),
-    "a mask of transformers' projection": ("llama", masked("o_proj"), COMPUTED),
     "a mask of a fused projection": ("gpt2", masked("c_attn"), COMPUTED),
-    "a spectral norm": ("gpt", lambda model, a, b: nn.utils.spectral_norm(b.v_proj), COMPUTED),
     "orthogonal weights": ("gpt", lambda model, a, b: parametrizations.orthogonal(b.v_proj), COMPUTED),
     "one parameter of two layers": ("llama", shared("v_proj", lambda model, a, b: a.v_proj.weight), TWO_OWNERS),
-    "one parameter of two roles": ("gpt", shared("k_proj", lambda model, a, b: b.q_proj.weight), TWO_OWNERS),
     "an embedding": ("gpt", shared("o_proj", lambda model, a, b: model.embed.weight), TWO_OWNERS),
     "a view in a buffer": (
         "gpt",
@@ -76,7 +73,6 @@ REFUSED = {
     "a layer used twice": ("llama", lambda model, a, b: layers(model).__setitem__(1, layers(model)[0]), SHAPE),
     "weights on the meta device": ("llama", lambda model, a, b: model.to("meta"), "on the meta device"),
     "a hook on a projection": ("llama", hooked("o_proj", "register_forward_pre_hook"), HOOKS),
-    "a backward hook on a norm": ("qwen3", hooked("q_norm", "register_full_backward_hook"), HOOKS),
     "a hook on a weight": (
         "gpt",
         lambda model, a, b: b.v_proj.weight.register_post_accumulate_grad_hook(lambda _: None),
@@ -95,22 +91,11 @@ def test_every_verb_refuses_and_changes_nothing(case, tmp_path):
     for verb in (*VERBS.values(), *(measured if words in (SHAPE, "on the meta device") else [])):
         with pytest.raises(InputError if "meta" in case else UnsupportedError, match=words):
             verb(model)
-    # Passes of calibration change the vectors of a spectral norm.
-    after = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(("_u", "_v"))}
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name in after)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     assert not (tmp_path / "saved").exists()
     if words == HOOKS:
         handle.remove()
         VERBS["install_"](model)
-
-
-def test_a_saved_head_is_not_applied_to_a_model_with_shared_weights(tmp_path):
-    donor, model = build("llama"), build("llama")
-    saf.install_(donor, [(0, 1)], PATTERN)
-    saf.save(donor, tmp_path)
-    attentions(model)[1].v_proj.weight = attentions(model)[0].v_proj.weight
-    with pytest.raises(UnsupportedError):
-        saf.load(model, tmp_path)
 
 
 def test_what_shares_nothing_is_frozen_as_ever():

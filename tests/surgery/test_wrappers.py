@@ -101,11 +101,3 @@ def test_a_compiled_wrapper_says_so_too_whatever_is_collected(group):
         wrapper(tokens())
     newer = torch.compile(DistributedDataParallel(model), backend="eager")
     assert torch.equal(newer(tokens()), model(tokens()))
-
-
-def test_a_model_without_a_wrapper_trains_on_in_a_group(group):
-    model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for edit in (freeze, lambda *both: saf.uninstall_(both[0], optimizer=both[1])):
-        edit(model, optimizer)
-        assert update(model, optimizer).isfinite()
