@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Load every public name when the first is asked for: `saf --help` needs none, and PyTorch takes seconds."""
+        """Load every public name when the first is used: `saf --help` needs none, and PyTorch takes seconds."""
         if not name.startswith("_") or name == "__all__":
             public = import_module("saf.public")
             globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})

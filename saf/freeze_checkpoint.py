@@ -45,7 +45,7 @@ class CheckpointFreezing:
     out: Path
     """Write the new checkpoint, or the model's folder, here; events.jsonl in it records the event."""
     data: Path | None = None
-    """Read this folder made by `saf data prepare`, or, for a Hugging Face model, a file of text. A checkpoint has
+    """Read this folder by `saf data prepare`, or, for a Hugging Face model, a file of text. A checkpoint has
     the data that it was trained on. A folder's tokenizer must be the model's (`saf data prepare --tokenizer
     MODEL`)."""
     bos: bool = False
@@ -63,7 +63,7 @@ class CheckpointFreezing:
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None
-    """Train a Hugging Face model on this number of tokens afterwards, beside the ordinary model trained alike: the
+    """Train a Hugging Face model on this number of tokens afterwards, and the ordinary model alike: the
     cost of the heads is reported against that."""
     calibration_seed: int | None = None
     """Choose calibration sequences by this random seed; by default the run's, or 0."""

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
     "match_heads": ("count", "max_per_layer", "match"),
     "match": ("max_per_layer",),
 }
-"""Settings that have no effect beside another one."""
+"""Settings without effect where another one is set."""
 _NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
 _OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
 _OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
@@ -85,12 +85,12 @@ class FreezeConfig:
     match: str | None = None
     """Freeze as many heads in each layer as this score would choose: the paper's control, with a random score."""
     match_heads: tuple[Head, ...] | None = None
-    """Freeze as many heads in each layer as this list has, written like heads: a control beside another run."""
+    """Freeze as many heads in each layer as this list has, written like heads: a control for another run."""
     whole_groups: bool = False
     """Choose whole KV groups, so that keys go too."""
     joint_cost: bool = False
     """Choose the heads that cost least together on held-out text, among three times as many of lowest score. Each step
-    takes the head that costs least beside those taken before."""
+    takes the head that adds least to the cost of those taken before."""
     budget: float | None = None
     """Choose heads by joint cost, and stop where perplexity on held-out text would rise by more than this share, such
     as 0.01; the rate is then the most that may freeze."""
@@ -133,7 +133,7 @@ class FreezeConfig:
         self._check_effects()
 
     def _check_effects(self) -> None:
-        """Raise InputError for settings that would have no effect beside others, or contradict them."""
+        """Raise InputError for settings that others leave without effect, or contradict."""
         if self.operation == "prune":
             self._refuse("pruned heads have no patterns", _OF_PATTERNS)
         if self.jointly:
@@ -198,12 +198,12 @@ class FreezeConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the scores read beside the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
+        """Return what the scores read beyond the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
 
     @property
     def collect(self) -> tuple[str, ...]:
-        """Return what the calibration measures for the scores beside the statistics."""
+        """Return what the calibration collects for the scores beyond the statistics."""
         rows = {"mean_rows"} if "outputs" in self.needs else set[str]()
         return tuple(sorted(rows | (self.needs & COLLECTIONS.keys())))
 

@@ -63,7 +63,7 @@ class FreezeReport:
     loss_after: float | None = None
     """The same after it."""
     healing: Healing | None = None
-    """Losses after training beside the ordinary model trained alike; None without."""
+    """Losses after training this model and the ordinary one alike; None without."""
 
     @property
     def perplexity_rise(self) -> float:
@@ -72,7 +72,7 @@ class FreezeReport:
 
     @property
     def kind(self) -> str:
-        """Return what the event made of the heads: frozen or pruned."""
+        """Return what the heads are after the event: frozen or pruned."""
         return STATE_AFTER[self.config["operation"]]
 
     @property

@@ -1,6 +1,6 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
-The file follows the algorithm, whose line numbers stand beside the code: scores (lines 4 to 6), fits and their
+The file follows the algorithm, whose line numbers are in comments: scores (lines 4 to 6), fits and their
 acceptance (7 to 20), installation (21). The caller trains before (1 to 3) and after (22 to 26). Settings and the order
 of heads are in saf/freeze_config.py, the record of an event in saf/freeze_report.py, and what heads cost on held-out
 text in saf/heldout.py.
@@ -95,18 +95,18 @@ def freeze_(
             of perplexity by more than 5% warns.
         accept_loss: Whether to keep a model whose perplexity on that text rises by more than 5%. By default that is
             refused without an `optimizer`; with one, training follows.
-        score_inputs: Inputs of the score beside the statistics, by name; `gradient` may be the `QKGradient` itself,
+        score_inputs: Inputs of the score beyond the statistics, by name; `gradient` may be the `QKGradient` itself,
             and `outputs` the held-out sequences.
         max_heads: Freeze only so many of the heads chosen, those of lowest score; the report's `deferred` names the
             others, for `FreezeConfig(only=...)` later.
         allow_empty: Freeze no head where none may be chosen or none fits, with a warning, in place of raising.
-        capture_bytes: Most memory for queries and keys kept at once; see `calibrate`.
+        capture_bytes: Most memory for queries and keys at once; see `calibrate`.
         progress: Called with (layers measured, layers).
         joint_progress: Called with (heads measured alone or accepted, heads) while joint cost is measured.
 
     Raises:
-        InputError: Batches or settings that cannot be used, a score that lacks an input or is the same for all heads,
-            heads that do not exist or are not live, an optimiser that does not hold the model's weights.
+        InputError: Batches or settings that cannot be used, a score without its inputs or the same for all heads, heads
+            that do not exist or are not live, an optimiser that does not hold the model's weights.
         UnsupportedError: A backend that cannot run the model's frozen heads, or heads that cannot be measured.
         SelectionError: No head that may be chosen and fits; with `strict`, fewer than k. The model is unchanged.
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
@@ -217,7 +217,7 @@ def _read(
         longer = "attention is measured beyond its context"
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: "
-            f"{shorter if length < longest else longer}; calibrate on {longest} tokens unless this is meant",
+            f"{shorter if length < longest else longer}; calibrate on {longest} tokens unless this is intended",
             **AT_CALLER,
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
@@ -379,7 +379,7 @@ def _fit(
         return [*map(FittedHead, compact.to(device="cpu").singles(), kls, certificates)]
     fits = []
     for number, fit in enumerate(fit_exponential_heads(compact, *goal[:2], **of_exponential)):
-        # A head whose exponential pattern is outside the tolerance is judged by its compact one.
+        # A head whose exponential pattern is outside the tolerance falls back to its compact one.
         kl = kls[number] if fit.pattern.kind == "compact" else kls[number] + fit.extra_kl
         pattern, kl = (fit.pattern, kl) if kl <= config.max_fit_kl else (compact[number], kls[number])
         numbers = {name: value for name, value in vars(fit).items() if name != "pattern"} | {"kind": pattern.kind}

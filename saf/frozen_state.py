@@ -1,6 +1,6 @@
 """Restore the frozen heads of a model from the plain data in checkpoints and sidecars.
 
-`state_of` returns these data. `restore_` edits a model as they say, before `load_weights_` loads the saved weights; a
+`state_of` returns these data. `restore_` edits a model by them, before `load_weights_` loads the saved weights; a
 model that has its weights is compared with them. Where another library fills in the weights, `resize_` comes before and
 `restore_(resized=True)` afterwards.
 """

@@ -155,7 +155,7 @@ def accept_jointly(
         show(len(alone), steps)
         alone[head] = rise_with(head)
     accepted, rises, refused = list[Head](), [0.0], list[Head]()
-    # An entry says how many heads were accepted when its head was measured. What a head adds hardly falls as more are
+    # An entry holds how many heads were accepted when its head was measured. What a head adds hardly falls as more are
     # accepted: only the head in front is measured again, until the one in front was measured last.
     queue = [(cost, head, 0) for head, cost in alone.items()]
     heapq.heapify(queue)

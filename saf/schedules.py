@@ -66,7 +66,7 @@ class Outcome:
     number: int
     """The event's number in the run, from 1."""
     heads: HeadSet
-    """The heads that were frozen, or made live again; empty where no live head could be frozen."""
+    """The heads that were frozen, or are live again; empty where no live head could be frozen."""
     loss_before: float
     """Loss on the controller's windows just before, nats per target."""
     loss_after: float
@@ -251,7 +251,7 @@ class Gradual:
 # --- small groups, frozen at several events and undone where they cost too much
 
 CAP = 0.5
-"""Largest share of all heads that these schedules may be asked to freeze."""
+"""Largest share of all heads that these schedules freeze."""
 
 
 def _group_size(share: float, heads: int, limit: int) -> int:
@@ -486,7 +486,7 @@ class TrainLossProposer(Proposer):
 
     @property
     def finished(self) -> bool:
-        """Whether all is frozen or given up, or fewer updates remain than the mean recovery takes."""
+        """Whether all is frozen or no further group will be, or fewer updates remain than the mean recovery takes."""
         ended = self.no_head_left or self.groups_undone >= _MAX_UNDONE or self.frozen >= self.limit
         recovery = fmean(self.recoveries) if self.recoveries else self.patience
         return self.step is None and (ended or self.updates - self.update < recovery)

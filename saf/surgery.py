@@ -2,7 +2,7 @@
 
 All go the same way: the verb computes the next layout of each layer, `plan_edit` checks it and changes nothing, and
 `apply_edits_` moves rows of weights, moments and gradients. Rows that leave stay on the CPU for undoing.
-`saf.heads.KINDS` says which heads have rows in which projection.
+`saf.heads.KINDS` lists which heads have rows in which projection.
 """
 
 import gc
@@ -366,7 +366,7 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
 def _rearranged(tensor: Tensor, name: str, *, dimension: int, head_dim: int, sources: Sequence[Any]) -> Tensor:
     """Return head rows from their sources: where they start in the tensor, or rows to put back, by name.
 
-    Rows to put back that lack the name (a moment, if frozen before the optimiser's first step) are zeros.
+    Rows to put back without that name (a moment, if frozen before the optimiser's first step) are zeros.
     """
     shape = list(tensor.shape)
     shape[dimension] = head_dim
