@@ -1,7 +1,7 @@
 """`AttentionStatistics` holds the measurements of calibration for every head; scores, targets and fits read it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -57,7 +57,7 @@ class AttentionStatistics:
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
         collected = f", with {', '.join(self.collected)}" if self.collected else ""
-        measured = sequences_in_words(self.num_sequences, self.length, self.lengths)
+        measured = f"{self.num_sequences} sequences of up to {self.length:,} tokens"
         return f"AttentionStatistics({layers} x {heads} heads, {measured}{collected})"
 
     @property
@@ -90,18 +90,6 @@ def required_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return what a score or pattern reads beside the statistics: its keyword-only arguments without a default."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)
-
-
-def sequences_in_words(count: int, length: int, lengths: Sequence[int] = ()) -> str:
-    """Return the number of sequences and their tokens in words, with the rows of unequal lengths that two reach.
-
-    >>> sequences_in_words(3, 9, (9, 7, 2))
-    '3 sequences of 2 to 9 tokens (7 rows are reached by two or more)'
-    """
-    if not lengths:
-        return f"{count} sequences of {length:,} tokens"
-    reached = f"{lengths[min(1, count - 1)]:,} rows are reached by two or more"
-    return f"{count} sequences of {lengths[-1]:,} to {length:,} tokens ({reached})"
 
 
 _TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)

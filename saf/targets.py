@@ -55,11 +55,6 @@ class TargetKind(NamedTuple):
 # --- the five patterns
 
 
-def mean(statistics: AttentionStatistics, heads: HeadSet, *, mean: Tensor) -> Tensor:
-    """Return the post-softmax mean."""
-    return mean
-
-
 def mean_target(statistics: AttentionStatistics, heads: HeadSet) -> Target:
     """Return the marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
     layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
@@ -133,17 +128,15 @@ def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: 
     return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
 
 
-def dense_structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> Tensor:
-    """Return the same pattern entry by entry."""
-    return structured_random(statistics, heads, seed=seed).dense()
-
-
 TARGETS: dict[str, TargetKind] = {
-    "mean": TargetKind(mean, mean_target),
+    "mean": TargetKind(lambda statistics, heads, *, mean: mean, mean_target),
     "sharp_mean": TargetKind(sharp_mean, sharp_mean_target),
     "gaussian": TargetKind(gaussian),
     "dirichlet": TargetKind(dirichlet),
-    "structured_random": TargetKind(dense_structured_random, exact=structured_random),
+    "structured_random": TargetKind(
+        lambda statistics, heads, *, seed=0: structured_random(statistics, heads, seed=seed).dense(),
+        exact=structured_random,
+    ),
 }
 
 

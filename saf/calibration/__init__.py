@@ -87,26 +87,27 @@ def calibrate(
     check_vocabulary(adapter, sequences.ids)
     options = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
     plan = plan_calibration(model, sequences, collect=collect, **options)
-    shape = {"sequences": plan.sequences, "length": plan.length, "dtype": collected_dtype(adapter)}
+    length, count = sequences.length, len(sequences.tokens)
+    shape = {"sequences": count, "length": length, "dtype": collected_dtype(adapter)}
     collection = Collection(collect, plan.heads, positions=positions, **shape) if collect else None
     sites = adapter.sites()
     by_head = len(sites), sites[0].layout.num_heads
     statistics = {
-        name: torch.full((*by_head, plan.length) if name.startswith("eta") else by_head, torch.nan, dtype=torch.float64)
+        name: torch.full((*by_head, length) if name.startswith("eta") else by_head, torch.nan, dtype=torch.float64)
         for name in LayerStatistics._fields
     }
     num_layers, progress = len(plan.layer_bytes), progress or (lambda done, layers: None)
     progress(0, num_layers)
     with torch.no_grad(), evaluation_mode(model):
-        measured = _measure(adapter, plan, sequences, collection, timer or Stopwatch())
+        measured = _measure(adapter, plan, collection, timer or Stopwatch())
         for done, (layer, values) in enumerate(measured, 1):
             for name, tensor in values.items():
                 statistics[name][layer, plan.heads.in_layer(layer)] = tensor
             progress(done, num_layers)
     return AttentionStatistics(
         **statistics,
-        length=plan.length,
-        num_sequences=plan.sequences,
+        length=length,
+        num_sequences=count,
         sequences_hash=sequences.hash,
         lengths=sequences.unequal,
         collected=collection.tensors if collection else {},
@@ -116,14 +117,14 @@ def calibrate(
 
 
 def _measure(
-    adapter: Adapter, plan: CalibrationPlan, sequences: Sequences, collection: Collection | None, timer: Stopwatch
+    adapter: Adapter, plan: CalibrationPlan, collection: Collection | None, timer: Stopwatch
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield the plan's layers with the fields of their `LayerStatistics`, on the CPU."""
     sites = adapter.sites()
     for group in plan.groups:
         slots = {layer: Slots.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
         with timer("capture"):
-            captured = capture(adapter, slots, sequences.ids)
+            captured = capture(adapter, slots, plan.sequences.ids)
         for layer in group:
             with timer("statistics"):
                 query, key = captured.pop(layer)
@@ -133,7 +134,7 @@ def _measure(
                     kv_head=slots[layer].kv_head,
                     scale=sites[layer].scale,
                     soft_cap=sites[layer].soft_cap,
-                    lengths=sequences.lengths,
+                    lengths=plan.sequences.lengths,
                     take=partial(collection.take, layer) if collection else None,
                 )
                 values = {name: each.cpu() for name, each in measured._asdict().items()}

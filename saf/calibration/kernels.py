@@ -1,7 +1,7 @@
 """The Triton kernels of calibration: `measure_by_kernel` takes tiles outside, all sequences inside each.
 
-Row log-sum-exps come first, then one causal tile of every sequence at a time. BM: query rows of a program or tile. BN:
-keys of a step or tile. D0 + D1: channels in two steps of powers of two, D of them in use. Logarithms are to base 2.
+Row log-sum-exps come first, then one causal tile of every sequence at a time. Names are those of saf/ops/launch.py; D0
+and D1 are channels in two steps of powers of two, D of them in use. Logarithms are to base 2.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # The device language's constants and ranges are not what their annotations say.
@@ -35,7 +35,7 @@ class TileConfig(NamedTuple):
 
     block_m: int = 64
     """Query rows of a tile, a power of two."""
-    block_n: int = 64
+    block_k: int = 64
     """Keys of a tile, a power of two of at most `block_m`."""
     num_warps: int = 4
     num_stages: int = 2
@@ -51,16 +51,16 @@ def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEM
     """
     if dtype == torch.float32 and shared < FLOAT32_BYTES:
         if dim <= 128:
-            return TileConfig(block_n=32, num_stages=2 if dim <= 64 else 1)
-        return TileConfig(block_m=32, block_n=16, num_stages=1)
+            return TileConfig(block_k=32, num_stages=2 if dim <= 64 else 1)
+        return TileConfig(block_m=32, block_k=16, num_stages=1)
     if dtype == torch.float32:
         if dim <= 64:
             return TileConfig(block_m=128, num_warps=8, num_stages=2)
-        return TileConfig(block_n=32, num_stages=2 if dim <= 128 else 1)
+        return TileConfig(block_k=32, num_stages=2 if dim <= 128 else 1)
     if dim <= 96:
         # At most 168 registers leave room for three programs on a multiprocessor.
         return TileConfig(num_stages=3, max_registers=168)
-    return TileConfig(block_n=64 if dim <= 128 else 32)
+    return TileConfig(block_k=64 if dim <= 128 else 32)
 
 
 def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int | bool | str]:
@@ -71,7 +71,7 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
     # 96 channels are 64 and 32, not 128; and 256 at a time would not fit into registers.
     first, second = (half, rest) if dim > 16 and (half + rest < padded or padded > 128) else (padded, 0)
     return {
-        "D": dim, "D0": first, "D1": second, "BM": config.block_m, "BN": config.block_n,
+        "D": dim, "D0": first, "D1": second, "BM": config.block_m, "BK": config.block_k,
         "EVEN": length % config.block_m == 0, "PRECISION": PRECISION, "STAGES": config.num_stages,
     }  # fmt: skip
 
@@ -99,7 +99,7 @@ def measure_by_kernel(
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     read = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
-    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_n
+    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
     size = max(1, scratch_bytes // (4 * blocks * length * (3 * ratio + 2)))  # heads whose sums over tiles are held
     groups = [(query[:, first : first + size], read[first : first + size]) for first in range(0, heads, size)]
     parts = [_measure(some, key, kv, score_scale(scale, dim) / math.log(2), config) for some, kv in groups]
@@ -109,7 +109,7 @@ def measure_by_kernel(
 def _measure(query: Tensor, key: Tensor, kv: Tensor, scale: float, config: TileConfig) -> LayerStatistics:
     """Measure some heads: sums over tiles, then over the tiles' sums; F is the floored mean."""
     count, heads, length, dim = query.shape
-    rows, width, device = config.block_m, config.block_n, query.device
+    rows, width, device = config.block_m, config.block_k, query.device
     blocks, ratio, constants = cdiv(length, rows), rows // width, tile_constants(config, length, dim)
     operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
     strides = *query.stride()[:3], *key.stride()[:3]
@@ -135,8 +135,8 @@ def _measure(query: Tensor, key: Tensor, kv: Tensor, scale: float, config: TileC
     deviation, divergence = scalar.sum(-1, dtype=torch.float64)
     normaliser, plogp = row[..., :length].sum(2, dtype=torch.float64)
     weight = 1 / _middle(normaliser, rows)
-    by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_n]
-    # Turn k of place p holds the distances from (p + k - R) * block_n on; negative ones are empty.
+    by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
+    # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
     lined = by_distance.new_zeros(heads, across + ratio + 1, width)
     for turn in range(ratio + 1):
         lined[:, turn : turn + across] += by_distance[:, turn]
@@ -165,7 +165,7 @@ TINY = tl.constexpr(1e-37)
 """Lower bound of the arguments of logarithms, just above the smallest normal float32."""
 NOTHING = tl.constexpr(-126.0)
 """A number below the logarithm of TINY."""
-UNSPECIALIZED = ["N", "H", "T", "scale", "floor", "offset", "num_tiles"]
+UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 
 
@@ -184,20 +184,20 @@ def load_rows(pointer, start, stride, T, D: tl.constexpr, ROWS: tl.constexpr, DP
 
 @triton.jit
 def _online(
-    row_sum, row_max, b_q, b_q1, k_ptr, lo, hi, o_i, T, scale, k_stride_t,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    row_sum, row_max, b_q, b_q1, k_ptr, lo, hi, o_m, T, scale, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take key blocks in [lo, hi) into running row sums, which are relative to running row maxima."""
-    for j0 in tl.range(lo, hi, BN, num_stages=STAGES):
-        b_k = load_rows(k_ptr, j0, k_stride_t, T, D, BN, D0, EVEN)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        b_k = load_rows(k_ptr, k0, k_stride_t, T, D, BK, D0, EVEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if D1 > 0:
-            b_k = load_rows(k_ptr + D0, j0, k_stride_t, T, D - D0, BN, D1, EVEN)
+            b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, D - D0, BK, D1, EVEN)
             b_s = tl.dot(b_q1, tl.trans(b_k), b_s, input_precision=PRECISION)
         b_s = b_s * scale
         if MASK:
-            b_s = tl.where(o_i[:, None] >= (j0 + tl.arange(0, BN))[None, :], b_s, float("-inf"))
+            b_s = tl.where(o_m[:, None] >= (k0 + tl.arange(0, BK))[None, :], b_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(b_s, 1))
         row_sum = row_sum * tl.exp2(row_max - new_max) + tl.sum(tl.exp2(b_s - new_max[:, None]), 1)
         row_max = new_max
@@ -207,50 +207,50 @@ def _online(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def lse_kernel(
     q_ptr, k_ptr, kv_ptr, lse_ptr, H, T, scale,
-    q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the row log-sum-exps of one (sequence, head, query block), float32 [N, H, T]."""
+    """Compute the row log-sum-exps of one (sequence, head, query block), float32 [B, H, T]."""
     # One pattern's blocks are neighbours and share its keys in cache; those with the longest sum come first.
     blocks = tl.cdiv(T, BM)
-    i0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
+    m0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
     pattern = tl.program_id(0) // blocks
-    i_n = (pattern // H).to(tl.int64)
+    i_b = (pattern // H).to(tl.int64)
     i_h = (pattern % H).to(tl.int64)
-    q_ptr += i_n * q_stride_n + i_h * q_stride_h
-    k_ptr += i_n * k_stride_n + tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
-    o_i = i0 + tl.arange(0, BM)
-    b_q = load_rows(q_ptr, i0, q_stride_t, T, D, BM, D0, EVEN)
+    q_ptr += i_b * q_stride_b + i_h * q_stride_h
+    k_ptr += i_b * k_stride_b + tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
+    o_m = m0 + tl.arange(0, BM)
+    b_q = load_rows(q_ptr, m0, q_stride_t, T, D, BM, D0, EVEN)
     b_q1 = b_q
     if D1 > 0:
-        b_q1 = load_rows(q_ptr + D0, i0, q_stride_t, T, D - D0, BM, D1, EVEN)
+        b_q1 = load_rows(q_ptr + D0, m0, q_stride_t, T, D - D0, BM, D1, EVEN)
     row_sum = tl.zeros((BM,), dtype=tl.float32)
     row_max = tl.full((BM,), float("-inf"), tl.float32)
     row_sum, row_max = _online(
-        row_sum, row_max, b_q, b_q1, k_ptr, 0, i0, o_i, T, scale, k_stride_t,
-        D, D0, D1, BN, False, True, PRECISION, STAGES,
+        row_sum, row_max, b_q, b_q1, k_ptr, 0, m0, o_m, T, scale, k_stride_t,
+        D, D0, D1, BK, False, True, PRECISION, STAGES,
     )  # fmt: skip
     row_sum, row_max = _online(
-        row_sum, row_max, b_q, b_q1, k_ptr, i0, tl.minimum(i0 + BM, T), o_i, T, scale, k_stride_t,
-        D, D0, D1, BN, True, EVEN, PRECISION, STAGES,
+        row_sum, row_max, b_q, b_q1, k_ptr, m0, tl.minimum(m0 + BM, T), o_m, T, scale, k_stride_t,
+        D, D0, D1, BK, True, EVEN, PRECISION, STAGES,
     )  # fmt: skip
-    tl.store(lse_ptr + (i_n * H + i_h) * T + o_i, row_max + tl.log2(row_sum), mask=o_i < T)
+    tl.store(lse_ptr + (i_b * H + i_h) * T + o_m, row_max + tl.log2(row_sum), mask=o_m < T)
 
 
 @triton.jit
 def _products(
-    q_ptr, k_ptr, i0, j0, T, q_stride_t, k_stride_t,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    q_ptr, k_ptr, m0, k0, T, q_stride_t, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the queries and keys of one sequence: [BM, BN]."""
-    b_q = load_rows(q_ptr, i0, q_stride_t, T, D, BM, D0, EVEN_Q)
-    b_k = load_rows(k_ptr, j0, k_stride_t, T, D, BN, D0, EVEN_K)
+    """Multiply the queries and keys of one sequence: [BM, BK]."""
+    b_q = load_rows(q_ptr, m0, q_stride_t, T, D, BM, D0, EVEN_Q)
+    b_k = load_rows(k_ptr, k0, k_stride_t, T, D, BK, D0, EVEN_K)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if D1 > 0:
-        b_q = load_rows(q_ptr + D0, i0, q_stride_t, T, D - D0, BM, D1, EVEN_Q)
-        b_k = load_rows(k_ptr + D0, j0, k_stride_t, T, D - D0, BN, D1, EVEN_K)
+        b_q = load_rows(q_ptr + D0, m0, q_stride_t, T, D - D0, BM, D1, EVEN_Q)
+        b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, D - D0, BK, D1, EVEN_K)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
     return b_s
 
@@ -259,50 +259,50 @@ def _products(
 def _place(t, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
     """Find row and key block of tile t: on the diagonal, or else wholly below it."""
     if DIAGONAL:
-        i = t // RATIO
-        j = t
+        i_m = t // RATIO
+        i_k = t
     else:
         pair = t // RATIO
-        i = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
-        i = tl.where(i * (i - 1) // 2 > pair, i - 1, i)
-        i = tl.where(i * (i + 1) // 2 <= pair, i + 1, i)
-        j = (pair - i * (i - 1) // 2) * RATIO + t % RATIO
-    return i, j
+        i_m = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
+        i_m = tl.where(i_m * (i_m - 1) // 2 > pair, i_m - 1, i_m)
+        i_m = tl.where(i_m * (i_m + 1) // 2 <= pair, i_m + 1, i_m)
+        i_k = (pair - i_m * (i_m - 1) // 2) * RATIO + t % RATIO
+    return i_m, i_k
 
 
 @triton.jit
 def _write_marginals(
-    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_i, i_j, o_i, o_j,
-    BM: tl.constexpr, BN: tl.constexpr,
+    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_m, i_k, o_m, o_k,
+    BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
-    RATIO: tl.constexpr = BM // BN
-    num_i = tl.cdiv(T, BM)
-    num_j = num_i * RATIO
+    RATIO: tl.constexpr = BM // BK
+    num_m = tl.cdiv(T, BM)
+    num_k = num_m * RATIO
     # A comparison, not a maximum, which would turn NaN into the floor.
     b_f = tl.where(b_mean < floor, floor, b_mean)
-    p_row = row_ptr + (i_h * num_j + i_j) * (num_i * BM) + o_i
-    tl.store(p_row + tl.cast(H, tl.int64) * num_j * (num_i * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
+    p_row = row_ptr + (i_h * num_k + i_k) * (num_m * BM) + o_m
+    tl.store(p_row + tl.cast(H, tl.int64) * num_k * (num_m * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
     b_f = tl.where(inside, b_f, 0.0)
     tl.store(p_row, tl.sum(b_f, 1))
-    tl.store(column_ptr + (i_h * num_i + i_i) * T + o_j, tl.sum(b_f, 0), mask=o_j < T)
+    tl.store(column_ptr + (i_h * num_m + i_m) * T + o_k, tl.sum(b_f, 0), mask=o_k < T)
 
-    # Row r of the skewed tile holds at c the entry whose distance is c modulo BN.
+    # Row r of the skewed tile holds at c the entry whose distance is c modulo BK.
     o_r = tl.arange(0, BM)[:, None]
-    o_c = tl.arange(0, BN)[None, :]
-    o_k = (o_r - o_c) & (BN - 1)
-    b_f = tl.gather(b_f, o_k, 1)
-    turn = (o_r - o_k - o_c) // BN + 1
-    place = i_i * RATIO - i_j + RATIO - 1
-    for k in tl.static_range(RATIO + 1):
-        p = diagonal_ptr + (((i_h * num_i + i_i) * (RATIO + 1) + k) * num_j + place) * BN + tl.arange(0, BN)
-        tl.store(p, tl.sum(tl.where(turn == k, b_f, 0.0), 0))
+    o_c = tl.arange(0, BK)[None, :]
+    o_source = (o_r - o_c) & (BK - 1)
+    b_f = tl.gather(b_f, o_source, 1)
+    turn = (o_r - o_source - o_c) // BK + 1
+    place = i_m * RATIO - i_k + RATIO - 1
+    for at in tl.static_range(RATIO + 1):
+        p = diagonal_ptr + (((i_h * num_m + i_m) * (RATIO + 1) + at) * num_k + place) * BK + tl.arange(0, BK)
+        tl.store(p, tl.sum(tl.where(turn == at, b_f, 0.0), 0))
 
 
 @triton.jit
-def _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, stride):
-    """Write a tile's sums of squared deviations from the mean and of A log2(A / mean); return the mean [BM, BN]."""
-    count = tl.cast(N, tl.float32)
+def _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, stride):
+    """Write a tile's sums of squared deviations from the mean and of A log2(A / mean); return the mean [BM, BK]."""
+    count = tl.cast(B, tl.float32)
     b_shift = total / count
     b_mean = b_a0 + b_shift
     # log(mean / A_0): exactly zero if nothing deviates, and without A_0's logarithm unless A_0 vanishes.
@@ -320,33 +320,33 @@ def _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, stride):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def tile_kernel(
     q_ptr, k_ptr, kv_ptr, lse_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
-    N, H, T, scale, floor, offset, num_tiles,
-    q_stride_n, q_stride_h, q_stride_t, k_stride_n, k_stride_h, k_stride_t,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    B, H, T, scale, floor, offset, num_tiles,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
 
     Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
-    of rows F and F log F of the floored mean, `row [2, H, J, rows]`; of its columns,
-    `column [H, I, T]`; and of its diagonals likewise, `diagonal [H, I, RATIO + 1, J, BN]`.
+    of rows F and F log F of the floored mean, `row [2, H, key blocks, T]`; of its columns,
+    `column [H, row blocks, T]`; and of its diagonals likewise, `diagonal [H, row blocks, RATIO + 1, key blocks, BK]`.
     """
-    RATIO: tl.constexpr = BM // BN
+    RATIO: tl.constexpr = BM // BK
     t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
-    i_i, i_j = _place(t, DIAGONAL, RATIO)
-    i0 = i_i * BM
-    j0 = i_j * BN
-    o_i = i0 + tl.arange(0, BM)
-    o_j = j0 + tl.arange(0, BN)
+    i_m, i_k = _place(t, DIAGONAL, RATIO)
+    m0 = i_m * BM
+    k0 = i_k * BK
+    o_m = m0 + tl.arange(0, BM)
+    o_k = k0 + tl.arange(0, BK)
     q_ptr += i_h * q_stride_h
     k_ptr += tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
-    p_lse = lse_ptr + i_h * T + o_i
+    p_lse = lse_ptr + i_h * T + o_m
     lse_stride = tl.cast(H, tl.int64) * T
-    past = o_i[:, None] >= o_j[None, :]
+    past = o_m[:, None] >= o_k[None, :]
 
-    b_lse = tl.load(p_lse, mask=o_i < T, other=FAR)
-    b_s = _products(q_ptr, k_ptr, i0, j0, T, q_stride_t, k_stride_t, D, D0, D1, BM, BN,
+    b_lse = tl.load(p_lse, mask=o_m < T, other=FAR)
+    b_s = _products(q_ptr, k_ptr, m0, k0, T, q_stride_t, k_stride_t, D, D0, D1, BM, BK,
                     EVEN, EVEN or not DIAGONAL, PRECISION)  # fmt: skip
     b_l0 = b_s * scale - b_lse[:, None]
     if DIAGONAL:
@@ -355,15 +355,15 @@ def tile_kernel(
     # Where A_0 vanishes any number is right, if both sums use the same; a large one would cost their digits. Not a
     # maximum, which would turn NaN into a number.
     b_l0 = tl.where(b_l0 < NOTHING, NOTHING, b_l0)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
+    total = tl.zeros((BM, BK), dtype=tl.float32)
     square = tl.zeros((BM,), dtype=tl.float32)
     gain = tl.zeros((BM,), dtype=tl.float32)
-    for n in tl.range(1, N, num_stages=STAGES):
-        n64 = tl.cast(n, tl.int64)
-        b_lse = tl.load(p_lse + n64 * lse_stride, mask=o_i < T, other=FAR)
+    for b in tl.range(1, B, num_stages=STAGES):
+        i_b = tl.cast(b, tl.int64)
+        b_lse = tl.load(p_lse + i_b * lse_stride, mask=o_m < T, other=FAR)
         b_s = _products(
-            q_ptr + n64 * q_stride_n, k_ptr + n64 * k_stride_n, i0, j0, T, q_stride_t, k_stride_t,
-            D, D0, D1, BM, BN, EVEN, EVEN or not DIAGONAL, PRECISION,
+            q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b, m0, k0, T, q_stride_t, k_stride_t,
+            D, D0, D1, BM, BK, EVEN, EVEN or not DIAGONAL, PRECISION,
         )  # fmt: skip
         b_l = b_s * scale - b_lse[:, None]
         if DIAGONAL:
@@ -375,8 +375,8 @@ def tile_kernel(
         gain += tl.sum(b_a * (b_l - b_l0), 1)
 
     p_scalar = scalar_ptr + i_h * num_tiles + offset + t
-    b_mean = _write_scores(b_a0, b_l0, total, square, gain, N, p_scalar, tl.cast(H, tl.int64) * num_tiles)
+    b_mean = _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, tl.cast(H, tl.int64) * num_tiles)
     _write_marginals(
-        b_mean, past & (o_i < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_i, i_j, o_i, o_j,
-        BM, BN,
+        b_mean, past & (o_m < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_m, i_k, o_m, o_k,
+        BM, BK,
     )  # fmt: skip

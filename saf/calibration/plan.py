@@ -9,12 +9,11 @@ from torch import nn
 
 from saf.calibration.capture import Slots, measurable_heads
 from saf.calibration.collect import COLLECTIONS, collection_bytes, latter_half
-from saf.calibration.sequences import Batch, read_sequences
+from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.models.adapter import Adapter, adapter_for
 from saf.records.table import byte_size
-from saf.statistics import sequences_in_words
 
 SHARE = 0.5
 """Share of free memory for queries and keys, or a collection, by default; the rest is a margin."""
@@ -29,10 +28,7 @@ class CalibrationPlan:
     """The passes of a calibration and what it holds, in exact bytes; `str` is a sentence for people."""
 
     heads: HeadSet
-    sequences: int
-    length: int
-    lengths: tuple[int, ...]
-    """Tokens of each sequence, longest first, where they differ; `length` is the longest."""
+    sequences: Sequences
     groups: list[list[int]]
     """Layers whose queries and keys are held at the same time; the model runs once for each group."""
     layer_bytes: dict[int, int]
@@ -48,8 +44,7 @@ class CalibrationPlan:
     def __str__(self) -> str:
         collected = f"; {byte_size(self.collected_bytes)} collected on the CPU" if self.collected_bytes else ""
         return (
-            f"calibration of {len(self.heads)} heads on "
-            f"{sequences_in_words(self.sequences, self.length, self.lengths)}: queries and keys of "
+            f"calibration of {len(self.heads)} heads on {self.sequences}: queries and keys of "
             f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
             f"{len(self.groups)} x{collected}"
         )
@@ -89,9 +84,7 @@ def plan_calibration(
     layers, together = list(layer_bytes), _layers_at_a_time(adapter.device, layer_bytes, capture_bytes)
     return CalibrationPlan(
         heads=chosen,
-        sequences=count,
-        length=length,
-        lengths=sequences.unequal,
+        sequences=sequences,
         groups=[layers[first : first + together] for first in range(0, len(layers), together)],
         layer_bytes=layer_bytes,
         collected_bytes=collected,

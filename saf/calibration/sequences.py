@@ -65,6 +65,13 @@ class Sequences:
         lengths = [torch.tensor(self.lengths)] if self.unequal else []
         return hashlib.sha256(torch.cat([*lengths, *self.tokens]).contiguous().numpy().tobytes()).hexdigest()
 
+    def __str__(self) -> str:
+        count, length = len(self.tokens), self.length
+        if not self.unequal:
+            return f"{count} sequences of {length:,} tokens"
+        reached = f"{self.lengths[min(1, count - 1)]:,} rows are reached by two or more"
+        return f"{count} sequences of {self.lengths[-1]:,} to {length:,} tokens ({reached})"
+
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the tokens of each sequence, and its targets."""
         return zip(self.tokens, self.targets or [None] * len(self.tokens), strict=True)

@@ -70,8 +70,8 @@ def interpreted(case: dict) -> dict:
 
     shape = {name: case[name] for name in ("count", "length", "dim", "spread", "dtype") if name in case}
     query, key = far_operands(**shape) if case.get("far") else operands(**shape)
-    block_m, block_n = case.get("blocks", (64, 32))
-    config = kernels.TileConfig(block_m=block_m, block_n=block_n)
+    block_m, block_k = case.get("blocks", (64, 32))
+    config = kernels.TileConfig(block_m=block_m, block_k=block_k)
     kv_head = [1, 1]
     usual = kernels.FLOOR
     kernels.FLOOR = oracle.FLOOR = case.get("floor", usual)
@@ -96,7 +96,7 @@ def poisoned() -> dict:
 
     query, key = operands(2, 37, 16)
     query[1, 0, 20, 3] = torch.nan
-    actual = measure_by_kernel(query, key, kv_head=[1, 1], config=TileConfig(block_m=32, block_n=16))
+    actual = measure_by_kernel(query, key, kv_head=[1, 1], config=TileConfig(block_m=32, block_k=16))
     return {
         name: [bool(head.isnan().any()) for head in values] for name, values in zip(actual._fields, actual, strict=True)
     }
