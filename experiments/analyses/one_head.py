@@ -165,7 +165,7 @@ def tables(record: Record) -> list[Part]:
         f"Immediate cost of single heads, and which scores predict it: {record['windows']} held-out windows of "
         f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
     )
-    quality = Table.of("", columns, rows, paper.notes(paper.SELECTORS)).used(keep=["paper"])
+    quality = Table.of("", columns, rows, paper.notes(paper.SELECTORS)).used()
     return [conditions, quality]
 
 

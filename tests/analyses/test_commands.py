@@ -102,11 +102,10 @@ def test_stability(run, arms):
     assert record["provenance"]["files"] == dict.fromkeys(roles, file_hash(arms[1] / "events.jsonl"))
     newest = checkpoint_hash(latest(arms[1] / "checkpoints"))
     assert record["provenance"]["checkpoints"] == dict.fromkeys(roles, newest)
-    layers = [sum(layer == at for at, _ in record["heads"][0]) for layer in range(2)]
-    rng = np.random.default_rng(0)
+    rng, layers = np.random.default_rng(0), [sum(layer == at for at, _ in record["heads"][0]) for layer in range(2)]
     drawn = [sum(len({*rng.permutation(4)[:n]} & {*rng.permutation(4)[:n]}) for n in layers) for _ in range(4000)]
-    assert np.mean(drawn) == pytest.approx(record["expected"], abs=0.05)
-    assert np.std(drawn) == pytest.approx(record["standard_deviation"], abs=0.05)
+    expected = record["expected"], record["standard_deviation"]
+    assert (np.mean(drawn), np.std(drawn)) == pytest.approx(expected, abs=0.05)
 
 
 def test_geometry_and_costs(run, arms, tmp_path):

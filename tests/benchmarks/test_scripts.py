@@ -13,12 +13,11 @@ from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
 from saf.errors import InputError
 from saf.machine import Execution
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
 from saf.records.files import read_json
 from saf.report.benchmarks import tables
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
-from saf.train.step import build_optimizer
 
 SMALL = "--device cpu --pairs 2 --tolerance 1e9 --warmup 1 --repeats 1 --no-profile --others"
 CPU = Execution.of("cpu")
@@ -47,16 +46,6 @@ def test_freezing_is_timed_stage_by_stage(frozen_record):
         assert row["seconds"] == median(row["spread"]["all"])
         for number, whole in enumerate(row["spread"]["all"]):
             assert sum(stage["all"][number] for stage in row["stages"].values()) == pytest.approx(whole)
-
-
-def test_timed_freezings_leave_the_model_as_it_was():
-    model = GPT(GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=32, max_length=48))
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    ids = torch.randint(40, (4, 48), generator=torch.Generator().manual_seed(1))
-    freezing.freeze_once(model, list(ids.split(2)), 0.5, build_optimizer(model), CPU)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 def test_attention_layers_run_on_what_the_first_is_given():
@@ -142,14 +131,6 @@ def test_orders_are_those_of_finetuning(examples):
         found = next(expected)
         assert inputs.equal(found[0])
         assert targets.equal(found[1])
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"), [({"orders": (5, 5)}, "orders"), ({"points": ("8x1",)}, "points must be left out")]
-)
-def test_finetuning_that_is_refused(examples, changes, words):
-    with pytest.raises(InputError, match=words):
-        finetuning.measure(finetuning_of(examples, **changes))
 
 
 def test_what_an_event_costs_is_beyond_the_updates_that_follow(monkeypatch):

@@ -1,4 +1,4 @@
-"""Numbers quoted from the paper stand in its text, and are written with its signs and digits."""
+"""Numbers quoted from the paper stand in its text."""
 
 import ast
 import re
@@ -9,7 +9,6 @@ import torch
 
 from experiments import paper
 from experiments.recipe import names, recipe
-from experiments.tables import METRICS
 from saf.models import GPT, preset
 
 RECIPES = {name: recipe(name) for name in names()}
@@ -18,11 +17,6 @@ PLOTTED = "plotted"
 """Stands for a number of a figure, which no text has."""
 QUOTE = re.compile(r"[+−]?\d[\d,.]*(?:e-?\d+)?(?: ± [\d,.]+| to [\d,.]+)?(?:%|×| GiB| s| GB)?")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
-MEANS = {
-    *("heads in both, at 25% and at 50%", "heads in common, gate-Taylor and variance"),
-    *("heads in common, gate-Taylor at both budgets", "heads selected in the first four layers"),
-}
-"""Counts whose mean over seeds has a digit more than the paper's range."""
 
 
 def numbers(text: str) -> set[float]:
@@ -78,20 +72,6 @@ def test_benchmarks_are_set_beside_numbers_of_the_paper(source):
     known = printed(source)
     assert len(quoted) > 200
     assert [text for text in quoted if not numbers(text) <= known] == []
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_ours_are_written_with_the_signs_and_digits_of_the_papers(name):
-    """Speedups have three digits throughout, where the paper has two to four."""
-    for row in RECIPES[name].rows:
-        for column, text in row.paper.items():
-            assert METRICS[column].signed == (text[0] in "+−"), (row.label, column, text)
-    for number in measured(name):
-        if not number.scientific:
-            assert number.signed or number.paper[0] not in "+-−", number.title
-            digits = max(len(decimals) for decimals in re.findall(r"\d(?:\.(\d+))?(?!\d)", number.paper))
-            expected = 3 if number.path[-1] == "ratio" else digits + (number.title in MEANS)
-            assert number.places == expected, number.title
 
 
 def test_models_have_the_papers_parameters(source):

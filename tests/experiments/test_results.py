@@ -1,44 +1,13 @@
-"""Tables of results: benchmarks give the committed cells, the newest measurement stands, answers have cells."""
+"""Tables of results: the newest measurement stands, answers have cells."""
 
 import copy
 from pathlib import Path
 
-import pandas as pd
-import pytest
-
 from experiments import benchmarks
-from experiments.benchmarks import read_benchmarks
 from experiments.results import SHOWN, render, stale
 from tests.report.benchmark_records import TIMES, record
 
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = {
-    "update": "Updates: speed",
-    "nanogpt": "Updates: beside nanoGPT",
-    "compile": "Compilation after an event",
-    "finetune": "Finetuning updates: speed",
-    "prefill": "Prefill",
-    "attention": "Attention layers",
-    "decode": "Decoding",
-    "op": "One layer's attention",
-    "calibration": "Freezing: seconds",
-    "errors": "Numerical errors",
-}
-
-
-@pytest.fixture(scope="module")
-def committed() -> pd.DataFrame:
-    return pd.read_csv(ROOT / "results" / "cells.csv", dtype=str, keep_default_na=False)
-
-
-@pytest.mark.parametrize("kind", SECTIONS)
-def test_committed_records_give_the_committed_cells(kind, committed):
-    found = []
-    for title, frame in benchmarks.TABLES[kind](read_benchmarks(ROOT / "results")):
-        for row, (label, cells) in enumerate(frame.iterrows(), 1):
-            found += [(title, str(row), label, name, text) for name, text in cells.items() if text not in ("–", "")]
-    rows = committed[committed.section == SECTIONS[kind]]
-    assert found == list(zip(rows.table, rows.row, rows.arm, rows.metric, rows.text, strict=True))
 
 
 def dated(name: str, date: str, *, times: dict[str, list[float]] = TIMES) -> dict:

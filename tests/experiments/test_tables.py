@@ -12,7 +12,7 @@ from scipy import stats
 
 from experiments.paper import Source
 from experiments.recipe import Recipe, names, recipe, rows
-from experiments.tables import METRICS, RecipeTable, latex, markdown, read_records
+from experiments.tables import METRICS, RecipeTable, read_records
 from saf.errors import CompareError
 from saf.evaluate.paired import delta_of_windows
 
@@ -136,15 +136,6 @@ def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
     records["frozen", 1337]["windows_hash"] = "other"
     with pytest.raises(CompareError, match="held-out windows"):
         _ = table(records).values
-
-
-def test_a_table_is_written_as_markdown_and_latex(records):
-    shown = table(records).shown()
-    lines = markdown(shown).splitlines()
-    assert lines[0].startswith("| arm | perplexity | paper's perplexity | change (%) |")
-    assert len(lines) == 2 + 7
-    assert "−" in lines[3]
-    assert r"change (\%)" in latex(shown)
 
 
 @pytest.mark.parametrize(
