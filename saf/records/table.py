@@ -1,7 +1,6 @@
 """Numbers, names and tables as people read them: on a terminal by rich, or as Markdown."""
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
@@ -77,10 +76,6 @@ def change_percent(before: float | None, after: float | None) -> float | None:
 
 # --- text from outside, such as names of folders: never markup, never control codes of a terminal
 
-_UNSHOWN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
-"""Unicode's categories of control, format, surrogate, line and paragraph characters: terminals obey them, reading order
-turns by them, and half a surrogate pair, which a name that is not UTF-8 is read as, cannot be written at all."""
-_SPACES = frozenset("\t\n\r\v\f\u0085\u2028\u2029")
 _MARKS = re.compile(r"([\\`*\[\]<>|~$])|(?<![^\W_])(_)|(_)(?![^\W_])|(&)(?=#?\w+;)")
 """Characters that Markdown reads as markup, but for underscores within words and lone ampersands."""
 _BEGINNING = re.compile(r"(\d*)([#+\-=>:.)])(?=\s|$|[#=\-])")
@@ -88,12 +83,9 @@ _BEGINNING = re.compile(r"(\d*)([#+\-=>:.)])(?=\s|$|[#=\-])")
 
 
 def plain(text: str) -> str:
-    """Return the text on one line; characters that cannot be shown become the replacement character."""
-    if text.isascii() and text.isprintable():
-        return text
+    """Return the text on one line; what terminals would obey, or cannot show, becomes the replacement character."""
     return "".join(
-        " " if each in _SPACES else "\N{REPLACEMENT CHARACTER}" if unicodedata.category(each) in _UNSHOWN else each
-        for each in text
+        each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}" for each in text
     )
 
 

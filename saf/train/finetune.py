@@ -24,7 +24,6 @@ from saf.train.config import (
     check_same_run,
     context_length,
     continue_from,
-    read_run_config,
     recorded_config,
 )
 from saf.train.loop import pretrain
@@ -32,8 +31,7 @@ from saf.train.loop import pretrain
 MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
 CHOICE, SETTINGS = "epochs", "settings.json"
-"""Folder in a run's own of the runs that choose its epochs, one an epoch, and the file there with the settings of the
-run to come."""
+"""Folder in a run's own for the choice of its epochs, and the file there with the settings of the run to come."""
 DEFAULTS: Mapping[str, Any] = {
     "peak_lr": 2e-5,
     "min_lr_ratio": 1.0,
@@ -147,15 +145,14 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
 
 
 def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Finetune an ordinary model up to five epochs and return, and write, the number of them that it chooses.
+    """Finetune an ordinary model for five epochs and return, and write, the number of them that it chooses.
 
-    It is the smallest number with the largest accuracy on the development share. Each epoch is a run that goes on from
-    the one before it, in the folder `epochs` of the run's own; `choice.json` there has all. The checkpoint of an epoch
-    is removed as soon as the next one has ended, and the last one once the choice is written.
+    It is the smallest number with the largest accuracy on the development share, on which the run in the folder
+    `epochs/trial` of the run's own reports after each epoch; `epochs/choice.json` has all.
 
     Raises:
         InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, too few
-            examples, or other settings than those of the epochs to resume.
+            examples, or other settings than those of the choice to resume.
     """
     _check_can_choose(config, resume=resume)
     counts = updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
@@ -163,37 +160,36 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
         numbers = ", ".join(map(str, counts))
         raise InputError(f"1 to {MOST_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
     assert config.finetuning is not None, "the task was opened"
-    folder, tried, parent = Path(config.out) / CHOICE, [], Path(str(config.parent))
-    development = replace(config.finetuning, judge="development")
-    common = replace(config, finetuning=development, schedule=None, report_at=(), keep=1)
+    folder = Path(config.out) / CHOICE
+    chosen, trial = folder / "choice.json", folder / "trial"
+    if resume and on_rank0(chosen.is_file):
+        return on_rank0(lambda: read_json(chosen))
     on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # by which choosing can go on
-
-    def say(words: str) -> None:
-        if is_rank0() and not config.quiet:
-            print(words, file=sys.stderr)
-
-    for epoch, updates in enumerate(counts, 1):
-        out = folder / f"epoch-{epoch}"
-        one = replace(common, out=str(out), parent=str(parent), fresh=epoch == 1, updates=updates)
-        if resume and (out / "result.json").is_file():
-            check_same_run(one, read_run_config(out)["settings"])
-            result = read_json(out / "result.json")
-        else:
-            result = pretrain(one, resume=resume and (out / "config.json").exists())
-        if "stopped_at" in result:
-            return result
-        tried.append({"epochs": epoch, "accuracy": result["accuracy"], "loss": result["report_loss"]})
-        share = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} development questions"
-        say(f"after epoch {epoch} of {MOST_EPOCHS}: {share}")
-        if epoch > 1:
-            on_rank0(lambda old=parent: _remove(old))
-        parent = Path(result["checkpoint"])
+    trial_config = replace(
+        config,
+        out=str(trial),
+        finetuning=replace(config.finetuning, judge="development"),
+        schedule=None,
+        updates=counts[-1],
+        report_at=tuple(counts),
+        keep=1,
+    )
+    result = pretrain(trial_config, resume=resume and (trial / "config.json").exists())
+    if "stopped_at" in result:
+        return result
+    tried = [
+        {"epochs": epoch, "accuracy": each["accuracy"], "loss": each["report_loss"]}
+        for epoch, each in enumerate((result["reports"][str(updates)] for updates in counts), 1)
+    ]
     best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
-    say(f"epochs chosen: {best['epochs']}; training begins anew, for as many")
+    if is_rank0() and not config.quiet:
+        shares = ", ".join(f"{100 * one['accuracy']:.2f}%" for one in tried)
+        words = f"{shares} of {result['questions']:,} development questions after 1 to {MOST_EPOCHS} epochs"
+        print(f"{words}; training begins anew, for {best['epochs']}", file=sys.stderr)
     head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
     record = {**head, "epochs": best["epochs"], "tried": tried}
-    on_rank0(lambda: write_json(folder / "choice.json", record))
-    on_rank0(lambda: _remove(parent))
+    on_rank0(lambda: write_json(chosen, record))
+    on_rank0(lambda: remove_folder_(trial / "checkpoints"))
     return record
 
 
@@ -212,7 +208,7 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
     out = Path(config.out)
     if (out / "config.json").exists():
         raise InputError(f"{out} holds a run already; resume it, or choose another folder")
-    if not resume and (out / CHOICE / "epoch-1" / "config.json").exists():
+    if not resume and (out / CHOICE / SETTINGS).exists():
         raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
     if resume and (recorded := choosing(out)) is not None:
         check_same_run(config, recorded.to_dict())
@@ -222,8 +218,3 @@ def choosing(out: Path | str) -> TrainConfig | None:
     """Return the settings of a run that was choosing its epochs when it ended, or None."""
     path = Path(out) / CHOICE / SETTINGS
     return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
-
-
-def _remove(checkpoint: Path) -> None:
-    if checkpoint.is_dir():
-        remove_folder_(checkpoint)

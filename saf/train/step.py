@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from saf.calibration import QKGradient
-from saf.errors import DivergenceError, InputError, UnsupportedError
+from saf.errors import DivergenceError, UnsupportedError
 from saf.evaluate.answers import NO_TARGET
 from saf.machine import Execution, GraphPool, GraphReplay
 from saf.models import GPTConfig
@@ -49,8 +49,6 @@ def learning_rate(progress: float, *, peak: float, min_ratio: float = 0.1, warmu
     >>> [round(learning_rate(p, peak=1.0, warmup=0.1), 3) for p in (0.05, 0.1, 0.55, 1.0)]
     [0.5, 1.0, 0.55, 0.1]
     """
-    if not 0 <= warmup < 1:
-        raise InputError(f"warmup must be a share of the schedule in [0, 1), got {warmup}")
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup:
         return peak * progress / warmup
