@@ -128,8 +128,7 @@ def prepare(
     from rich.progress import Progress
 
     config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
-    if not (names := _names(sources)):
-        raise InputError("sources must name at least one source of text, got none")
+    names = _names(sources)
     if config.report_only:
         config, names = replace(config, heldout=names), ()
     out = Path(out).resolve()
@@ -175,31 +174,14 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     sources = [source for group in groups.values() for source in group]
     sizes = [source.size for source in sources]
     task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
-    corpus = _Corpus(folder / "spool.bin", tokenizer)
+    corpus = _Corpus(folder, tokenizer)
     corpus.read(groups, config, lambda count: bar.advance(task, count))
     bar.add_task("writing", total=None)
-    documents = np.frombuffer(corpus.rows, _DOCUMENT)
-    partition = _assign(documents, np.array(corpus.tokens), config)
-    partitions = {}
-    for number, name in enumerate(PARTITIONS):
-        members = np.flatnonzero(partition == number)
-        order = members[np.argsort(documents["key"][members], kind="stable")]
-        digests = documents["digest"][order].tobytes()
-        (folder / f"{name}.digests").write_bytes(digests)
-        partitions[name] = {
-            "documents": len(order),
-            "bytes": int(documents["bytes"][order].sum()),
-            "digests_sha256": sha256(digests).hexdigest(),
-            **corpus.write(order, folder / f"{name}.bin"),
-        }
-    corpus.path.unlink()
+    partition = _assign(np.frombuffer(corpus.rows, _DOCUMENT), np.array(corpus.tokens), config)
+    partitions = {name: corpus.write(np.flatnonzero(partition == n), name) for n, name in enumerate(PARTITIONS)}
+    corpus.spool.unlink()
     kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
-    left_out = [
-        {"source": source.name, "file": file, "reason": reason}
-        for source in sources
-        for file, reason in sorted(source.left_out.items())
-    ]
     index = {
         "dtype": corpus.dtype.name,
         "tokenizer": {"kind": kind, "sha256": tokenizer.fingerprint, **vocabulary},
@@ -208,7 +190,11 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         "sources": corpus.sources["train"],
         "heldout": corpus.sources["heldout"],
         "duplicates": dict(corpus.skipped),
-        "left_out": left_out,
+        "left_out": [
+            {"source": source.name, "file": file, "reason": reason}
+            for source in sources
+            for file, reason in sorted(source.left_out.items())
+        ],
         "settings": {**asdict(config), "heldout_fraction": config.fraction},
         "versions": {name: version(name) for name in ("numpy", "tokenizers")} | {"python": platform.python_version()},
     }
@@ -221,8 +207,8 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
 class _Corpus:
     """The distinct documents of all sources: facts of each, and a file of their tokens in reading order."""
 
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self.path, self.tokenizer = path, tokenizer
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
+        self.folder, self.spool, self.tokenizer = folder, folder / "spool.bin", tokenizer
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
         self.sources: dict[str, list[dict[str, Any]]] = {}
         self.skipped = Counter(repeated=0, also_held_out=0, empty=0)
@@ -233,7 +219,7 @@ class _Corpus:
 
     def read(self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]) -> None:
         """Read and tokenise the documents of all sources; `advance` is called with the bytes of each."""
-        with open(self.path, "wb", buffering=_BLOCK) as file:
+        with open(self.spool, "wb", buffering=_BLOCK) as file:
             for ids in _encoded(self._texts(groups, config, advance), self.tokenizer):
                 file.write(np.array([*ids, self.tokenizer.eot_id], dtype=self.dtype).tobytes())
                 self.tokens.append(len(ids) + 1)
@@ -255,21 +241,31 @@ class _Corpus:
                 self.rows += np.array(row, _DOCUMENT).tobytes()
                 yield text
 
-    def write(self, order: np.ndarray, path: Path) -> dict[str, Any]:
-        """Write the documents of a partition and return its number of tokens, unigram entropy and SHA-256."""
+    def write(self, members: np.ndarray, name: str) -> dict[str, Any]:
+        """Write the files of a partition and return its entries of the index."""
+        documents, path = np.frombuffer(self.rows, _DOCUMENT), self.folder / f"{name}.bin"
+        members = members[np.argsort(documents["key"][members], kind="stable")]
+        digests = documents["digest"][members].tobytes()
+        path.with_suffix(".digests").write_bytes(digests)
         sizes, vocabulary = np.array(self.tokens) * self.dtype.itemsize, self.tokenizer.vocab_size
         starts, counts = np.cumsum(sizes) - sizes, np.zeros(vocabulary, dtype=np.int64)
         # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
-        with open(self.path, "rb", buffering=0) as spool, open(path, "wb") as file:
-            for document in order.tolist():
+        with open(self.spool, "rb", buffering=0) as spool, open(path, "wb") as file:
+            for document in members.tolist():
                 spool.seek(int(starts[document]))
                 file.write(spool.read(int(sizes[document])))
         with open(path, "rb") as file:
             while len(block := np.fromfile(file, self.dtype, _BLOCK)):
                 counts += np.bincount(block, minlength=vocabulary)
         share = counts[counts > 0] / max(counts.sum(), 1)
-        entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
-        return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
+        return {
+            "documents": len(members),
+            "bytes": int(documents["bytes"][members].sum()),
+            "digests_sha256": sha256(digests).hexdigest(),
+            "tokens": int(counts.sum()),
+            "unigram_entropy": max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None,
+            "sha256": file_hash(path),
+        }
 
 
 def _read(
