@@ -1,7 +1,6 @@
 """Statistics of two models measured on the same windows, questions or examples: bootstrap, McNemar's test, Holm."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean, variance
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import CompareError, DivergenceError, InputError
+from saf.errors import CompareError, InputError
 
 RESAMPLES = 10_000
 """Bootstrap draws behind an interval: 250 lie beyond each end of 95%. A round number, not from the paper."""
@@ -18,7 +17,6 @@ _NOISE_LAGS = 5
 _FEWEST_BLOCKS = 3
 """Blocks of a resample; fewer of them hardly differ from the whole."""
 _DRAWS_AT_ONCE = 4_194_304  # held in memory together
-_LARGEST_LOSS = math.log(sys.float_info.max)  # 709.8 nats
 
 
 # --- perplexity, over windows of text
@@ -29,16 +27,11 @@ def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAM
 
     Each of `resamples` draws takes windows with replacement, the same for both models, so that the hardness of a window
     cancels. Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training
-    seeds. Raises CompareError for different windows, DivergenceError for a perplexity past the largest float.
+    seeds. Raises CompareError for different windows.
     """
     if ordinary.shape != frozen.shape:
         raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
-    for arm, loss in (("ordinary", loss_ordinary), ("frozen", loss_frozen)):
-        if loss > _LARGEST_LOSS:
-            raise DivergenceError(
-                f"the {arm} model's loss must be below {_LARGEST_LOSS:.1f} nats for a perplexity, got {loss:.1f}"
-            )
     block = block_length(frozen - ordinary)
     draws = bootstrap_means(frozen - ordinary, block=block, resamples=resamples, seed=seed)
     low, high = torch.quantile(100.0 * torch.expm1(draws), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
@@ -124,33 +117,26 @@ def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
 
 
 def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare two models' answers (`saf.evaluate.answers`) to the same questions.
+    """Compare two models' answers (`saf.evaluate.answers`) to the same questions, as `paired_hits` does.
 
-    `difference` is the second model's accuracy minus the first's, with its standard error and 95% interval over
-    questions, paired. `gained` and `lost` count the questions that the second or the first alone answers rightly;
     `p_value` is McNemar's, exact. Raises CompareError for other questions.
     """
     questions = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
     if questions[0] != questions[1]:
         counts = " and ".join(str(len(each)) for each in questions)
         raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
-    changes = [int(b["right"]) - int(a["right"]) for a, b in zip(ordinary, frozen, strict=True)]
-    gained, lost = changes.count(1), changes.count(-1)
-    return {**_change(changes), "gained": gained, "lost": lost, "p_value": mcnemar(gained, lost)}
+    change = paired_hits(*([int(record["right"]) for record in records] for records in (ordinary, frozen)))
+    return {**change, "p_value": mcnemar(change["gained"], change["lost"])}
 
 
-def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int) -> dict[str, Any]:
-    """Compare the queries that two models answer in the same examples of recall, each of so many `queries`.
+def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int = 1) -> dict[str, Any]:
+    """Compare the queries that two models answer rightly in the same examples, each of so many `queries`.
 
-    Queries of one example may go together, so the error and interval are over examples. `gained` and `lost` count the
-    examples in which the second model answers more, or fewer.
+    `difference` is the second model's accuracy minus the first's, with its standard error and 95% interval over
+    examples, paired: queries of one example may go together. `gained` and `lost` count the examples in which the second
+    model answers more, or fewer.
     """
     changes = [(b - a) / queries for a, b in zip(ordinary, frozen, strict=True)]
-    gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    return {**_change(changes), "gained": gained, "lost": lost}
-
-
-def _change(changes: Sequence[float]) -> dict[str, Any]:
     count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
     # Half a unit more that is gained, half that is lost, one unchanged (Agresti and Min, 2005): where few or none
     # change, the plain interval is too narrow, or has no width at all.
@@ -159,6 +145,8 @@ def _change(changes: Sequence[float]) -> dict[str, Any]:
         "difference": gain / count,
         "standard_error": _standard_error(squares, gain, count),
         "ci95": [middle - reach, middle + reach],
+        "gained": sum(change > 0 for change in changes),
+        "lost": sum(change < 0 for change in changes),
     }
 
 

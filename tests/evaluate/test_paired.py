@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from saf.errors import CompareError, DivergenceError, InputError
+from saf.errors import CompareError, InputError
 from saf.evaluate.paired import (
     block_length,
     bootstrap_means,
@@ -30,17 +30,12 @@ def arms(
     return window_losses(-hardness), window_losses(-(hardness + extra))
 
 
-def test_the_point_estimate_is_the_formula():
+def test_the_change_is_the_formula_and_its_interval_near_the_normal_approximation():
     ordinary, frozen = arms()
-    result = delta_of_windows(ordinary, frozen, resamples=10)
+    result = delta_of_windows(ordinary, frozen)
     ppl_ordinary, ppl_frozen = math.exp(ordinary.mean()), math.exp(frozen.mean())
     assert result["ppl_ordinary"] == pytest.approx(ppl_ordinary)
     assert result["delta_ppl_percent"] == pytest.approx(100 * (ppl_frozen / ppl_ordinary - 1))
-
-
-def test_the_interval_matches_the_normal_approximation():
-    ordinary, frozen = arms()
-    result = delta_of_windows(ordinary, frozen)
     extra = frozen - ordinary
     half = 1.96 * float(extra.std(correction=0)) / math.sqrt(len(extra))
     expected = [100 * math.expm1(float(extra.mean()) + sign * half) for sign in (-1, 1)]
@@ -105,8 +100,6 @@ def test_what_cannot_be_compared_is_refused():
     losses = torch.zeros(3).double()
     with pytest.raises(CompareError, match="3 and 2 windows"):
         delta_of_windows(losses, losses[1:])
-    with pytest.raises(DivergenceError, match=r"frozen model's loss .* got 800.0"):
-        delta_of_windows(losses, losses + 800)
     with pytest.raises(InputError, match="resamples"):
         delta_of_windows(losses, losses, resamples=0)
     for log_probs, words in ((torch.tensor([[0.0, torch.nan]]), "finite"), (torch.zeros(0, 4), "empty")):
@@ -140,13 +133,10 @@ def test_the_interval_of_many_changes_is_that_of_their_standard_error():
 def test_hits_are_over_examples_whose_queries_may_go_together():
     """With one query an example they equal questions; four queries that change together say no more than one."""
     hits = [[1, 1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 1, 1, 0, 0, 1]]
-    change, expected = paired_hits(*hits, 1), paired_answers(*map(answered, hits))
-    assert {name: change[name] for name in ("difference", "standard_error", "ci95")} == {
-        name: expected[name] for name in ("difference", "standard_error", "ci95")
-    }
-    assert (change["gained"], change["lost"]) == (expected["gained"], expected["lost"])
-    fourfold = [[4 * hit for hit in each] for each in hits]
-    assert paired_hits(*fourfold, 4)["ci95"] == pytest.approx(change["ci95"])
+    expected, fourfold = paired_answers(*map(answered, hits)), [[4 * hit for hit in each] for each in hits]
+    for change in (paired_hits(*hits), paired_hits(*fourfold, 4)):
+        assert change["ci95"] == pytest.approx(expected["ci95"])
+        assert (change["gained"], change["lost"]) == (expected["gained"], expected["lost"]) == (1, 3)
 
 
 def test_p_values_are_those_computed_by_hand():
