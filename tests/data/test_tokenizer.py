@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.data import PARTITIONS, TokenData, Tokenizer, prepare, train_bpe
-from saf.errors import DataError, InputError
+from saf.errors import DataError
 
 EOT = "<|endoftext|>"
 
@@ -87,24 +87,20 @@ def test_documents_end_with_the_token_that_the_tokenizers_own_files_name(backend
 
 
 def test_unusable_tokenizers_are_named(tmp_path, backend):
-    with pytest.raises(DataError, match=r"no tokenizer there; give --tokenizer a folder with tokenizer.json"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="not a tokenizer file"):
-        Tokenizer.load(tmp_path)
     plain = json.loads(backend.to_str())
     plain["added_tokens"] = []
     plain["model"]["vocab"] = {"stop" if token == EOT else token: n for token, n in plain["model"]["vocab"].items()}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
-    with pytest.raises(DataError, match="no end-of-text token"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "vocab.json").write_text("[")
-    (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(DataError, match="not GPT-2's vocabulary and merges"):
-        Tokenizer.load(tmp_path)
-    with pytest.raises(InputError, match="at least 257"):
-        train_bpe(["text"], vocab_size=256)
+    for files, words in (
+        ({}, "no tokenizer there; give --tokenizer a folder with tokenizer.json"),
+        ({"tokenizer.json": "{}"}, "not a tokenizer file"),
+        ({"tokenizer.json": json.dumps(plain)}, "no end-of-text token"),
+        ({"vocab.json": "[", "merges.txt": ""}, "not GPT-2's vocabulary and merges"),
+    ):
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=words):
+            Tokenizer.load(tmp_path)
     with pytest.raises(DataError, match=r"could not be downloaded .*tokenizer.json"):  # tests are offline
         prepare("python", tmp_path / "data", tokenizer="someone/no-such-model")
 
