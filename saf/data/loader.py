@@ -14,14 +14,12 @@ from torch import Tensor
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer
 from saf.errors import DataError, InputError, check_name
-from saf.records.files import check_file, entries_hash, read_json, write_json
+from saf.records.files import check_file, entries_hash, read_json, restore_replaced_, write_json
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 SCHEMA = "saf.data/3"
 INDEX_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer.json"
-DIGEST_BYTES = 16
-"""128 bits of BLAKE2 a document: no two of a corpus collide, and a million documents take 16 MB."""
 _AGAIN = "prepare it again"
 # The independent random streams of one seed.
 _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
@@ -47,6 +45,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
 def read_index(folder: Path) -> dict[str, Any]:
     """Read a data folder's index.json; raise DataError when it is missing or was changed."""
     path = folder / INDEX_FILE
+    restore_replaced_(folder)
     if not path.is_file():
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
         raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
@@ -64,7 +63,6 @@ def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
     files[TOKENIZER_FILE] = (None, index["tokenizer"]["sha256"])
     for name, info in index["partitions"].items():
         files[f"{name}.bin"] = (info["tokens"] * np.dtype(index["dtype"]).itemsize, info["sha256"])
-        files[f"{name}.digests"] = (info["documents"] * DIGEST_BYTES, info["digests_sha256"])
     return files
 
 
@@ -128,11 +126,6 @@ class TokenData:
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         return np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
 
-    def digests(self, partition: str) -> np.ndarray:
-        """The digest of each document of a partition, uint8 `[documents, 16]`."""
-        self._info(partition)
-        return np.fromfile(self._file(f"{partition}.digests"), np.uint8).reshape(-1, DIGEST_BYTES)
-
     def _info(self, partition: str) -> dict[str, Any]:
         check_name("partition", partition, PARTITIONS)
         return self.index["partitions"][partition]
@@ -159,9 +152,13 @@ class TextData(TokenData):
 
 
 def check_separate(data: TokenData, partition: str, reported: TokenData) -> None:
-    """Raise DataError if a document of `partition` is also in the report partition of another data folder."""
-    own, report = ({bytes(row) for row in part} for part in (data.digests(partition), reported.digests("report")))
-    if shared := len(own & report):
+    """Raise DataError if a document of `partition` is also in the report partition of data with the same tokenizer."""
+
+    def documents(tokens: np.ndarray) -> set[bytes]:
+        parts = np.split(tokens, np.flatnonzero(tokens == data.eot_id) + 1)
+        return {sha256(part.tobytes()).digest() for part in parts if len(part)}
+
+    if shared := len(documents(data.tokens(partition)) & documents(reported.tokens("report"))):
         where = f"{data.folder} ({partition}) must have no document of the report partition of {reported.folder}"
         raise DataError(f"{where}, got {shared}; give --data without them")
 

@@ -13,18 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from saf.data.loader import DIGEST_BYTES, PARTITIONS, TOKENIZER_FILE, TokenData, files_of, read_index, write_index
+from saf.data.loader import PARTITIONS, TOKENIZER_FILE, TokenData, files_of, read_index, write_index
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import file_hash, locked, new_folder
+from saf.records.files import file_hash, locked, new_folder, restore_replaced_
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
@@ -42,8 +42,8 @@ _LONGEST_HELD_OUT, _ENOUGH_HELD_OUT = (1 / 8, 1 / 3), 0.9
 _MANY_HELD_OUT = 200
 # Margin of the pool of few documents: it is measured in bytes, and tokens have more or fewer by document.
 _MARGIN = 1.25
-_DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?"), ("digest", "V16")])
-"""A distinct document: its key in the seeded order, its size, whether it is of a held-out source, and its digest."""
+_DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?")])
+"""A distinct document: its key in the seeded order, its size, and whether it is of a held-out source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,7 @@ def prepare(
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
+        restore_replaced_(out)
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)
@@ -237,16 +238,14 @@ class _Corpus:
                     self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
                     continue
                 seen[digest] = group
-                row = (_order_key(digest, config.seed), size, group == "heldout", digest)
+                row = (_order_key(digest, config.seed), size, group == "heldout")
                 self.rows += np.array(row, _DOCUMENT).tobytes()
                 yield text
 
     def write(self, members: np.ndarray, name: str) -> dict[str, Any]:
-        """Write the files of a partition and return its entries of the index."""
+        """Write the documents of a partition and return its entries of the index."""
         documents, path = np.frombuffer(self.rows, _DOCUMENT), self.folder / f"{name}.bin"
         members = members[np.argsort(documents["key"][members], kind="stable")]
-        digests = documents["digest"][members].tobytes()
-        path.with_suffix(".digests").write_bytes(digests)
         sizes, vocabulary = np.array(self.tokens) * self.dtype.itemsize, self.tokenizer.vocab_size
         starts, counts = np.cumsum(sizes) - sizes, np.zeros(vocabulary, dtype=np.int64)
         # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
@@ -261,7 +260,6 @@ class _Corpus:
         return {
             "documents": len(members),
             "bytes": int(documents["bytes"][members].sum()),
-            "digests_sha256": sha256(digests).hexdigest(),
             "tokens": int(counts.sum()),
             "unigram_entropy": max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None,
             "sha256": file_hash(path),
@@ -312,7 +310,7 @@ def split_text(text: str, limit: int) -> Iterator[str]:
 
 
 def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+    return blake2b(text.encode(), digest_size=16).digest()  # 128 bits: no two documents of a corpus collide
 
 
 def _order_key(digest: bytes, seed: int) -> int:
