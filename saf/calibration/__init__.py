@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.calibration.capture import Slots, capture, check_vocabulary, evaluation_mode
-from saf.calibration.collect import COLLECTIONS, Collection, collection_bytes, latter_half
+from saf.calibration.collect import COLLECTIONS, Collection, latter_half
 from saf.calibration.measure import LayerStatistics, measure_layer
 from saf.calibration.plan import (
     CalibrationPlan,
@@ -36,7 +36,6 @@ __all__ = [
     "QKGradient",
     "Sequences",
     "calibrate",
-    "collection_bytes",
     "free_bytes",
     "gate_gradients",
     "head_outputs",

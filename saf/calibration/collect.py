@@ -1,6 +1,5 @@
 """A `Collection` keeps further tensors of `calibrate(collect=...)`; a line of `COLLECTIONS` defines each of them."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from saf.calibration.measure import Strip
-from saf.errors import InputError
+from saf.errors import InputError, check_name
 from saf.heads import HeadSet
 
 NUM_POSITIONS = 64
@@ -68,32 +67,8 @@ def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
     return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
 
 
-def collected_shapes(
-    collect: Sequence[str], *, heads: int, sequences: int, length: int, positions: int
-) -> dict[str, list[int]]:
-    """Return the shape of each tensor in `collect`; raise InputError for an unknown name."""
-    if unknown := set(collect) - set(COLLECTIONS):
-        raise InputError(f"unknown name to collect {sorted(unknown)}; expected some of {sorted(COLLECTIONS)}")
-    sizes = {"F": heads, "N": sequences, "Q": length, "K": length, "R": positions}
-    return {name: [sizes[letter] for letter in COLLECTIONS[name].shape] for name in collect}
-
-
-def collection_bytes(
-    collect: Sequence[str],
-    *,
-    heads: int,
-    sequences: int,
-    length: int,
-    positions: int = NUM_POSITIONS,
-    itemsize: int = 4,
-) -> int:
-    """Return the bytes of the tensors in `collect`; raise InputError for an unknown name."""
-    shapes = collected_shapes(collect, heads=heads, sequences=sequences, length=length, positions=positions)
-    return sum(math.prod(shape) * (8 if COLLECTIONS[name].is_sum else itemsize) for name, shape in shapes.items())
-
-
 class Collection:
-    """The tensors named by `calibrate(collect=...)`, on the CPU; `take` fills them strip by strip."""
+    """The tensors of `calibrate(collect=...)`, filled strip by strip by `take`; on "meta" they take no memory."""
 
     def __init__(
         self,
@@ -102,20 +77,32 @@ class Collection:
         *,
         sequences: int,
         length: int,
-        positions: Sequence[int] | None,
         dtype: torch.dtype,
+        positions: Sequence[int] | None = None,
+        device: str = "cpu",
     ):
+        for name in collect:
+            check_name("collect", name, COLLECTIONS)
         rows = latter_half(length) if positions is None else tuple(positions)
         if list(rows) != sorted(set(rows)) or not all(0 <= row < length for row in rows):
             raise InputError(f"positions must ascend within [0, {length}); got {rows}")
-        shapes = collected_shapes(collect, heads=len(heads), sequences=sequences, length=length, positions=len(rows))
-        self.positions = rows if any("R" in COLLECTIONS[name].shape for name in collect) else ()
+        kinds, sizes = {name: COLLECTIONS[name] for name in collect}, {"F": len(heads), "N": sequences, "R": len(rows)}
+        self.positions = rows if any("R" in kind.shape for kind in kinds.values()) else ()
         self._heads = heads
         self.tensors = {
-            name: torch.full(shape, kind.beyond, dtype=torch.float64 if kind.is_sum else dtype)
-            for name, shape in shapes.items()
-            for kind in [COLLECTIONS[name]]
+            name: torch.full(
+                [sizes.get(letter, length) for letter in kind.shape],
+                kind.beyond,
+                dtype=torch.float64 if kind.is_sum else dtype,
+                device=device,
+            )
+            for name, kind in kinds.items()
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def take(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""

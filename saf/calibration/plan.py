@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from saf.calibration.capture import Slots, measurable_heads
-from saf.calibration.collect import COLLECTIONS, collection_bytes, latter_half
+from saf.calibration.collect import COLLECTIONS, Collection
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
@@ -67,9 +67,8 @@ def plan_calibration(
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     chosen, count, length = measurable_heads(adapter, heads), len(sequences.lengths), sequences.length
-    rows = len(latter_half(length) if positions is None else positions)
-    shape = {"heads": len(chosen), "sequences": count, "length": length, "positions": rows}
-    collected = collection_bytes(collect, **shape, itemsize=collected_dtype(adapter).itemsize)
+    shape = {"sequences": count, "length": length, "dtype": collected_dtype(adapter), "device": "meta"}
+    collected = Collection(collect, chosen, positions=positions, **shape).nbytes if collect else 0
     if collected and (spare := free_bytes(torch.device("cpu"))) is not None and collected > spare:
         raise InputError(
             f"not enough memory: {byte_size(collected)} to collect, {byte_size(spare)} free on the CPU; measure "
@@ -124,11 +123,10 @@ def _layers_at_a_time(device: torch.device, layer_bytes: dict[int, int], capture
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
-    itemsize = collected_dtype(adapter_for(model)).itemsize
-    each = collection_bytes(collect, heads=1, sequences=sequences, length=length, itemsize=itemsize)
-    free = free_bytes(torch.device("cpu"))
+    shape = {"sequences": sequences, "length": length, "dtype": collected_dtype(adapter_for(model)), "device": "meta"}
+    free, one = free_bytes(torch.device("cpu")), Collection(collect, HeadSet([(0, 0)]), **shape)
     limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
-    return max(1, limit // max(each, 1))
+    return max(1, limit // max(one.nbytes, 1))
 
 
 def collected_dtype(adapter: Adapter) -> torch.dtype:

@@ -4,7 +4,7 @@
 the heads' outputs, `head_outputs` the contributions of heads to the residual stream, with their own and mean patterns.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,6 @@ from saf.statistics import AttentionStatistics
 
 BETA = 0.9
 """Weight of the past in the average, as in the paper."""
-Loss = Callable[[Any, Tensor], Tensor]
 
 
 class QKGradient:
@@ -36,12 +35,8 @@ class QKGradient:
     >>> saf.score(statistics, "qk_gradient", gradient=gradient.scores()) # doctest: +SKIP
     """
 
-    def __init__(self, model: nn.Module, *, beta: float = BETA):
-        if not 0 <= beta < 1:
-            raise InputError(f"beta is the weight of the past, in [0, 1); got {beta}")
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.beta = beta
-        self.updates = 0
         # NaN until a head's first update, which the average starts from.
         self._average = _missing(adapter_for(model).sites())
 
@@ -52,30 +47,25 @@ class QKGradient:
         self._average = self._average.to(norms.device)
         mean = norms.nanmean()
         relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
-        blended = self.beta * self._average + (1 - self.beta) * relative  # Eq. (9)
+        blended = BETA * self._average + (1 - BETA) * relative  # Eq. (9)
         new = torch.where(self._average.isnan(), relative, blended)
         self._average = torch.where(mean.isfinite() & norms.isfinite(), new, self._average)
-        self.updates += 1
 
     def scores(self) -> Tensor:
         """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
         return _live_only(self._average.cpu().clone(), adapter_for(self.model).sites())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return average and settings as JSON values."""
-        rows = [[None if value != value else value for value in row] for row in self._average.tolist()]
-        return {"beta": self.beta, "updates": self.updates, "average": rows}
+        """Return the average as JSON values."""
+        return {"average": [[None if value != value else value for value in row] for row in self._average.tolist()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; raise CheckpointError for another shape of model or beta."""
+        """Continue from a `state_dict()`; raise CheckpointError for another shape of model."""
         rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
         average = torch.tensor(rows, dtype=torch.float64)
-        if average.shape != self._average.shape or state["beta"] != self.beta:
-            raise CheckpointError(
-                f"state must be of heads {list(self._average.shape)} with beta={self.beta}; "
-                f"got {list(average.shape)} with beta={state['beta']}"
-            )
-        self._average, self.updates = average, state["updates"]
+        if average.shape != self._average.shape:
+            raise CheckpointError(f"state must be of {list(self._average.shape)} heads; got {list(average.shape)}")
+        self._average = average
 
 
 def head_norms(site: Site) -> Tensor:
@@ -107,7 +97,7 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
 # --- gates
 
 
-def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | None = None) -> Tensor:
+def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """Return I of Eq. (19), the mean of absolute gate gradients over sequences: `[L, H]`, NaN for frozen heads.
 
     A gate multiplies a head's output just before the output projection. Its gradient is exactly the inner product of
@@ -117,22 +107,19 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch], *, loss: Loss | N
         model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
         batches: As for `calibrate`, with `targets [B, T]` where the loss is of other tokens than every next one (-100
             does not count). Each sequence runs by itself, without padding.
-        loss: `loss(model, ids)`, ids `[1, T]`, returns the mean loss per token; by default at targets or next tokens.
 
     Raises:
-        InputError: As in `calibrate`; a sequence without a target; both targets and `loss`.
+        InputError: As in `calibrate`; a sequence without a target.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
-    if loss is not None and sequences.targets is not None:
-        raise InputError("targets have no effect with loss=; leave one of them out")
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     with torch.enable_grad(), evaluation_mode(model), _requiring_gradients(weights):
         check_vocabulary(adapter, sequences.ids)
         for row, targets in sequences.rows():
-            value = _loss(adapter, row, targets) if loss is None else loss(adapter.model, row[None].to(adapter.device))
-            gradients = torch.autograd.grad(value, weights, allow_unused=True, materialize_grads=True)
+            loss = _loss(adapter, row, targets)
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
     return _live_only(total / len(sequences.lengths), sites)  # Eq. (19)
 

@@ -147,12 +147,14 @@ def _fit(
     mass = _sums(torch.stack([compact.alpha, compact.rho]))[1][1]
     poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
     model = _Model(compact, eta_abs, eta_rel, band, poles)
-    point = model.optimise(model.start())
+    tolerance = _TOLERANCE * length
+    point = minimize(model, model.start(), tolerance=tolerance)
     full = model.measure(point, compact)
     if not short or length <= 4 * SINKS:
         return list(zip(full, full, strict=True))
     fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
-    return list(zip(full, fewer.measure(fewer.optimise(fewer.start_from(model, point)), compact), strict=True))
+    point = minimize(fewer, fewer.start_from(model, point), tolerance=tolerance)
+    return list(zip(full, fewer.measure(point, compact), strict=True))
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,10 +331,6 @@ class _Model:
         parts = [by_key[:, : self.free_keys], trend, by_distance[:, : self.band], inner]
         return value, torch.cat(parts, -1) * self.scale
 
-    def optimise(self, point: Tensor) -> Tensor:
-        """Return the coordinates of the optimum."""
-        return minimize(self, point, steps=_STEPS, tolerance=_TOLERANCE * self.length)
-
     def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
         """Return the patterns at a point, each compared with its compact fit."""
         keys, band, amplitudes = self.unpack(point)
@@ -387,16 +385,10 @@ _SHORTEST = 2.0**-30
 _MEMORY, _PATIENCE = 12, 10  # steps that approximate the curvature, and that must gain the tolerance together
 
 
-def minimize(
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]],
-    start: Tensor,
-    *,
-    steps: int,
-    tolerance: float,
-) -> Tensor:
+def minimize(evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor, *, tolerance: float) -> Tensor:
     """Minimise N smooth functions at once by L-BFGS; return their lowest points `[N, n]` from `start [N, n]`.
 
-    `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most `steps` times. A function is
+    `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most 200 times. A function is
     finished when the last ten accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
     one step length of every function, so no function waits for the line search of another. Numbers of the line search
     are on the CPU: a GPU is waited for once a step.
@@ -411,7 +403,7 @@ def minimize(
     recent, count = value[:, None].repeat(1, _PATIENCE + 1), torch.zeros(heads, dtype=torch.int64)
     low, high, length = torch.zeros_like(value), torch.full_like(value, torch.inf), torch.ones_like(value)
     active = torch.ones(heads, dtype=torch.bool)
-    for _ in range(steps):
+    for _ in range(_STEPS):
         step = torch.where(active, length, 0.0).to(start.device)[:, None] * direction
         tried = state[:, -2] + step
         new_value, new_slope = evaluate(tried)

@@ -32,18 +32,16 @@ def fit_proportional(
     *,
     tolerance: float = TOLERANCE,
     max_sweeps: int = _MOST_SWEEPS,
-    memory: int = _MEMORY,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the sweeps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     A head is finished, and leaves the batch, when the next sweep would change no meaningful marginal by more
     than half of `tolerance`, relatively, and both marginals together by no more than half of it in L1 per row.
-    `memory` is the number of earlier sweeps used to extrapolate (0: none).
     """
     alpha, rho = initial_parameters(eta_rel)
     sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
     active = torch.arange(len(eta_abs), device=eta_abs.device)
-    heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1), memory)
+    heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1))
     for sweep in range(1, max_sweeps + 1):
         image = heads.sweep()
         alpha[active], rho[active] = image.chunk(2, -1)
@@ -71,8 +69,8 @@ class _Heads:
     residuals: Tensor  # differences of their residuals
 
     @classmethod
-    def start(cls, eta_abs: Tensor, eta_rel: Tensor, point: Tensor, memory: int) -> "_Heads":
-        history = point.new_zeros(len(point), memory, point.shape[-1])
+    def start(cls, eta_abs: Tensor, eta_rel: Tensor, point: Tensor) -> "_Heads":
+        history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
         loss = point.new_full(point.shape[:1], torch.inf)
         return cls(eta_abs, eta_rel, point, loss, point, torch.zeros_like(point), history, history.clone())
 
@@ -108,18 +106,18 @@ class _Heads:
 
     def advance(self, image: Tensor, sweep: int) -> None:
         """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
-        residual, memory = image - self.point, self.images.shape[1]
-        if memory and sweep > 1:
-            slot = sweep % memory
+        residual = image - self.point
+        if sweep > 1:
+            slot = sweep % _MEMORY
             self.images[:, slot], self.residuals[:, slot] = image - self.plain, residual - self.residual
         self.plain, self.residual, self.point = image, residual, image
-        if memory == 0 or sweep <= 2:
+        if sweep <= 2:
             return
         # Anderson mixing: point = g - dG^T (dF W dF^T + ridge I)^-1 dF W f of image g, residual f, W = diag(eta).
         weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
         gram = weighted @ self.residuals.mT
         ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + _RIDGE_OF_NONE
-        gram = gram + ridge[:, None, None] * torch.eye(memory, dtype=gram.dtype, device=gram.device)
+        gram = gram + ridge[:, None, None] * torch.eye(_MEMORY, dtype=gram.dtype, device=gram.device)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)
         self.point = image - torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)

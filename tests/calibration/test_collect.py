@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from saf.calibration import COLLECTIONS, calibrate, collection_bytes
+from saf.calibration import COLLECTIONS, calibrate
 from saf.calibration.collect import Collection
 from saf.calibration.measure import measure_layer
 from saf.errors import InputError
@@ -65,9 +65,9 @@ def test_everything_equals_the_dense_computation(count, dtype):
         assert tensor.dtype == (torch.float64 if name.startswith("sharp") else dtype)
         torch.testing.assert_close(tensor.double(), dense[name], rtol=tolerance, atol=tolerance, msg=name)
     assert (actual.collected_heads, actual.positions) == (HEADS, POSITIONS)
+    shape = {"sequences": count, "length": 40, "positions": POSITIONS, "dtype": dtype, "device": "meta"}
     held = sum(tensor.nbytes for tensor in actual.collected.values())
-    sizes = {"heads": 4, "sequences": count, "length": 40, "positions": 4}
-    assert held == collection_bytes(list(COLLECTIONS), **sizes, itemsize=dtype.itemsize)
+    assert held == Collection(list(COLLECTIONS), HEADS, **shape).nbytes
 
 
 def test_collections_do_not_depend_on_strips_or_order(generator):
@@ -92,7 +92,7 @@ def test_missing_values_and_wrong_requests_are_refused():
         with pytest.raises(InputError, match=rf"collect=\('{name}',\)"):
             actual.take(name, heads)
     for options, message in [
-        ({"collect": ("median",)}, "unknown name to collect"),
+        ({"collect": ("median",)}, "collect must be one of"),
         ({"heads": [(0, 9)]}, "frozen or do not exist"),
         ({"collect": ("rows",), "positions": (3, 3)}, "must ascend"),
         ({"collect": ("rows",), "positions": (40,)}, "must ascend"),

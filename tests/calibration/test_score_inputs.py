@@ -50,7 +50,6 @@ def test_the_average_starts_at_the_first_update_and_follows_the_paper(model, ids
         relative = norms(model) / norms(model).mean()
         expected = relative if expected is None else 0.9 * expected + 0.1 * relative
     torch.testing.assert_close(gradient.scores(), expected, rtol=1e-12, atol=0)
-    assert gradient.updates == 4
 
 
 def test_a_common_factor_cancels_a_bad_update_is_left_out_and_zero_stays_zero(model, ids):
@@ -113,7 +112,7 @@ def test_the_state_survives_json(model, ids):
     fresh.update()
     assert torch.equal(gradient.scores(), fresh.scores())
     with pytest.raises(CheckpointError, match="state must"):
-        QKGradient(model, beta=0.5).load_state_dict(gradient.state_dict())
+        fresh.load_state_dict({"average": [[0.5]]})
 
 
 # --- gates
@@ -157,21 +156,16 @@ def test_gates_of_frozen_heads_are_nan_and_others_keep_their_place(model, ids):
     assert actual[1, 3] == 0
 
 
-def test_a_loss_of_ones_own_and_targets_decide_where_it_is_taken(model, ids):
+def test_targets_decide_where_the_loss_is_taken(model, ids):
     targets = torch.full_like(ids, -100)
     targets[:, 5], targets[0, 9] = ids[:, 2], 1
-
-    def at_targets(model, sequence):
-        row = int((ids == sequence).all(1).nonzero()[0, 0])
-        return model(sequence, targets[row : row + 1])
-
     batches = [{"input_ids": ids[:2], "targets": targets[:2]}, {"input_ids": ids[2:], "targets": targets[2:]}]
     actual = gate_gradients(model, batches)
-    torch.testing.assert_close(actual, gate_gradients(model, [ids], loss=at_targets), rtol=1e-10, atol=0)
     # Next tokens as targets give the loss that is taken without any, but for the last token, which has none.
     after = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], dim=1)
     plain = gate_gradients(model, [{"input_ids": ids, "targets": after}])
     torch.testing.assert_close(plain, gate_gradients(model, [ids]), rtol=1e-4, atol=1e-10)
+    assert (plain - actual).abs().min() > 0
     config = saf.FreezeConfig(count=1, score="gate_taylor", operation="prune")
     report = saf.freeze_(model, iter(batches), config)
     torch.testing.assert_close(report.scores, actual / actual.norm(dim=1, keepdim=True), rtol=1e-10, atol=0)
@@ -181,16 +175,15 @@ def test_targets_and_sequences_without_a_loss_are_refused(model, ids):
     targets = torch.full_like(ids, -100)
     targets[1:, 3] = 1
     whole = {"input_ids": ids, "targets": targets.clamp(min=0)}
-    for batches, options, message in [
-        ([ids[:, :1]], {}, "two tokens or more"),
-        ([{"input_ids": ids, "targets": targets}], {}, "needs a target"),
-        ([whole | {"targets": targets[:, 1:]}], {}, "targets must be"),
-        ([whole, ids], {}, "in every batch or in none"),
-        ([whole | {"targets": targets.float()}], {}, "targets must be"),
-        ([whole], {"loss": lambda model, ids: model(ids).sum()}, "no effect with loss="),
+    for batches, message in [
+        ([ids[:, :1]], "two tokens or more"),
+        ([{"input_ids": ids, "targets": targets}], "needs a target"),
+        ([whole | {"targets": targets[:, 1:]}], "targets must be"),
+        ([whole, ids], "in every batch or in none"),
+        ([whole | {"targets": targets.float()}], "targets must be"),
     ]:
         with pytest.raises(InputError, match=message):
-            gate_gradients(model, batches, **options)
+            gate_gradients(model, batches)
 
 
 # --- outputs
