@@ -43,26 +43,22 @@ class Site(ABC):
     @property
     @abstractmethod
     def state(self) -> Any:
-        """The module that holds what `layout`, `frozen` and `removed` return."""
+        """The module that holds the order of the heads, `layout`, `frozen`, and the rows `removed`, for undoing."""
 
     @property
     def layout(self) -> HeadLayout:
-        """The order of the heads."""
         return self.state.layout
 
     @property
     def frozen(self) -> FrozenHeads | None:
-        """What executes the frozen heads; None where there are none."""
         return self.state.frozen
 
     @property
     def removed(self) -> Removed:
-        """The removed rows, for undoing."""
         return self.state.removed
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
         return self.attention.head_dim
 
     @abstractmethod
@@ -123,10 +119,7 @@ def rows_of(site: Site, role: str) -> Rows:
 
 
 def hooked(attention: nn.Module) -> str | None:
-    """Return the name of a module with weights inside an attention layer that has hooks; None where none has.
-
-    Such hooks see heads in slot order, which an edit changes.
-    """
+    """Return a module with weights inside an attention layer whose hooks see heads, in the order that edits change."""
     for name, module in attention.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if name and module._parameters and any(hooks):

@@ -54,18 +54,10 @@ class Call(NamedTuple):
 
 
 def mixed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    frozen: FrozenHeads | None,
-    *,
-    scale: float | None = None,
-    backend: str = "auto",
-    left_pad: Tensor | None = None,
-    cache_position: CachePosition | None = None,
-    kernel: str = "auto",
-    state: RecurrentState | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, *, scale: float | None = None,
+    backend: str = "auto", left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
+    kernel: str = "auto", state: RecurrentState | None = None,
+) -> Tensor:  # fmt: skip
     """Compute the attention of one layer whose heads are partly frozen, in slot order: live heads first.
 
     Args:
@@ -90,8 +82,8 @@ def mixed_attention(
     Raises:
         InputError: Shapes that do not fit, inputs longer than the patterns, another backend than prepared, or one where
             no head is frozen.
-        UnsupportedError: A backend that computes live heads itself (`fused`) with padding, a shorter query or a kernel
-            of theirs; a kernel that cannot run here; a cache of fixed size with patterns that are trained.
+        UnsupportedError: Backend `fused` with padding, a shorter query or a kernel; a kernel that cannot run here; a
+            cache of fixed size with patterns that are trained.
     """
     options = {"scale": scale, "left_pad": left_pad, "cache_position": cache_position, "kernel": kernel, "state": state}
     return _joined(_compute(_checked(query, key, value, frozen, backend, **options)))
@@ -307,13 +299,11 @@ def _checked(
     position = _position(value, query.shape[-2], left_pad, cache_position)
     call = Call(query, key, value, frozen, live, own, position, scale, kernel, state)
     if frozen is not None and live and BACKENDS[frozen.backend].mixes_live:
-        if left_pad is not None or not call.whole or kernel != "auto":
+        if left_pad is not None or not call.whole or kernel != "auto" or frozen.kv_head is None:
             raise UnsupportedError(
-                f"backend {frozen.backend!r} takes no left padding, no shorter query and no kernel (got {kernel!r}); "
-                "install_ with backend='toeplitz' for those"
+                f"backend {frozen.backend!r} takes whole sequences without padding, kernel 'auto', and kv_head in "
+                "from_patterns; use backend='toeplitz'"
             )
-        if frozen.kv_head is None:
-            raise InputError(f"backend {frozen.backend!r} needs kv_head; pass it to FrozenHeads.from_patterns")
     return call
 
 
@@ -371,9 +361,7 @@ def _slots(
     frozen.check_values(value, backend)
     own, heads = BACKENDS[frozen.backend], frozen.kv_head
     if not own.in_autograd and has_tangent(*operands):
-        raise UnsupportedError(
-            "frozen heads have no derivatives in forward mode; use torch.autograd.grad, or backend='reference'"
-        )
+        raise UnsupportedError("frozen heads have no derivatives in forward mode; use backend='reference'")
     if state is not None and torch.is_grad_enabled() and state.value.requires_grad:
         raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
     if cache_position is not None and state is None and (frozen.trainable or own.mixes_live):

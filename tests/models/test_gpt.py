@@ -15,17 +15,22 @@ def small(**overrides) -> GPT:
     return GPT(GPTConfig(**(shape | overrides)))
 
 
-@pytest.mark.parametrize(("name", "count"), [("1b", 983_336_448), ("124m", 123_587_328)])
+@pytest.mark.parametrize(("name", "count"), [("1b", 983_336_448), ("124m", 123_587_328), ("124m-learned", 126_733_056)])
 def test_presets_have_the_parameters_they_should(name, count):
     with torch.device("meta"):
         model = GPT(preset(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-def test_learned_positions_add_one_row_a_position():
+@pytest.mark.parametrize("name", ["tiny", "124m"])
+def test_operations_count_every_matrix_once_and_causal_attention(name):
+    config = preset(name)
     with torch.device("meta"):
-        rope, learned = (GPT(preset("124m", position=kind)) for kind in ("rope", "learned"))
-    assert sum(p.numel() for p in learned.parameters()) - sum(p.numel() for p in rope.parameters()) == 4_096 * 768
+        weights = sum(parameter.numel() for parameter in GPT(config).parameters() if parameter.dim() == 2)
+    assert config.flops_per_token(0) == 6 * weights
+    # Two products of 2 * T/2 * C forward, twice that backward.
+    attention = 3 * 2 * 2 * 256 * config.hidden_size * config.num_layers
+    assert config.flops_per_token(512) - config.flops_per_token(0) == attention
 
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
