@@ -65,7 +65,6 @@ class _Layer:
         self._attention, self._mlp = ((_program(_add, *part), *part) for part in (attention, mlp))
 
     def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        """Return the residual stream and the tensors to add to it."""
         program, *attention = self._attention
         streams = program(*attention, (rotation, None), *streams)
         program, *mlp = self._mlp
@@ -82,7 +81,6 @@ class _HookedLayer:
             module.forward = partial(_program(_forward, module), module)
 
     def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        """Return the residual stream and the tensors to add to it."""
         for add, (norm, module), rest in zip(self._sums, self._parts, ((rotation, None), ()), strict=True):
             x, normed = add(norm, *streams)
             streams = (x, module(normed, *rest))
@@ -90,7 +88,6 @@ class _HookedLayer:
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
-    """Return the program of a function for modules of one layout."""
     key = (function, *map(_layout, modules))
     if key not in _programs:
         # Dynamic sizes would make slower kernels, and another number of heads is another layout.
@@ -120,8 +117,7 @@ def _summed(norm: nn.LayerNorm, x: Tensor, *changes: Tensor) -> tuple[Tensor, Te
 
 
 def _forward(module: nn.Module, *inputs: Any) -> Tensor:
-    """Return the output of a module without its hooks."""
-    return type(module).forward(module, *inputs)
+    return type(module).forward(module, *inputs)  # without hooks
 
 
 def _loss(norm: nn.LayerNorm, weight: Tensor, targets: Tensor, *streams: Tensor) -> Tensor:

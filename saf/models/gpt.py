@@ -41,7 +41,6 @@ class GPTConfig:
     mlp_ratio: int = 4
 
     def __post_init__(self):
-        """Check that every size is positive and heads divide the hidden size."""
         check_name("position", self.position, get_args(Position))
         for name, value in asdict(self).items():
             if name != "position" and value < 1:
@@ -161,7 +160,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of the channels by an angle's cosine and sine."""
     first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
@@ -242,7 +240,6 @@ class Attention(LayoutMixin):
         return self.live(query, key, value, left_pad, self.frozen, plain_weight(self.o_proj))
 
     def _project(self, mixed: Tensor) -> Tensor:
-        """Project all heads, `[B, H, T, D]` to `[B, T, C]`."""
         return self.o_proj(flat_heads(mixed))
 
 
@@ -299,7 +296,6 @@ class _SkipInit(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
-        """Return the tensor of a drawing function as it is; call any other function."""
         named = named or {}
         if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
             return named["tensor"] if "tensor" in named else args[0]

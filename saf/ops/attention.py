@@ -235,7 +235,6 @@ def _values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[int, ...
 
 
 def _live(call: Call, value: Tensor, slots: tuple[int, ...]) -> Tensor:
-    """Return live heads, `[B, L, Tq, D]`."""
     options = {"scale": call.scale, "left_pad": call.position.left_pad, "visible": call.position.visible}
     return live_heads(call.query, call.key, value, slots, **options, kernel=call.kernel)
 
@@ -261,7 +260,9 @@ def _frozen(
     for part in fixed:
         read = tuple(slots[slot] for slot in part.slots)
         if call.state is not None and part.backend is BACKENDS["linear"]:
-            mixed = call.state.mix(part.tables, position, call.whole)
+            assert frozen.kv_head is not None
+            own = tuple(frozen.kv_head[slot - frozen.num_frozen] for slot in part.slots)
+            mixed = call.state.mix(own, part.tables, position, call.whole)
         elif whole_product:
             mixed = last(part.backend.forward(value, read, part.tables, position.left_pad))
         else:
@@ -298,12 +299,12 @@ def _checked(
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
     call = Call(query, key, value, frozen, live, own, position, scale, kernel, state)
-    if frozen is not None and live and BACKENDS[frozen.backend].mixes_live:
-        if left_pad is not None or not call.whole or kernel != "auto" or frozen.kv_head is None:
-            raise UnsupportedError(
-                f"backend {frozen.backend!r} takes whole sequences without padding, kernel 'auto', and kv_head in "
-                "from_patterns; use backend='toeplitz'"
-            )
+    own_live = frozen is not None and bool(live) and BACKENDS[frozen.backend].mixes_live
+    if own_live and (left_pad is not None or not call.whole or kernel != "auto" or frozen.kv_head is None):
+        raise UnsupportedError(
+            f"backend {frozen.backend!r} takes whole sequences without padding, kernel 'auto', and kv_head in "
+            "from_patterns; use backend='toeplitz'"
+        )
     return call
 
 

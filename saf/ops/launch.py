@@ -33,7 +33,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     Triton inspects every argument of every call to find the compiled kernel. Here the kernel is kept by all that
     Triton may inspect, and launched directly; the interpreter has none.
     """
-    with torch.cuda.device(device) if _is_elsewhere(device) else nullcontext():
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
         kinds = map(_specialization, args, _varying(kernel, len(args)))
         key = (kernel, device, *kinds, *constants, *constants.values())
         known = _compiled.get(key)
@@ -48,11 +49,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
             if len(_compiled) >= MOST:
                 _compiled.clear()
             _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
-
-
-def _is_elsewhere(device: torch.device) -> bool:
-    """Return whether another CUDA device than this one is current."""
-    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 @cache
@@ -89,6 +85,11 @@ def strides(*tensors: Tensor) -> list[int]:
 def cdiv(count: int, size: int) -> int:
     """Return how many blocks of `size` cover `count`, as a plain int."""
     return -(-count // size)
+
+
+def padded_channels(dim: int) -> int:
+    """Return the power of two that holds a head's channels, at least the 16 that matrix units take."""
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 @triton.jit

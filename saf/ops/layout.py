@@ -75,7 +75,6 @@ def _listed(rows: list[list[int]]) -> str:
 
 
 def _digest(pattern: Pattern) -> int:
-    """Return 63 bits of the SHA-256 of a pattern's tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(pattern.state().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

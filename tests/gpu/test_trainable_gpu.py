@@ -20,7 +20,7 @@ def test_gradients_match_the_dense_form(length, dtype, budget):
     draw = torch.randn(2, 2, 3, length, 64, generator=generator, device="cuda").to(dtype)
     logits = torch.randn(2, 3, length, generator=generator, device="cuda")
     value, alpha, rho = (x.detach().clone().requires_grad_() for x in (draw[0], *logits))
-    trainable_product(value, alpha, rho).backward(draw[1])
+    trainable_product(value, alpha, rho)[0].backward(draw[1])
     exact = [x.detach().double().requires_grad_() for x in (value, alpha, rho)]
     BACKENDS["reference"].forward_trainable(*exact).backward(draw[1].double())
     for found, expected in zip((value, alpha, rho), exact, strict=True):
@@ -41,7 +41,7 @@ def test_logits_out_of_range_are_executed_or_nan_and_the_host_never_waits(dtype,
     try:
         for mode in ("default", "error"):  # the first call compiles
             torch.cuda.set_sync_debug_mode(mode)
-            output = trainable_product(*inputs)
+            output = trainable_product(*inputs)[0]
             found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
     finally:
         torch.cuda.set_sync_debug_mode("default")

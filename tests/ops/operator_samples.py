@@ -44,7 +44,9 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
 
     labels = torch.tensor([1, 2, -100, 0, 10], device=device)
     logits = patterns(device)
-    tables = torch.ops.saf.pattern_tables(logits.alpha.float(), logits.rho.float(), 48, dtype)
+    values = [draw(3, 2, length, 16) for length in (48, 40)]
+    trained = [(value.requires_grad_(), logits.alpha.float(), logits.rho.float()) for value in values]
+    tables = torch.ops.saf.trainable(*trained[0])[1:]
     convolved = toeplitz_samples(draw, device, dtype)
     fused = fused_samples(draw, device, dtype) if "fused" in runnable(device) else []
     return {
@@ -55,8 +57,8 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
         "fused": [arguments for arguments, _ in fused],
         "fused_backward": [backward for _, backward in fused],
         **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
-        "pattern_tables": [(logits.alpha.float(), logits.rho.float(), length, dtype) for length in (48, 40)],
-        "pattern_gradient": [(draw(3, 2, 48, 16), draw(3, 2, 48, 16), *tables, 60)],
+        "trainable": trained,
+        "pattern_gradient": [(draw(3, 2, 48, 16), draw(3, 2, 48, 16), *(x.detach() for x in tables), 60)],
         "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
         "gelu": [(draw(3, 40),), (draw(2, 3, 40).transpose(0, 1),)],
         "gelu_backward_": [(draw(3, 40), draw(3, 40))],
@@ -116,29 +118,27 @@ def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
 
 
 def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
-    """Both directions, of a contiguous and of a strided input, and heads that share one of two value heads."""
+    """Both directions, of a contiguous and of a strided input, with padding and without."""
     made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
-    tables, *scalings = list(made[0]), made[1], made[2]
     samples, left_pad = [], torch.tensor([0, 4], device=device)
-    for heads, pad, transpose in (([0, 1], None, False), ([1, 1], left_pad, False), ([1, 1], left_pad, True)):
-        sources = torch.tensor(heads, dtype=torch.int32, device=device)
+    for pad, transpose in ((None, False), (left_pad, False), (left_pad, True)):
         x = draw(2, 40, 2, 16).transpose(1, 2) if transpose else draw(2, 2, 40, 16)
-        samples.append((x.requires_grad_(), heads, sources, tables, *scalings, pad, 2, transpose))
+        samples.append((x.requires_grad_(), list(made[0]), *made[1:], pad, transpose))
     return samples
 
 
 def state_samples(draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     """A prompt of 40 positions and the next three, at a position that device or host knows, with padding or without."""
     made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
-    rest = [0, 1], torch.arange(2, dtype=torch.int32, device=device), list(made[0]), made[1]
+    tables, before, after = list(made[0]), *made[1:]
     value, pad = draw(2, 40, 2, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     state = RecurrentState.empty(value, (2, made[0].near.shape[1], 64, made[0].write.shape[1]))[:2]
     first = torch.tensor(40, device=device)
     return {
-        "linear_fill": [(value, *rest, left_pad, *state) for left_pad in (None, pad)],
+        "linear_fill": [(value, tables, before, left_pad, *state) for left_pad in (None, pad)],
         "linear_step": [
-            (draw(2, 2, 3, 16), *rest, made[2], first, 0, pad, *state),
-            (draw(2, 2, 1, 16), *rest, made[2], None, 40, None, *state),
+            (draw(2, 2, 3, 16), tables, before, after, first, 0, pad, *state),
+            (draw(2, 2, 1, 16), tables, before, after, None, 40, None, *state),
         ],
     }
 

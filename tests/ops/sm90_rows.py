@@ -128,12 +128,12 @@ def linear_rows() -> dict[str, Row]:
                 for reverse in (False, True):
                     states, mix = linear_constants(
                         config, rows=CHUNK, reach=1 + band // CHUNK, poles=16, powers=TURNS, dim=dim, columns=2 * dim,
-                        reverse=reverse, mapped=False, padded=dim == 96, precision="ieee",
+                        reverse=reverse, padded=dim == 96, precision="ieee",
                     )  # fmt: skip
                     name = f"{NAMES[dtype]} D{dim} band {band} {direction(reverse)}"
                     rows[f"linear mix {name}"] = Row(mix_kernel, mix, dtype)
                     rows[f"linear states {name}"] = Row(states_kernel, states, dtype)
-        inner = {"D": 64, "C": CHUNK, "P": 16, "BN": STEP_COLUMNS, "REACH": 3, "POWERS": TURNS, "MAPPED": True}
+        inner = {"D": 64, "C": CHUNK, "P": 16, "BN": STEP_COLUMNS, "REACH": 3, "POWERS": TURNS}
         inner |= {"PADDED": True, "PRECISION": "ieee", "num_warps": 4}
         rows[f"linear fill {NAMES[dtype]}"] = Row(fill_kernel, inner | {"EVEN_N": True}, dtype)
         rows[f"linear step {NAMES[dtype]}"] = Row(step_kernel, inner | {"MOVES": True}, dtype)

@@ -28,7 +28,7 @@ ALIGNED = (
 )  # fmt: skip
 INTEGER_POINTERS = (
     "state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots", "own",
-    "readers", "sources", "kv",
+    "readers", "kv",
 )  # fmt: skip
 FLOAT_POINTERS = (
     "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after", "turns",

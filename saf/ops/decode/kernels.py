@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
+from saf.ops.launch import add_product, cdiv, launch, padded_channels, shared_memory, strides
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -216,14 +216,9 @@ def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
     ([128, 128, 64], 64)
     """
     keys = KEYS
-    while keys > FEWEST_KEYS and 4 * keys * _channels(dim) * itemsize + HELD[itemsize] > shared:
+    while keys > FEWEST_KEYS and 4 * keys * padded_channels(dim) * itemsize + HELD[itemsize] > shared:
         keys //= 2
     return keys
-
-
-def _channels(dim: int) -> int:
-    """Return the power of two that holds a head's channels, at least the 16 that a product sums over."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def decode_constants(
@@ -236,16 +231,16 @@ def decode_constants(
     """
     return {
         "LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen, "ROWS": rows,
-        "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim, "DP": _channels(dim),
-        "BM": BLOCK_ROWS, "BK": keys, "MOVES": moves, "PADDED": padded, "PRECISION": precision, "STAGES": STAGES,
-        "num_warps": WARPS,
+        "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim,
+        "DP": padded_channels(dim), "BM": BLOCK_ROWS, "BK": keys, "MOVES": moves, "PADDED": padded,
+        "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
     }  # fmt: skip
 
 
 def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
     """Return the constants of `merge_kernel`; of more than 128 channels one warp would spill."""
-    warps = 1 if dim <= 128 else _channels(dim) // 64
-    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DP": _channels(dim)}
+    warps = 1 if dim <= 128 else padded_channels(dim) // 64
+    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DP": padded_channels(dim)}
     return shape | {"BP": PARTS, "num_warps": warps}
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
-from saf.ops.launch import add_product, cdiv, launch, strides
+from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
 from saf.ops.live import score_scale
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -219,7 +219,6 @@ def _compact_keys(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add a compact head's part to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
     key = tl.arange(0, BK)[:, None]
     query = tl.arange(0, BM)[None, :]
@@ -241,7 +240,6 @@ def _dense_keys(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add a dense head's part to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
     for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
@@ -449,11 +447,6 @@ LOG2E = 1.4426950408889634
 """1 / log 2: the kernels' exponentials are powers of two."""
 
 
-def _padded(dim: int) -> int:
-    """Return channels rounded up to a power of two that matrix units take."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 def _pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
     return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
 
@@ -466,7 +459,7 @@ def state_constants(maps: HeadMaps) -> dict[str, bool]:
 def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
     """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
     constants = {
-        "D": dim, "DP": _padded(dim), "BM": blocks.block_m, "BK": blocks.block_k,
+        "D": dim, "DP": padded_channels(dim), "BM": blocks.block_m, "BK": blocks.block_k,
         "EVEN": length % max(blocks.block_m, blocks.block_k) == 0, "PRECISION": "ieee", "STAGES": blocks.num_stages,
         "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
     }  # fmt: skip
@@ -511,7 +504,6 @@ def visible_forward(
 
 
 def _results(value: Tensor, maps: HeadMaps) -> tuple[Tensor, Tensor]:
-    """Return memory for all heads `[B, H, T, D]`, and for the row log-sum-exps of live ones `[B, L, T]`."""
     batch, _, length, _ = value.shape
     lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
     return heads_like(value, sum(maps.counts)), lse
@@ -553,7 +545,7 @@ def fused_backward(
     if live:
         launch(
             delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
-            *strides(out, grad), D=dim, DP=_padded(dim), BM=64, num_warps=4, device=value.device,
+            *strides(out, grad), D=dim, DP=padded_channels(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,

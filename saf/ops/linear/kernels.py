@@ -33,15 +33,14 @@ def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def find_columns(
-    x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-    D: tl.constexpr, BN: tl.constexpr, MAPPED: tl.constexpr, PADDED: tl.constexpr,
+    x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+    D: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Return a block's columns: numbers, mask, offsets in x, its head's x and scaling, and the padding of each."""
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < N
     o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-    i_x = tl.load(sources_ptr + i_h).to(tl.int64) if MAPPED else i_h
-    p_x, p_before = x_ptr + i_x * x_stride_h, before_ptr + i_h * before_stride_h
+    p_x, p_before = x_ptr + i_h * x_stride_h, before_ptr + i_h * before_stride_h
     return o_n, m_n, o_x, p_x, p_before, load_padding(pad_ptr, o_n, m_n, D, PADDED)
 
 
@@ -111,10 +110,10 @@ def _turn_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "stretch", "back"])
 def states_kernel(
-    x_ptr, before_ptr, sources_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
+    x_ptr, before_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
     x_stride_b, x_stride_h, x_stride_t, before_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
-    MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the state [2, P, N] that each stretch adds: `states [F, stretches, 2, P, N]`.
 
@@ -123,8 +122,8 @@ def states_kernel(
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, MAPPED, PADDED,
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, PADDED,
     )  # fmt: skip
     p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
     b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
@@ -152,7 +151,6 @@ def _load_state(p_state, at, stretches, m_n, N, P: tl.constexpr):
 
 @triton.jit
 def _store_state(p_state, at, stretches, m_n, N, b_re, b_im, P: tl.constexpr):
-    """Store the state at the end of one stretch."""
     ready = m_n & (at < stretches)
     p_state += at * 2 * P * N
     tl.store(p_state, b_re, mask=ready)
@@ -196,7 +194,6 @@ def _store_chunk(
     p_out, p_after, pad, chunk, T, o_x, out_stride_t, m_n, b_o,
     C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows [C, BN] of a chunk, scaled."""
     row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
     b_o *= _scales(p_after, row, inside, pad, PADDED)
@@ -205,19 +202,19 @@ def _store_chunk(
 
 @triton.jit(do_not_specialize=["T", "stretch"])
 def mix_kernel(
-    x_ptr, before_ptr, sources_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
+    x_ptr, before_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
     T, N, stretch, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
     before_stride_h, after_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
-    POWERS: tl.constexpr, REVERSE: tl.constexpr, MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+    POWERS: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the rows of one stretch: tiles of g for the REACH nearest chunks, the state for what is further back."""
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, MAPPED, PADDED,
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, PADDED,
     )  # fmt: skip
     o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
     p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
@@ -303,7 +300,7 @@ def _stretch(chunks: int, others: int) -> int:
 
 
 def linear_matmul(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None = None, *, transpose: bool,
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, *, transpose: bool,
     left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
     precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
@@ -311,12 +308,12 @@ def linear_matmul(
 
     Deterministic; neither memory beyond the T positions of x nor scalings beyond T are read.
 
-    `x [B, H, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are of F heads, in
-    x's dtype; `before` and `after` `[F, >=T]` are float32; `sources [F]` int32 names the head of x that each of the F
-    reads, None where each reads its own. `left_pad [B]`, contiguous, is the first real position of each sequence, from
-    which scalings count; outputs before it are zero. `out`, `config` and `precision` are those of `toeplitz_matmul`.
+    `x [B, H, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are in x's dtype,
+    `before` and `after` `[H, >=T]` in float32. `left_pad [B]`, contiguous, is the first real position of each sequence,
+    from which scalings count; outputs before it are zero. `out`, `config` and `precision` are those of
+    `toeplitz_matmul`.
     """
-    assert (x.stride(3), tables.near.dtype) == (1, x.dtype)
+    assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
     assert tables.near.shape[1] <= 3, "a band must end within two chunks"
     batch, _, length, dim = x.shape
     heads, reach, rows, _ = tables.near.shape
@@ -328,28 +325,23 @@ def linear_matmul(
     config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
     adding, mixing = linear_constants(
         config, rows=rows, reach=reach, poles=poles, powers=powers, dim=dim, columns=columns, reverse=transpose,
-        mapped=sources is not None, padded=left_pad is not None, precision=precision,
+        padded=left_pad is not None, precision=precision,
     )  # fmt: skip
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
-    maps = _maps(before, sources, left_pad)
+    pad = before if left_pad is None else left_pad  # never read then
     if stretches > 1:
         launch(
-            states_kernel, (stretches - 1, heads, blocks), x, before, *maps, tables.write, tables.turns, states,
+            states_kernel, (stretches - 1, heads, blocks), x, before, pad, tables.write, tables.turns, states,
             length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **adding, device=x.device,
         )  # fmt: skip
     if stretches > 2:
         _scan(states, tables.turns, stretches - 1, config.stretch)
     launch(
-        mix_kernel, (stretches, heads, blocks), x, before, *maps, after, *tables, states, out, length, columns,
+        mix_kernel, (stretches, heads, blocks), x, before, pad, after, *tables, states, out, length, columns,
         config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, device=x.device,
     )  # fmt: skip
     return out
-
-
-def _maps(like: Tensor, sources: Tensor | None, left_pad: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return both maps; absent ones are never read, and another tensor stands in their place."""
-    return like if sources is None else sources, like if left_pad is None else left_pad
 
 
 def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
@@ -363,11 +355,11 @@ def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
 
 def linear_constants(
     config: LinearConfig, *, rows: int, reach: int, poles: int, powers: int, dim: int, columns: int, reverse: bool,
-    mapped: bool, padded: bool, precision: str,
+    padded: bool, precision: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Return the compile-time arguments of `states_kernel` and of `mix_kernel`."""
     both = {
-        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": reverse, "MAPPED": mapped,
+        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": reverse,
         "PADDED": padded, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
     }  # fmt: skip
     adding, mixing = (
@@ -385,10 +377,10 @@ STEP_COLUMNS = 32
 
 @triton.jit(do_not_specialize=["T", "stretches"])
 def fill_kernel(
-    x_ptr, before_ptr, sources_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, ring_ptr, sums_ptr, T, N, stretches,
+    x_ptr, before_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, ring_ptr, sums_ptr, T, N, stretches,
     x_stride_b, x_stride_h, x_stride_t, before_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
-    MAPPED: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the last REACH + 1 chunks of a prompt, and the sums of the last chunk and of the one before it.
 
@@ -397,8 +389,8 @@ def fill_kernel(
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, sources_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, MAPPED, PADDED,
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+        D, BN, PADDED,
     )  # fmt: skip
     place = (o_n // D).to(tl.int64) * tl.num_programs(0) + i_h
     p_ring = ring_ptr + place[None, :] * ((REACH + 1) * C * D) + o_t[:, None] * D + (o_n % D)[None, :]
@@ -424,11 +416,11 @@ def fill_kernel(
 
 @triton.jit(do_not_specialize=["rows", "place"])
 def step_kernel(
-    x_ptr, before_ptr, sources_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, first_ptr, ring_ptr,
+    x_ptr, before_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, first_ptr, ring_ptr,
     sums_ptr, out_ptr, rows, place, N, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
     before_stride_h, after_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
-    MAPPED: tl.constexpr, PADDED: tl.constexpr, MOVES: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, MOVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some rows one after another, from position `place` or `first_ptr` on, and write each into the state."""
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -436,8 +428,7 @@ def step_kernel(
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < N
     o_seq, o_d = (o_n // D).to(tl.int64), o_n % D
-    i_x = tl.load(sources_ptr + i_h).to(tl.int64) if MAPPED else i_h
-    p_x = x_ptr + i_x * x_stride_h + o_seq * x_stride_b + o_d
+    p_x = x_ptr + i_h * x_stride_h + o_seq * x_stride_b + o_d
     p_out = out_ptr + i_h * out_stride_h + o_seq * out_stride_b + o_d
     p_before, p_after = before_ptr + i_h * before_stride_h, after_ptr + i_h * after_stride_h
     pad = load_padding(pad_ptr, o_n, m_n, D, PADDED)
@@ -477,7 +468,7 @@ def step_kernel(
 
 
 def fill(
-    x: Tensor, tables: LinearTables, before: Tensor, sources: Tensor | None, left_pad: Tensor | None, ring: Tensor,
+    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
     sums: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
     """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, H, T, D]`."""
@@ -485,17 +476,17 @@ def fill(
     heads, reach, rows, _ = tables.near.shape
     poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
     common = {
-        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers, "MAPPED": sources is not None,
+        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
         "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision,
         "num_warps": 4, "device": x.device,
     }  # fmt: skip
-    maps = _maps(before, sources, left_pad)
+    pad = before if left_pad is None else left_pad  # never read then
     blocks = cdiv(columns, STEP_COLUMNS)
     chunks = max(0, (length - 1) // rows - reach)  # those that the sum of the chunk before the last one holds
     stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
     states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
-    operands = x, before, *maps, tables.write, tables.turns, states
+    operands = x, before, pad, tables.write, tables.turns, states
     if stretches:
         launch(
             states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
@@ -511,18 +502,18 @@ def fill(
 
 
 def step(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, sources: Tensor | None, left_pad: Tensor | None,
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
     first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
     """Write the rows of values `x [B, H, rows, D]`, which stand from position `first` on, into `out` and the state."""
     batch, _, rows, dim = x.shape
     heads, reach, chunk, _ = tables.near.shape
     columns, moves = batch * dim, isinstance(first, Tensor)
-    maps = _maps(before, sources, left_pad)
+    pad = before if left_pad is None else left_pad  # never read then
     launch(
-        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, *maps, after, *tables, first if moves else before,
+        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables, first if moves else before,
         ring, sums, out, rows, 0 if moves else first, columns, *strides(x, out), before.stride(0), after.stride(0),
         D=dim, C=chunk, P=tables.write.shape[1] // 2, BN=STEP_COLUMNS, REACH=reach, POWERS=tables.turns.shape[1],
-        MAPPED=sources is not None, PADDED=left_pad is not None, MOVES=moves, PRECISION=precision, num_warps=4,
+        PADDED=left_pad is not None, MOVES=moves, PRECISION=precision, num_warps=4,
         device=x.device,
     )  # fmt: skip

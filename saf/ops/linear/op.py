@@ -33,7 +33,7 @@ class Linear(Backend):
     """Execute exponential patterns in linear time.
 
     Its tables: those of `LinearTables`; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
-    `[F, T]`; the value heads that slots read, `heads` and, on the device, `sources`.
+    `[F, T]`.
     """
 
     # Sums of poles in float16 would need a range that it does not have.
@@ -47,28 +47,18 @@ class Linear(Backend):
         self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: ValueHeads = None
     ) -> dict[torch.dtype, Tables]:
         exact, count = exact_tables(patterns, device), len(patterns)
-        heads = tuple(range(count)) if kv_head is None else kv_head[len(kv_head) - count :]
-        sources, prepared = torch.tensor(heads, dtype=torch.int32, device=device), {}
+        prepared = {}
         for dtype in dtypes:
             chunked, keys, rows = linear_tables(exact, dtype)
             tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
             tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
-            tables |= {"heads": heads, "sources": sources}
             tables |= decode_tables(kv_head, count, device) if uses_triton(device, dtype) else {}
             prepared[dtype] = tables
         return prepared
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        return _mixed(value, heads, tables, left_pad)
-
-
-def _mixed(value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None) -> Tensor:
-    """Return `P V`; each value head that several slots read is read in place."""
-    if heads != tables["heads"] or heads == tuple(range(heads[0], heads[-1] + 1)):
-        value, heads = take_heads(value, heads), tuple(range(len(heads)))
-    scalings = tables["key_scale"], tables["row_scale"]
-    arguments = list(heads), tables["sources"], _chunked(tables), *scalings, left_pad, value.shape[1], False
-    return linear_product(value, *arguments)
+        scalings = tables["key_scale"], tables["row_scale"]
+        return linear_product(take_heads(value, heads), _chunked(tables), *scalings, left_pad, False)
 
 
 def _chunked(tables: Tables) -> list[Tensor]:
@@ -80,8 +70,8 @@ def _chunked(tables: Tables) -> list[Tensor]:
 
 def _keep_tables(ctx, inputs, output) -> None:
     """Keep the tables alone: the gradient does not depend on the values."""
-    _, ctx.heads, sources, tables, before, after, left_pad, ctx.count, ctx.transpose = inputs
-    ctx.save_for_backward(sources, before, after, left_pad, *tables)
+    _, tables, before, after, left_pad, ctx.transpose = inputs
+    ctx.save_for_backward(before, after, left_pad, *tables)
 
 
 def value_gradient(ctx, gradient: Tensor):
@@ -89,50 +79,32 @@ def value_gradient(ctx, gradient: Tensor):
 
     P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): time reversed, the scalings exchanged (S.15).
     """
-    sources, before, after, left_pad, *tables = ctx.saved_tensors
-    rest = ctx.heads, sources, tables, after, before, left_pad, ctx.count, not ctx.transpose
-    return linear_product(gradient, *rest), None, None, [None] * len(tables), None, None, None, None, None
+    before, after, left_pad, *tables = ctx.saved_tensors
+    result = linear_product(gradient, tables, after, before, left_pad, not ctx.transpose)
+    return result, [None] * len(tables), None, None, None, None
 
 
-def _product_like(x, heads, sources, tables, before, after, left_pad, count, transpose) -> Tensor:
-    return heads_like(x, count if transpose else len(heads))
+def _product_like(x, tables, before, after, left_pad, transpose) -> Tensor:
+    return heads_like(x, x.shape[1])
 
 
 @operator("linear", fake=_product_like, gradient=value_gradient, context=_keep_tables)
 def linear_product(
-    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
-    left_pad: Tensor | None, count: int, transpose: bool,
-) -> Tensor:  # fmt: skip
-    """Return P V of frozen heads, `[B, F, T, D]`, of values `x [B, count, T, D]`, or with `transpose` P^T x.
+    x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, left_pad: Tensor | None, transpose: bool
+) -> Tensor:
+    """Return P x of frozen heads, `[B, F, T, D]` like x, or with `transpose` P^T x; stored as `[B, T, F, D]`.
 
-    P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction asked for.
-    Frozen head f reads `heads[f]` of the values, which `sources [F]` holds as int32 on their device. The adjoint takes
-    `[B, F, T, D]` and sums over the frozen heads that read a value head: `[B, count, T, D]`. `tables` are those of
-    `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values stay where they
-    are, since g knows distances alone; results before it are zero. Results are stored as `[B, T, ., D]`.
+    P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction asked for,
+    `tables` those of `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
+    stay where they are, since g knows distances alone; results before it are zero.
     """
     chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import linear_matmul
 
-        mapped = None if transpose or heads == list(range(x.shape[1])) else sources
         options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
-        result = linear_matmul(unit_stride(x), chunked, before, after, mapped, transpose=transpose, **options)
-    else:
-        x = x if transpose or heads == list(range(x.shape[1])) else x[:, heads]
-        result = chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
-    return _sum_by_head(result, heads, count) if transpose else result
-
-
-def _sum_by_head(x: Tensor, heads: list[int], count: int) -> Tensor:
-    """Return the sums of `x [B, F, T, D]` over the slots that read each of `count` heads, stored as `[B, T, H, D]`."""
-    if heads == list(range(count)):
-        return x
-    total = heads_like(x, count).zero_()
-    for head in set(heads):
-        readers = [slot for slot, each in enumerate(heads) if each == head]
-        total[:, head] = torch.stack([x[:, slot] for slot in readers]).sum(0) if len(readers) > 1 else x[:, readers[0]]
-    return total
+        return linear_matmul(unit_stride(x), chunked, before, after, transpose=transpose, **options)
+    return chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
 
 
 # --- decoding
@@ -164,38 +136,40 @@ class RecurrentState(NamedTuple):
         ring = value.new_zeros(batch, heads, reach + 1, rows, dim)
         return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
 
-    def mix(self, tables: Tables, position: CachePosition, whole: bool) -> Tensor:
-        """Return rows of `P V`, `[B, F, rows, D]`: `whole` sequences fill the state, later rows go on from it."""
-        known = list(tables["heads"]), tables["sources"], _chunked(tables), tables["key_scale"]
+    def mix(self, heads: tuple[int, ...], tables: Tables, position: CachePosition, whole: bool) -> Tensor:
+        """Return rows of `P V`, `[B, F, rows, D]`: `whole` sequences fill the state, later rows go on from it.
+
+        Slot f reads `heads[f]` of the values.
+        """
+        value, first, left_pad = take_heads(self.value, heads), position.first, position.left_pad
+        chunked, before, after = _chunked(tables), tables["key_scale"], tables["row_scale"]
         if whole:
-            fill_state(self.value, *known, position.left_pad, self.ring, self.sums)
-            return _mixed(self.value, tables["heads"], tables, position.left_pad)
-        first = position.first
+            fill_state(value, chunked, before, left_pad, self.ring, self.sums)
+            return linear_product(value, chunked, before, after, left_pad, False)
         where = (first, 0) if isinstance(first, Tensor) else (None, first)
-        return step_state(self.value, *known, tables["row_scale"], *where, position.left_pad, self.ring, self.sums)
+        return step_state(value, chunked, before, after, *where, left_pad, self.ring, self.sums)
 
 
-def _nothing(x, heads, sources, tables, before, left_pad, ring, sums) -> None:
+def _nothing(x, tables, before, left_pad, ring, sums) -> None:
     return None
 
 
 @operator("linear_fill", fake=_nothing, mutates=("ring", "sums"))
 def fill_state(
-    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, left_pad: Tensor | None,
-    ring: Tensor, sums: Tensor,
-) -> None:  # fmt: skip
-    """Fill the state after values `x [B, H, T, D]` of whole sequences; arguments are those of `linear_product`."""
+    x: Tensor, tables: list[Tensor], before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor
+) -> None:
+    """Fill the state after values `x [B, F, T, D]` of whole sequences; arguments are those of `linear_product`."""
     chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import fill
 
         if ring.numel():
-            fill(unit_stride(x), chunked, before, sources, left_pad, ring, sums, precision=product_precision(x.dtype))
+            fill(unit_stride(x), chunked, before, left_pad, ring, sums, precision=product_precision(x.dtype))
         return
     reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
     ring.zero_()
     sums.zero_()
-    scaled, last = scale_rows(x[:, heads], before, 0, left_pad), (x.shape[2] - 1) // rows
+    scaled, last = scale_rows(x, before, 0, left_pad), (x.shape[2] - 1) // rows
     for back in range(min(reach, last) + 1):
         chunk = scaled[:, :, (last - back) * rows : (last - back + 1) * rows]
         ring[:, :, (last - back) % (reach + 1), : chunk.shape[2]] = chunk
@@ -206,32 +180,32 @@ def fill_state(
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
 
 
-def _step_like(x, heads, sources, tables, before, after, first, place, left_pad, ring, sums) -> Tensor:
-    return heads_like(x, len(heads))
+def _step_like(x, tables, before, after, first, place, left_pad, ring, sums) -> Tensor:
+    return heads_like(x, x.shape[1])
 
 
 @operator("linear_step", fake=_step_like, mutates=("ring", "sums"))
 def step_state(
-    x: Tensor, heads: list[int], sources: Tensor, tables: list[Tensor], before: Tensor, after: Tensor,
-    first: Tensor | None, place: int, left_pad: Tensor | None, ring: Tensor, sums: Tensor,
+    x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, first: Tensor | None, place: int,
+    left_pad: Tensor | None, ring: Tensor, sums: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return frozen heads `[B, F, rows, D]` of the next values `x [B, H, rows, D]`, and take these into the state.
+    """Return frozen heads `[B, F, rows, D]` of the next values `x`, and take these into the state.
 
     They stand from position `first` (`[]`, on the device) or else `place` on. Other arguments are those of
     `linear_product`. More than `STEP_ROWS` rows wait for the device.
     """
-    chunked, out = LinearTables(*tables), heads_like(x, len(heads))
+    chunked, out = LinearTables(*tables), heads_like(x, x.shape[1])
     if uses_triton(x.device, x.dtype) and x.shape[2] <= STEP_ROWS:
         from saf.ops.linear.kernels import step
 
         if out.numel():
             at = place if first is None else first
             exact = product_precision(x.dtype)
-            step(unit_stride(x), chunked, before, after, sources, left_pad, at, ring, sums, out, precision=exact)
+            step(unit_stride(x), chunked, before, after, left_pad, at, ring, sums, out, precision=exact)
         return out
     at = place if first is None else int(first)
     reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
-    scaled = scale_rows(x[:, heads], before, at, left_pad)
+    scaled = scale_rows(x, before, at, left_pad)
     row = 0
     while row < x.shape[2]:
         chunk, begin = divmod(at + row, rows)

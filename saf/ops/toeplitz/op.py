@@ -7,7 +7,6 @@ logits in every call, and gradients by Eq. (S.17), see `pattern_gradient`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from saf.ops.toeplitz.tables import (
     compact_tables,
     cross_correlation,
     distance_table,
+    make_tiles,
     reversed_product,
 )
 from saf.patterns import CompactPattern, Pattern
@@ -72,7 +72,7 @@ class Toeplitz(Backend):
         return f"{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
 
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-        return trainable_product(value, alpha, rho)
+        return trainable_product(value, alpha, rho)[0]
 
 
 def _tables(
@@ -148,70 +148,51 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
 # --- trainable patterns
 
 
-def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-    """Return `P V [B, F, T, D]` of patterns with logits `[F, >=T]`, with gradients to values and logits.
+def _keep_trainable(ctx, inputs, output) -> None:
+    value, alpha, _ = inputs
+    ctx.save_for_backward(value, *output[1:])
+    ctx.dtype, ctx.positions = alpha.dtype, alpha.shape[1]
 
-    Tables and normalisers are computed anew in every call, so they never lag behind an update. Logits may drift along
-    the gauge (S.6) without bound. A pattern that leaves what tables of the dtype hold raises UnsupportedError on a CPU;
-    on a device its outputs and gradients are NaN.
+
+def logit_gradients(ctx, gradient: Tensor, *_):
+    """Return the gradients to values, alpha and rho."""
+    value_gradient, alpha, rho = pattern_gradient(gradient, *ctx.saved_tensors, ctx.positions)
+    return value_gradient, alpha.to(ctx.dtype), rho.to(ctx.dtype)
+
+
+def _trainable_like(value, alpha, rho) -> tuple[Tensor, ...]:
+    shape, wide = (alpha.shape[0], value.shape[2]), torch.float64 if value.dtype == torch.float64 else torch.float32
+    scales = value.new_empty(shape, dtype=wide), value.new_empty(shape, dtype=wide)
+    return heads_like(value, value.shape[1]), value.new_empty(shape), *scales
+
+
+@operator("trainable", fake=_trainable_like, gradient=logit_gradients, context=_keep_trainable)
+def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `P V [B, F, T, D]` of patterns with logits `[F, >=T]`, and the tables of `compact_tables` it is made of.
+
+    These are computed anew in every call, so they never lag behind an update; prefixes are taken in here, so that a
+    graph serves every length. Logits may drift along the gauge (S.6) without bound. A pattern that leaves what tables
+    of the dtype hold raises UnsupportedError on a CPU; on a device, where the host does not wait to look at it, its
+    outputs and gradients are NaN.
     """
-    return _TrainableProduct.apply(value, alpha, rho)
-
-
-class _TrainableProduct(torch.autograd.Function):
-    """The product P V with gradients to the values and to both logits."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-        table, distance, key_scale, row_scale = pattern_tables(alpha, rho, value.shape[2], value.dtype)
-        output = toeplitz_product(value, table, key_scale, row_scale, False)
-        ctx.save_for_backward(value, table, distance, key_scale, row_scale)
-        ctx.dtype, ctx.positions = alpha.dtype, alpha.shape[1]
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value, *tables = ctx.saved_tensors
-        value_gradient, alpha, rho = pattern_gradient(gradients[0], value, *tables, ctx.positions)
-        return value_gradient, alpha.to(ctx.dtype), rho.to(ctx.dtype)
-
-
-def _tables_like(alpha: Tensor, rho: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    shape = (alpha.shape[0], length)
-    distance = alpha.new_empty(shape, dtype=dtype)
-    scale = alpha.new_empty(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    table = distance_table(distance)
-    return table.clone() if table is distance else table, distance, scale, torch.empty_like(scale)
-
-
-@operator("pattern_tables", fake=_tables_like)
-def pattern_tables(
-    alpha: Tensor, rho: Tensor, length: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `saf::toeplitz` reads at `length` positions, from logits `[F, >=length]`.
-
-    Its table, then those of `compact_tables`. Prefixes are taken in here, so that a graph serves every length.
-    Raises UnsupportedError on a CPU where a head's `1/Z` is NaN; on a device the host does not wait to look at it.
-    """
-    distance, key_scale, row_scale = compact_tables(*balance(alpha[:, :length], rho[:, :length]), dtype)
-    if row_scale.device.type == "cpu" and row_scale.isnan().any():
+    length = value.shape[2]
+    distance, *scales = compact_tables(*balance(alpha[:, :length], rho[:, :length]), value.dtype)
+    if value.device.type == "cpu" and scales[1].isnan().any():
         raise UnsupportedError(
-            f"{dtype} cannot hold a trained pattern that has drifted, or is not finite; use backend='reference'"
+            f"{value.dtype} cannot hold a trained pattern that has drifted, or is not finite; use backend='reference'"
         )
-    table = distance_table(distance)
-    return table.clone() if table is distance else table, distance, key_scale, row_scale
+    return toeplitz_product(value, distance_table(distance), *scales, False), distance, *scales
 
 
-def _gradients_like(gradient, value, table, distance, key_scale, row_scale, positions) -> tuple[Tensor, ...]:
+def _gradients_like(gradient, value, distance, key_scale, row_scale, positions) -> tuple[Tensor, ...]:
     shape = (key_scale.shape[0], positions)
     return heads_like(value, value.shape[1]), key_scale.new_empty(shape), key_scale.new_empty(shape)
 
 
 @operator("pattern_gradient", fake=_gradients_like)
 def pattern_gradient(
-    gradient: Tensor, value: Tensor, table: Tensor, distance: Tensor, key_scale: Tensor, row_scale: Tensor,
-    positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor, value: Tensor, distance: Tensor, key_scale: Tensor, row_scale: Tensor, positions: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients to values, and to alpha and rho in the scalings' dtype, Eq. (S.17).
 
     `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
@@ -225,6 +206,7 @@ def pattern_gradient(
     scaled_gradient, scaled_value = gradient.to(wide) * row_scale[:, :, None], value.to(wide) * key_scale[:, :, None]
     if uses_triton(value.device, value.dtype) and value.dtype.itemsize == 2:
         left, right = split(scaled_gradient, value.dtype), split(scaled_value, value.dtype)
+        table = make_tiles(distance)
         above, below = split_product(right, table, False), split_product(left, table, True)
         scaled_gradient, scaled_value = left.float().sum(0), right.float().sum(0)
         # Every part of one operand meets every part of the other.

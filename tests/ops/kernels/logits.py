@@ -79,19 +79,18 @@ def _gradients(case: Case, device: str) -> list[str]:
     """At most twice the error of plain autograd; the interpreter multiplies bfloat16 numbers as float32 ones."""
     import saf.ops.toeplitz.kernels as kernels
     import saf.ops.toeplitz.op as module
-    from saf.ops.toeplitz.tables import make_tiles
+    from saf.ops.toeplitz.tables import balance, compact_tables
 
     value, upstream, alpha, rho = drawn(case, device)
     expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
     plain = errors(dense_gradients(value, upstream, alpha, rho), expected)
-    _, *tables = module.pattern_tables(alpha, rho, case.length, value.dtype)
-    table = make_tiles(tables[0])
+    tables = compact_tables(*balance(alpha, rho), value.dtype)
     with ExitStack() as patched:
         if device == "cpu":
             exact = _exact_product(kernels.toeplitz_matmul)
             patched.enter_context(patch.object(module, "uses_triton", lambda device, dtype: True))
             patched.enter_context(patch.object(kernels, "toeplitz_matmul", exact))
-        ours = errors(module.pattern_gradient(upstream, value, table, *tables, case.length), expected)
+        ours = errors(module.pattern_gradient(upstream, value, *tables, case.length), expected)
     return [f"{name} {ours[name]:.2e} > 2 {plain[name]:.2e}" for name in NAMES if not ours[name] <= 2 * plain[name]]
 
 
