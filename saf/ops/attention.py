@@ -299,8 +299,8 @@ def _checked(
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
     call = Call(query, key, value, frozen, live, own, position, scale, kernel, state)
-    own_live = frozen is not None and bool(live) and BACKENDS[frozen.backend].mixes_live
-    if own_live and (left_pad is not None or not call.whole or kernel != "auto" or frozen.kv_head is None):
+    plain = left_pad is None and call.whole and kernel == "auto"
+    if frozen and live and BACKENDS[frozen.backend].mixes_live and not (plain and frozen.kv_head):
         raise UnsupportedError(
             f"backend {frozen.backend!r} takes whole sequences without padding, kernel 'auto', and kv_head in "
             "from_patterns; use backend='toeplitz'"

@@ -79,7 +79,8 @@ class FrozenHeads(nn.Module):
         name = choose_backend(backend, device=device, dtypes=dtypes, trainable=trained, exponential=exponential)
         heads = cls(patterns, name, lengths.pop(), slots)
         for each in dtypes if trained else ():
-            if reason := BACKENDS[name].untrainable_reason(*(part.detach() for part in heads.logits()), each):
+            alpha, rho = heads.logits()
+            if reason := BACKENDS[name].untrainable_reason(alpha.detach(), rho.detach(), each):
                 raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
         heads.to(device)
         heads._prepare(patterns, dtypes, device)

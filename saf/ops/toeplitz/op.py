@@ -176,12 +176,13 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor
     outputs and gradients are NaN.
     """
     length = value.shape[2]
-    distance, *scales = compact_tables(*balance(alpha[:, :length], rho[:, :length]), value.dtype)
-    if value.device.type == "cpu" and scales[1].isnan().any():
+    distance, key_scale, row_scale = compact_tables(*balance(alpha[:, :length], rho[:, :length]), value.dtype)
+    if value.device.type == "cpu" and row_scale.isnan().any():
         raise UnsupportedError(
             f"{value.dtype} cannot hold a trained pattern that has drifted, or is not finite; use backend='reference'"
         )
-    return toeplitz_product(value, distance_table(distance), *scales, False), distance, *scales
+    output = toeplitz_product(value, distance_table(distance), key_scale, row_scale, False)
+    return output, distance, key_scale, row_scale
 
 
 def _gradients_like(gradient, value, distance, key_scale, row_scale, positions) -> tuple[Tensor, ...]:
