@@ -115,11 +115,8 @@ def freeze_(
     check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
     timer = Stopwatch(adapter.device)
-    choosing, reporting = _texts(heldout, config)
-    sequences = on_rank0(lambda: _read(adapter, batches, config, reporting, allow_empty))
-    own_text = reporting is None and optimizer is None
-    if own_text:
-        reporting = _own_text(adapter, sequences)
+    sequences = on_rank0(lambda: _read(adapter, batches, config, allow_empty))
+    choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
     # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     options = {"collect": config.collect, "capture_bytes": capture_bytes, "progress": progress}
@@ -155,7 +152,7 @@ def freeze_(
 
     # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
     if len(heads) and loss_before is not None:
-        by_default = "warn" if own_text else "refuse" if optimizer is None else "accept"
+        by_default = "accept" if optimizer is not None else "warn" if heldout is None else "refuse"
         on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
         with timer("loss"):
             loss_after = on_rank0(lambda: _loss_with(model, heads, reporting, loss_before, trial, on_rise))
@@ -194,21 +191,7 @@ def freeze_(
 # --- what is read, before anything is measured
 
 
-def _texts(heldout: Iterable[Batch] | None, config: FreezeConfig) -> tuple[Any, Any]:
-    """Return the held-out text that scores and joint cost read, and that on which the loss is reported."""
-    if heldout is None:
-        if config.jointly:
-            raise InputError("joint cost is measured on held-out text: give heldout= sequences")
-        return None, None
-    text = heldout if isinstance(heldout, Tensor | Mapping) else list(heldout)
-    if isinstance(text, list) and not text:
-        raise InputError("heldout must have at least one sequence, got none; give text beyond the calibration's")
-    return halves(text) if config.jointly else (text, text)
-
-
-def _read(
-    adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, heldout: Any, allow_empty: bool
-) -> Sequences:
+def _read(adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, allow_empty: bool) -> Sequences:
     """Return the batches, read once; raise a SafError for what cannot be measured or frozen, before anything is."""
     sequences, longest, sites = read_sequences(batches), adapter.max_length, adapter.sites()
     length, freezes = sequences.length, config.operation == "freeze"  # pruned heads have no pattern that ends
@@ -224,10 +207,8 @@ def _read(
     if config.heads is not None:
         measurable_heads(adapter, config.heads)
     config.check_calibration(sequences=sequences.num_different)
-    if heldout is not None or "gates" in config.needs:
+    if "gates" in config.needs:
         adapter.check_next_token()
-    if freezes and heldout is not None and (tokens := read_sequences(heldout).length) > length + 1:
-        raise InputError(f"heldout must have at most {length + 1} tokens a sequence, by the calibration, got {tokens}")
     if freezes:
         kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
@@ -235,15 +216,31 @@ def _read(
     return sequences
 
 
-def _own_text(adapter: Adapter, sequences: Sequences) -> list[Tensor] | None:
-    """Return calibration sequences to measure the loss on where a pretrained model of another library gets no text."""
-    if adapter.saves_weights:
-        return None
-    try:
-        adapter.check_next_token()
-    except UnsupportedError:
-        return None
-    return [row[None] for row in sequences.tokens[:GUARD_SEQUENCES] if len(row) > 1] or None
+def _texts(
+    adapter: Adapter, sequences: Sequences, heldout: Iterable[Batch] | None, config: FreezeConfig, *, training: bool
+) -> tuple[Any, Any]:
+    """Return the held-out text that scores and joint cost read, and that on which the loss is reported.
+
+    Without any, a pretrained model of another library that is not in training reports on calibration sequences.
+    """
+    if heldout is None:
+        if config.jointly:
+            raise InputError("joint cost is measured on held-out text: give heldout= sequences")
+        if training or adapter.saves_weights:
+            return None, None
+        try:
+            adapter.check_next_token()
+        except UnsupportedError:
+            return None, None
+        return None, [row[None] for row in sequences.tokens[:GUARD_SEQUENCES] if len(row) > 1] or None
+    adapter.check_next_token()
+    if isinstance(heldout, list) and not heldout:
+        raise InputError("heldout must have at least one sequence, got none; give text beyond the calibration's")
+    text = read_sequences(heldout)
+    if config.operation == "freeze" and text.length > sequences.length + 1:
+        longest = f"{sequences.length + 1} tokens a sequence, by the calibration"
+        raise InputError(f"heldout must have at most {longest}, got {text.length}")
+    return halves(text) if config.jointly else (text, text)
 
 
 # --- lines 5 and 6: scores
