@@ -44,17 +44,3 @@ def loss(model, text):
     with torch.no_grad():
         logits = model(text)[:, :-1].double()
     return float(cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()))
-
-
-def snapshot(model, optimizer=None) -> dict[str, torch.Tensor]:
-    """Copies of all that an event may change."""
-    taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        state = {} if optimizer is None else optimizer.state[parameter]
-        taken |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in state.items()}
-    return taken
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())

@@ -15,7 +15,8 @@ from saf.errors import InputError, SafWarning, SelectionError, UnsupportedError
 from saf.records.events import read_events
 from saf.scores import SCORES
 from saf.targets import TARGETS, dense_pattern
-from tests.freezing.small_model import LENGTH, accepting, assert_equal, make, snapshot, tokens
+from tests.freezing.small_model import LENGTH, accepting, make, tokens
+from tests.surgery.trained_model import assert_equal, snapshot
 
 
 def gradients(model, ids) -> dict:

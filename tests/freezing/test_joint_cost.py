@@ -10,8 +10,9 @@ import torch
 import saf
 from saf.errors import InputError, SelectionError
 from saf.heldout import accept_jointly
-from tests.freezing.small_model import LENGTH, SHAPE, assert_equal, fluent, loss, make, snapshot, tokens
+from tests.freezing.small_model import LENGTH, SHAPE, fluent, loss, make, tokens
 from tests.freezing.test_loss_guard import loss_with
+from tests.surgery.trained_model import assert_equal, snapshot
 
 TOTAL = SHAPE.num_layers * SHAPE.num_heads
 

@@ -10,7 +10,8 @@ import saf
 from saf.errors import InputError, LossError, SafWarning
 from saf.heldout import heldout_loss
 from tests import transformers_models
-from tests.freezing.small_model import assert_equal, fluent, loss, snapshot, tokens
+from tests.freezing.small_model import fluent, loss, tokens
+from tests.surgery.trained_model import assert_equal, snapshot
 
 QUARTER = saf.FreezeConfig(rate=0.25, max_fit_kl=9)
 HARMLESS = saf.FreezeConfig(heads=((2, 0), (2, 1)), max_fit_kl=9)

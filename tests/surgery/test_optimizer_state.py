@@ -106,21 +106,18 @@ def test_an_optimiser_of_values_and_outputs_alone_that_was_not_passed_is_refused
     update(model, torch.optim.AdamW(own, lr=1e-2))
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """Keep a second iterate that starts at the weights, as schedule-free optimisers do."""
+class WithState(torch.optim.SGD):
+    """Hold a further state of each weight, as optimisers of other libraries do."""
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
+    def __init__(self, params, name, start):
+        super().__init__(params, lr=0.1)
+        self.name, self.start = name, start
 
-    @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    z = state.setdefault("z", parameter.clone())
-                    z.sub_(parameter.grad, alpha=group["lr"])
-                    parameter.lerp_(z, 0.5)
+                self.state[parameter].setdefault(self.name, self.start(parameter.detach()))
+        return super().step(closure)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,7 @@ class ScheduleFree(torch.optim.Optimizer):
         (partial(torch.optim.AdamW, lr=1e-2), ["exp_avg", "exp_avg_sq"]),
         (torch.optim.Adagrad, ["sum"]),
         (partial(torch.optim.Adagrad, initial_accumulator_value=0.1), None),
-        (ScheduleFree, None),
+        (partial(WithState, name="z", start=torch.clone), None),
     ],
     ids=["adamw", "adagrad", "adagrad from 0.1", "schedule-free"],
 )
@@ -155,21 +152,14 @@ def test_rows_that_left_before_the_first_step_come_back_with_zeros_only_where_th
     update(model, optimizer)
 
 
-class Listed(torch.optim.SGD):
-    """Hold a list for each weight, as optimisers with factors of a matrix do."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["factors"] = [torch.eye(len(parameter))]
-        return super().step(closure)
-
-
 def eight_bit(params):
     return pytest.importorskip("torchao").optim.AdamW8bit(params, block_size=256)
 
 
-@pytest.mark.parametrize("optimizer", [eight_bit, Listed, torch.optim.LBFGS])
+FACTORS = partial(WithState, name="factors", start=lambda weight: [torch.eye(len(weight))])
+
+
+@pytest.mark.parametrize("optimizer", [eight_bit, FACTORS, torch.optim.LBFGS])
 def test_state_that_has_no_rows_is_refused_before_anything_moves(optimizer):
     torch.manual_seed(0)
     model = saf.GPT(saf.GPTConfig(vocab_size=40, num_layers=2, num_heads=4, hidden_size=64, max_length=LENGTH))

@@ -34,11 +34,11 @@ def patterns(count: int, seed: int = 0) -> CompactPattern:
     return CompactPattern.from_parameters(*torch.randn(2, count, LENGTH, generator=generator, dtype=torch.float64))
 
 
-def snapshot(model: GPT, trainer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def snapshot(model: GPT, trainer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
     """Return copies of all that an edit may change."""
     taken = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
-        state = trainer.state.get(parameter, {})
+        state = {} if trainer is None else trainer.state.get(parameter, {})
         taken |= {f"{name}.{key}": torch.as_tensor(value).clone() for key, value in state.items() if value is not None}
     return taken
 
