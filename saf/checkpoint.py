@@ -17,8 +17,9 @@ from torch.optim import AdamW
 
 from saf.distributed import is_rank0, on_rank0, whole_tensor
 from saf.errors import CheckpointError, InputError
-from saf.frozen_state import load_weights_, restore_, state_of
+from saf.frozen_state import description_of, load_weights_, restore_
 from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
 from saf.optimizer_state import accept_order
 from saf.records.files import (
     check_file,
@@ -72,7 +73,7 @@ def save_checkpoint(
         if path.exists():
             raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
         with new_folder(path) as folder:
-            heads, patterns = state_of(model)
+            heads, patterns = description_of(adapter_for(model))
             for name, values in {**tensors, "saf": _on_cpu(patterns)}.items():
                 save_file(values, folder / f"{name}.safetensors")
             # Not by write_json: a schedule's state may hold infinities and NaN, which Python alone writes and reads.

@@ -1,10 +1,11 @@
-"""Restore the frozen heads of a model from the plain data in checkpoints and sidecars.
+"""The frozen heads of a model as plain data, in the files `saf.json` and `saf.safetensors` of checkpoints and folders.
 
-`state_of` returns these data. `restore_` edits a model by them, before `load_weights_` loads the saved weights; a
-model that has its weights is compared with them. Where another library fills in the weights, `resize_` comes before and
-`restore_(resized=True)` afterwards.
+`description_of` returns these data, `write_description` and `read_description` are their files. `restore_` edits a
+model by them, before `load_weights_` loads the saved weights; a model that has its weights is compared with them. Where
+another library fills in the weights, `resize_` comes before and `restore_(resized=True)` afterwards.
 """
 
+import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -17,28 +18,92 @@ from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, HeadLayout, role_of
-from saf.models.adapter import Removed, Site, adapter_for, rows_of
-from saf.models.description import SCHEMA, Sums, check_plain_weights, described, weight_sum
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, rows_of
 from saf.ops.backends import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
+from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.surgery import (
     LayerEdit,
     absent_rows,
     apply_edits_,
     editable,
     edited_,
+    patterns_of,
     plan_edit,
     replace_data_,
     value_dtypes,
 )
 
+STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
+SCHEMA = "saf.heads/1"
+OPENS = "import saf.integrations.transformers"
+"""The import by which `from_pretrained` opens folders of models with frozen heads."""
 _LISTED = 3
 """Layers that a warning lists where weights differ."""
 
+# --- the data and their files
 
-def state_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the input of `restore_`: values for JSON, and tensors for safetensors; see `saf.models.description`."""
-    return described(adapter_for(model).sites())
+
+def description_of(adapter: Adapter, *, checksums: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the edited heads of every layer as values for JSON, and their tensors for safetensors.
+
+    `trainable` lists the heads whose patterns are trained. Tensors are `layer.head.alpha`, `.rho` (or `.weights`), and
+    the removed rows, `layer.head.removed.role.*`, by KV head for keys and values. For a model that another library
+    saves, `checksums` adds those of its attention weights (without removed rows, heads in slot order) and its settings.
+    """
+    layers, tensors = [], {}
+    for number, site in enumerate(adapter.sites()):
+        patterns = patterns_of(site)
+        layer = {
+            "num_heads": site.layout.num_heads,
+            "num_kv_heads": site.layout.num_kv_heads,
+            **{kind: list(getattr(site.layout, kind)) for kind in EDITED},
+            "trainable": [head for head, one in patterns.items() if one.trainable],
+            "backend": None if site.frozen is None else site.frozen.backend,
+        }
+        if checksums:
+            weights = {role: weight for role, (weight, _) in site.projections().items()}
+            dtypes = {role: str(weight.dtype).removeprefix("torch.") for role, weight in weights.items()}
+            layer["weights"] = {role: {"dtype": dtypes[role], "sha256": _checksum(weights[role])} for role in weights}
+        layers.append(layer)
+        for head, pattern in patterns.items():
+            tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
+        for role, of in site.removed.items():
+            for head, rows in of.items():
+                prefix = f"{number}.{head}.removed.{role}."
+                tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
+    state = {"schema": SCHEMA, "layers": layers}
+    return state | ({"attention": adapter.attention_settings()} if checksums else {}), tensors
+
+
+def check_savable(adapter: Adapter) -> None:
+    """Raise UnsupportedError for weights that are not plain, InputError for those on the meta device."""
+    for site in adapter.sites():
+        check_plain_weights(site)
+        if any(weight.is_meta for weight, _ in site.projections().values()):
+            raise InputError(ON_META)
+
+
+def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
+    """Write `saf.safetensors`, then `saf.json` with its SHA-256 sum and those of `others`, files of the same folder."""
+    written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
+    write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
+
+
+def read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what `write_description` wrote, checked against its sums, which a checkpoint has in its manifest instead.
+
+    Raises CheckpointError for a file that is missing, damaged or of another schema.
+    """
+    state = read_json(folder / STATE_FILE, error=CheckpointError)
+    if (schema := state.get("schema")) != SCHEMA:
+        raise CheckpointError(f"{folder / STATE_FILE}: expected frozen heads of schema {SCHEMA!r}; got {schema!r}")
+    for name, expected in state.get("sha256", {}).items():
+        check_file(folder / name, sha256=expected, error=CheckpointError)
+    return state, read_tensors(folder / TENSORS_FILE, error=CheckpointError)
+
+
+# --- a model edited by them
 
 
 @torch.inference_mode(False)
@@ -52,11 +117,11 @@ def restore_(
     resized: bool = False,
     compare: bool = False,
 ) -> None:
-    """Give a model without frozen heads the layout and patterns of `state_of`, and the saved rows for undoing.
+    """Give a model without frozen heads the layout and patterns of `description_of`, and the saved rows for undoing.
 
     Rows of its weights move as when heads are frozen, unless `resize_` cut them already. With `compare` the model has
     its weights, and a warning lists attention weights that differ from the saved ones, by the saved rows and by the
-    checksums of those that stay (`sums_of`, the `weights` of each layer); else load the saved ones afterwards. Without
+    checksums of those that stay (the `weights` of each layer); else load the saved ones afterwards. Without
     `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the
     model unchanged, for a state of another schema or shape of model, or without some pattern.
     """
@@ -79,7 +144,7 @@ def restore_(
 @torch.inference_mode(False)
 @torch.no_grad()
 def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayout]]:
-    """Give the weights of a model, perhaps on the meta device, the shapes of `state_of`; `restore_` does the rest.
+    """Cut the weights of a model, perhaps on the meta device, to the shapes of `description_of`, for `restore_`.
 
     Returns the layers with edited heads, with their layouts. Raises CheckpointError as `restore_` does.
     """
@@ -203,15 +268,20 @@ def _differing_rows(number: int, site: Site, saved: Removed) -> set[str]:
     return differing
 
 
-def _differing_sums(site: Site, sums: Sums) -> set[str]:
+def _differing_sums(site: Site, sums: Mapping[str, Mapping[str, str]]) -> set[str]:
     """Return the roles whose weights do not have the checksums `sums`, in the dtype of these; narrower ones pass."""
     differing = set()
     for role, recorded in sums.items():
         weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
         comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
-        if comparable and weight_sum(weight.to(dtype)) != recorded["sha256"]:
+        if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
             differing.add(role_of(role))
     return differing
+
+
+def _checksum(weight: Tensor) -> str:
+    """Return the SHA-256 of a weight's bytes."""
+    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:

@@ -10,18 +10,18 @@ from torch import nn
 
 from saf.checkpoint import find_checkpoint, open_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning
-from saf.frozen_state import load_weights_, restore_
-from saf.models import GPT, GPTConfig
-from saf.models.adapter import Adapter, adapter_for
-from saf.models.description import (
+from saf.frozen_state import (
     OPENS,
     STATE_FILE,
     check_savable,
-    described,
-    described_beside,
+    description_of,
+    load_weights_,
     read_description,
+    restore_,
     write_description,
 )
+from saf.models import GPT, GPTConfig
+from saf.models.adapter import Adapter, adapter_for
 from saf.records.files import new_files, read_json, read_tensors, write_json, write_tensors
 from saf.records.run import Kind, expect
 
@@ -43,10 +43,8 @@ def save(model: nn.Module, folder: str | Path) -> None:
     adapter = adapter_for(model)
     if adapter.saves_weights:
         _check_free(folder)
-        check_savable(adapter)
-        state, tensors = described(adapter.sites())
-    else:
-        state, tensors = described_beside(adapter)
+    check_savable(adapter)
+    state, tensors = description_of(adapter, checksums=not adapter.saves_weights)
     with new_files(folder) as new:
         weights = []
         if adapter.saves_weights:

@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, role_of
-from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, hooked, rows_of
-from saf.models.description import check_plain_weights
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, hooked, rows_of
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,

@@ -111,7 +111,7 @@ def test_a_save_that_fails_leaves_the_model_before(tmp_path, monkeypatch):
     before = frozen_model()
     saf.save(before, tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr("saf.models.description.write_json", lambda *_: 1 / 0)
+    monkeypatch.setattr("saf.frozen_state.write_json", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saf.save(frozen_model(), tmp_path)
     assert torch.equal(saf.load(tmp_path)(TOKENS), before(TOKENS))

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.models.adapter import ON_META, Adapter, Site, rows_of
-from saf.models.description import check_unsharded
+from saf.models.adapter import ON_META, Adapter, Site, check_unsharded, rows_of
 
 
 @contextmanager

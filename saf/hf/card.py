@@ -10,10 +10,10 @@ from typing import Any
 
 from saf.errors import InputError
 from saf.freeze_report import healing_words
+from saf.frozen_state import OPENS, SCHEMA, STATE_FILE, TENSORS_FILE
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
-from saf.models.description import OPENS, SCHEMA, STATE_FILE, TENSORS_FILE
 from saf.records.events import heads_in_words
 from saf.records.files import entries_hash, file_hash, read_json, write_atomically
 from saf.records.table import signed

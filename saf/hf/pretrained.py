@@ -17,12 +17,20 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from saf.errors import CheckpointError, UnsupportedError
-from saf.frozen_state import resize_, restore_
+from saf.frozen_state import (
+    STATE_FILE,
+    TENSORS_FILE,
+    check_savable,
+    description_of,
+    read_description,
+    resize_,
+    restore_,
+    write_description,
+)
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
-from saf.models.description import STATE_FILE, TENSORS_FILE, described_beside, read_description, write_description
 from saf.ops.layout import LAYOUT, compare_layouts
 from saf.records.files import new_files
 
@@ -51,7 +59,8 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
         if adapter is not None and is_main_process and not folder.is_file():
             if mark_of(self.config) is None:  # the heads of a part of this model were frozen
                 self.config.saf = mark_of(adapter.sites()[0].attention.config)
-            state, tensors = described_beside(adapter)
+            check_savable(adapter)
+            state, tensors = description_of(adapter, checksums=True)
             with new_files(folder) as new:
                 write_description(new, state, tensors)
             write_section(folder, section(adapter))

@@ -29,14 +29,13 @@ from saf.calibration.capture import check_vocabulary, measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
-from saf.frozen_state import restore_
+from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.attention import NAME, state_of
 from saf.hf.card import holds_heads, mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
-from saf.models.description import STATE_FILE, TENSORS_FILE, read_description
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.events import EventRecord
 from saf.records.files import read_json, to_json

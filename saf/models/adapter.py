@@ -127,6 +127,31 @@ def hooked(attention: nn.Module) -> str | None:
     return None
 
 
+def check_plain_weights(site: Site) -> None:
+    """Raise UnsupportedError for projections whose weights are no plain parameters of their own modules.
+
+    Quantised and sharded weights have no rows to move; weights that a pass computes, as pruning masks and norms of
+    `torch.nn.utils` do, would come back in the old order of heads.
+    """
+    own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
+    for role, (weight, _) in site.projections().items():
+        check_unsharded(role, weight)
+        if type(weight) is not nn.Parameter or id(weight) not in own:
+            raise UnsupportedError(
+                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
+                "save before weights are quantised, after pruning masks and norms are made permanent"
+            )
+
+
+def check_unsharded(role: str, weight: Tensor) -> None:
+    """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
+    if type(weight).__name__ == "DTensor":
+        raise UnsupportedError(
+            f"the weights of a layer's {role} must be whole, got a process's share (DTensor): calibrate, freeze and "
+            "save before fully_shard or tensor parallelism"
+        )
+
+
 class LanguageModel(ABC):
     """A causal language model that can be evaluated, whether or not its attention is known."""
 

@@ -15,8 +15,8 @@ from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, speed_caveat
 from saf.evaluate.recall import recall_tables
 from saf.evaluate.tables import ArmComparison, arm_colours, arm_names, arms_table, compare_all, pair_tables
+from saf.frozen_state import STATE_FILE
 from saf.inspection import inspect
-from saf.models.description import STATE_FILE
 from saf.records.events import EventRecord, read_events
 from saf.records.files import read_json, write_atomically
 from saf.records.run import Kind, RecordedRun, expect

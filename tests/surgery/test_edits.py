@@ -8,9 +8,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.frozen_state import restore_, state_of
+from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
 from saf.models import GPT
+from saf.models.adapter import adapter_for
 from saf.patterns import TrainablePattern
 from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import SOME
@@ -74,7 +75,7 @@ def mixed_state():
     model, _ = make()
     install_(model, HeadSet([(0, 1)]), patterns(1))
     install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
-    return state_of(model)
+    return description_of(adapter_for(model))
 
 
 @pytest.mark.parametrize("options", [{}, {"compare": True}], ids=str)

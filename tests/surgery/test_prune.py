@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import saf
 from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance, exact_rotation
 from saf.errors import CheckpointError, InputError
-from saf.frozen_state import restore_, state_of
+from saf.frozen_state import description_of, restore_
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
@@ -189,7 +189,7 @@ def test_pruned_models_are_saved_loaded_and_undone(tmp_path):
     prune_(model, GONE, optimizer=trainer)
     install_(model, FIXED, patterns(2), optimizer=trainer)
     other = GPT(SHAPE).double()
-    restore_(other, *state_of(model))
+    restore_(other, *description_of(adapter_for(model)))
     with pytest.raises(CheckpointError, match=r"has frozen heads none, this layer has .*pruned heads \[1, 2\]"):
         other.load_state_dict(original)
     other.load_state_dict(model.state_dict())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from saf.errors import UnsupportedError
-from saf.frozen_state import restore_, state_of
+from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
 from saf.models import GPT
 from saf.models.adapter import adapter_for
@@ -139,7 +139,7 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     install_(model, HeadSet([(0, 0)]), patterns(1, 7), optimizer=trainer)
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
     update(model, trainer)
-    state, tensors = state_of(model)
+    state, tensors = description_of(adapter_for(model))
     retained = {name: tensor.clone() for name, tensor in tensors.items()}
     assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2], []]
     other = GPT(SHAPE).double()
