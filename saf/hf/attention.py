@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from saf.errors import UnsupportedError, shown
@@ -43,8 +42,6 @@ class HeadState(LayoutMixin):
         self.frozen: FrozenHeads | None = None
         self.removed: Removed = {}
         self.receivers: list[Receiver] = []
-        self.hook: RemovableHandle
-        """Runs `_before_pass` of the layer."""
         self.kernel = "auto"
         """SDPA kernel of live heads, see `mixed_attention`."""
         self.before: str | None = None
@@ -72,7 +69,6 @@ def attach_state(attention: Any, family: Family) -> HeadState:
     """Return the state of an attention layer, as its submodule `saf`."""
     if (state := state_of(attention)) is None:
         state = attention.saf = HeadState(layout_of(attention), family)
-        state.hook = attention.register_forward_pre_hook(_before_pass, with_kwargs=True)
     return state
 
 
@@ -80,7 +76,6 @@ def detach_idle_state(attention: Any) -> None:
     """Leave an attention layer as it was before `attach_state` once its state is idle."""
     state = state_of(attention)
     if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
-        state.hook.remove()
         del attention.saf
 
 
@@ -90,19 +85,6 @@ def layout_of(attention: Any) -> HeadLayout:
         return state.layout
     heads = attention.config.num_attention_heads
     return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
-
-
-def _before_pass(module: Any, arguments: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Check the attention function, and fit the cache; `attend` gets its layer where that keeps a state."""
-    state, name = module.saf, module.config._attn_implementation
-    if not state.layout.ordinary and name != NAME:
-        raise UnsupportedError(
-            f"a model with frozen heads must attend by {NAME!r}, got {name!r}; call set_attn_implementation({NAME!r})"
-        )
-    if (past := options.get("past_key_values")) is None:
-        return None
-    own = prepare(past, module.layer_idx, state.layout, state.frozen, next(module.parameters()).device)
-    return None if own is None else (arguments, options | {"state_layer": own})
 
 
 def attend(
@@ -138,7 +120,9 @@ def attend(
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
     seen = PassMask() if attention_mask is None else attention_mask
     if not isinstance(seen, PassMask):  # transformers passes masks of pairs on as they are
-        raise UnsupportedError(f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}; leave it out")
+        raise UnsupportedError(
+            f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}: attend by {NAME!r}"
+        )
     if seen.fills:
         key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
     length = value.shape[-2] if seen.documents is None else seen.documents.longest
@@ -211,42 +195,23 @@ def edited_forward(
     past_key_values: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute an attention layer `[B, Tq, C]` as its class does, with the heads that each role has left.
-
-    Without live heads nothing reads queries and keys. A cache then stores the values in place of keys, by which it
-    counts its tokens, and nothing in place of values; of a layer without any heads it stores one number a token.
-    """
-    layout, family = module.saf.layout, module.saf.family
-    parts: dict[str, Tensor] = {}
-    for name, attribute in family.projections.items():
-        roles = [] if name == "output" else roles_of(name)
-        if "value" in roles or (roles and layout.num_live):
-            counts = [len(layout.rows[role]) for role in roles]
-            heads = getattr(module, attribute)(hidden_states).unflatten(-1, (sum(counts), module.head_dim))
-            parts |= dict(zip(roles, heads.transpose(1, 2).split(counts, dim=1), strict=True))
-    value = parts["value"]
-    if layout.num_live:
-        query, key = parts["query"], parts["key"]
-        if family.norms:
-            query, key = module.q_norm(query), module.k_norm(key)
-        if rotate is not None and position_embeddings is not None:
-            query, key = rotate(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
-    else:
-        query = key = value[:, :0]
-        if past_key_values is not None and "state_layer" in rest:
-            _, value = past_key_values.update(key, value, module.layer_idx)
-        elif past_key_values is not None:
-            counted = value if value.shape[1] else hidden_states[:, None, :, :1]
-            counted, _ = past_key_values.update(counted, counted[:, :0], module.layer_idx)
-            value = counted if value.shape[1] else counted[:, :0].expand(-1, -1, -1, module.head_dim)
-        key = value[:, :0]
+    """Compute an attention layer `[B, Tq, C]` as its class does, with the heads that each role has left."""
+    state, family = module.saf, module.saf.family
+    query, key, value = _project(module, hidden_states)
+    if state.layout.num_live and family.norms:
+        query, key = module.q_norm(query), module.k_norm(key)
+    if state.layout.num_live and rotate is not None and position_embeddings is not None:
+        query, key = rotate(query, key, *position_embeddings)
+    own = None
+    if past_key_values is not None:
+        own = prepare(past_key_values, module.layer_idx, state.layout, state.frozen, value.device)
+        key, value = _cached(module, past_key_values, key, value, own)
     options = {
         "dropout": float(family.dropout(module)) if module.training else 0.0,
         "scaling": family.scale(module),
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
+        "state_layer": own,
     }
     mixed, _ = attend(module, query, key, value, attention_mask, **options, **rest)
     projection = family.module(module, "output")
@@ -256,6 +221,34 @@ def edited_forward(
         bias = projection.bias
         output = torch.zeros_like(hidden_states) if bias is None else bias.expand_as(hidden_states)
     return output if family.after is None else getattr(module, family.after)(output), None
+
+
+def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[B, *, Tq, D]`; nothing reads the former two without live heads."""
+    layout = module.saf.layout
+    parts: dict[str, Tensor] = {}
+    for name, attribute in module.saf.family.projections.items():
+        roles = [] if name == "output" else roles_of(name)
+        if "value" in roles or (roles and layout.num_live):
+            counts = [len(layout.rows[role]) for role in roles]
+            heads = getattr(module, attribute)(hidden_states).unflatten(-1, (sum(counts), module.head_dim))
+            parts |= dict(zip(roles, heads.transpose(1, 2).split(counts, dim=1), strict=True))
+    none = parts["value"][:, :0]
+    return parts.get("query", none), parts.get("key", none), parts["value"]
+
+
+def _cached(module: Any, cache: Any, key: Tensor, value: Tensor, own: StateLayer | None) -> tuple[Tensor, Tensor]:
+    """Add new keys and values to a cache, and return all of its.
+
+    Without live heads a stock layer stores the values in place of keys, by which it counts its tokens, and nothing in
+    place of values; without any heads it stores one number a token.
+    """
+    if module.saf.layout.num_live or own is not None:
+        return cache.update(key, value, module.layer_idx)
+    heads = value.shape[1]
+    counted = value if heads else value.new_zeros(len(value), 1, value.shape[2], 1)
+    counted, _ = cache.update(counted, counted[:, :0], module.layer_idx)
+    return counted[:, :0], counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
 
 
 def choose_forward(attention: Any) -> None:

@@ -64,7 +64,7 @@ def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -
         raise UnsupportedError("a quantised cache needs a live head in every layer; limit max_per_layer")
     keys, values = (len(layout.rows[role]) for role in ("key", "value"))
     if not layout.num_live:
-        keys, values = max(values, 1), 0  # see `edited_forward`
+        keys, values = max(values, 1), 0  # see `_cached` in attention.py
     if layer.is_initialized and not quantised:  # a quantised one keeps its keys elsewhere
         if (layer.keys.shape[1], layer.values.shape[1]) != (keys, values):
             raise UnsupportedError(OTHER_HEADS)
