@@ -4,14 +4,13 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout
 from saf.hf.attention import (
     NAME,
@@ -37,7 +36,7 @@ class TransformersSite(Site):
     def __init__(self, adapter: "TransformersAdapter", attention: Any):
         self._adapter, self._family = adapter, adapter.known
         self.attention = attention
-        self.scale = self._family.scale(attention)
+        self.scale = attention.scaling
         self.soft_cap = None if self._family.soft_cap is None else getattr(attention, self._family.soft_cap)
         self.norm_after = self._family.norm_after
         if (window := getattr(attention, "sliding_window", None)) is not None:
@@ -198,7 +197,7 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def check_dropout(self) -> None:
         """Raise UnsupportedError where any layer has attention dropout, which `attend` does not compute."""
-        if rates := [rate for attention in self._attention if (rate := self.known.dropout(attention))]:
+        if rates := [rate for attention in self._attention if (rate := self.known.dropout_rate(attention))]:
             raise UnsupportedError(no_dropout(rates[0], self.known.dropout_setting))
 
     def choose_function(self) -> None:
@@ -214,10 +213,10 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = before or self.model.config._attn_implementation
             self.attend_through_seam()
-            if hasattr(type(self.model), "_validate_generated_length"):
-                self.model._validate_generated_length = partial(_check_generation, self.model)
+            if hasattr(type(self.model), "generate"):
                 self.model.create_masks_for_generate = mask_for_generation
-            mark_(self.model.config, min(_covered(self.model), default=None))
+            covered = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
+            mark_(self.model.config, min(covered, default=None))
             from saf.hf.pretrained import watch_folders
 
             watch_folders()
@@ -225,8 +224,7 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.before = None
             self._attend_by(before)
-            for name in ("_validate_generated_length", "create_masks_for_generate"):
-                vars(self.model).pop(name, None)
+            vars(self.model).pop("create_masks_for_generate", None)
             unmark_(self.model.config)
 
     def remember(self, event: dict[str, Any]) -> None:
@@ -243,21 +241,3 @@ class TransformersAdapter(TransformersModel, Adapter):
         """Attend by the function of this name in transformers."""
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
-
-
-def _covered(model: nn.Module) -> list[int]:
-    """Return how many positions the patterns of each layer cover."""
-    return [heads.max_length for heads in model.modules() if isinstance(heads, FrozenHeads)]
-
-
-def _check_generation(model: Any, generation_config: Any, *rest: Any, **options: Any) -> None:
-    """Raise InputError before the first token of an output that could become longer than the patterns."""
-    # The last token is not read any more; prompt lookup proposes beyond it.
-    covered = _covered(model)
-    longest = min(covered, default=0) + 1 - (generation_config.prompt_lookup_num_tokens or 0)
-    if covered and (generation_config.max_length or 0) > longest:
-        raise InputError(
-            f"beside patterns of {min(covered)} tokens, prompt and new tokens must be at most {longest}, got "
-            f"{generation_config.max_length}: lower max_new_tokens"
-        )
-    type(model)._validate_generated_length(model, generation_config, *rest, **options)

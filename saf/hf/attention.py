@@ -121,7 +121,8 @@ def attend(
     seen = PassMask() if attention_mask is None else attention_mask
     if not isinstance(seen, PassMask):  # transformers passes masks of pairs on as they are
         raise UnsupportedError(
-            f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}: attend by {NAME!r}"
+            f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}: leave it out, or "
+            f"set_attn_implementation({NAME!r})"
         )
     if seen.fills:
         key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
@@ -207,8 +208,8 @@ def edited_forward(
         own = prepare(past_key_values, module.layer_idx, state.layout, state.frozen, value.device)
         key, value = _cached(module, past_key_values, key, value, own)
     options = {
-        "dropout": float(family.dropout(module)) if module.training else 0.0,
-        "scaling": family.scale(module),
+        "dropout": family.dropout_rate(module) if module.training else 0.0,
+        "scaling": module.scaling,
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
         "state_layer": own,

@@ -15,7 +15,7 @@ from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
 from saf.records.events import heads_in_words
-from saf.records.files import entries_hash, file_hash, read_json, write_atomically
+from saf.records.files import entries_hash, file_hash, write_atomically
 from saf.records.table import signed
 
 CARD, CONFIG = "README.md", "config.json"
@@ -37,14 +37,6 @@ def folder_hash(folder: Path) -> str:
     """Return one SHA-256 of a model's configuration, weights and heads."""
     files = [folder / CONFIG, *weight_files(folder), folder / STATE_FILE, folder / TENSORS_FILE]
     return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})
-
-
-def holds_heads(folder: Path) -> bool:
-    """Return whether the configuration in a folder names edited heads; False for one that cannot be read."""
-    try:
-        return "saf" in read_json(folder / CONFIG)
-    except InputError:
-        return False
 
 
 def mark_of(config: Any) -> dict[str, Any] | None:
@@ -134,16 +126,6 @@ def write_section(folder: Path, text: str) -> None:
     match = _SECTION.search(card)
     card = f"{card.rstrip()}\n\n{whole}" if match is None else card.replace(match[0], whole)
     write_atomically(path, card.encode())
-
-
-def forget_heads_(folder: Path) -> None:
-    """Take the files about heads, and the card's section, out of a folder."""
-    for name in (STATE_FILE, TENSORS_FILE):
-        (folder / name).unlink(missing_ok=True)
-    if (path := folder / CARD).is_file():
-        card = path.read_text(encoding="utf-8")
-        plain = card.replace(_NEW_CARD, "---\nlibrary_name: transformers\n---\n\n# A model\n")
-        write_atomically(path, _SECTION.sub("", plain).encode())
 
 
 def record_cost_(folder: Path, line: str) -> None:

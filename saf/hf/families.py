@@ -4,7 +4,7 @@ A model's own forward pass stays, but that of attention layers with edited heads
 reads a family's description.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,17 +14,6 @@ SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "slidin
 """Fields of a configuration that, with the weights, determine the attention of most families."""
 LINEAR, CONV1D = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 """Kinds of projections: a weight `[out, in]`, and one `[in, out]`."""
-
-
-# Functions have names, so that models with frozen heads can be pickled.
-def attention_dropout(attention: Any) -> float:
-    """Return the rate of dropout of a layer's attention weights."""
-    return attention.attention_dropout
-
-
-def scaling(attention: Any) -> float | None:
-    """Return the factor of the products of queries and keys."""
-    return attention.scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +27,10 @@ class Family:
     """The layer's modules by the role of their rows, or the roles whose rows lie in one weight: `query_key_value`."""
     kind: str = LINEAR
     """The class of the projections."""
-    dropout: Callable[[Any], float] = attention_dropout
-    """Rate of dropout of a layer's attention weights."""
+    dropout: str = "attention_dropout"
+    """The layer's attribute with the rate of dropout of its attention weights, or the module that applies it."""
     dropout_setting: str = "attention_dropout"
     """The field of the configuration with that rate."""
-    scale: Callable[[Any], float | None] = scaling
-    """Factor of the products of queries and keys."""
     soft_cap: str | None = None
     """The layer's attribute with the cap of its logits."""
     settings: tuple[str, ...] = SETTINGS
@@ -60,6 +47,11 @@ class Family:
     def module(self, attention: Any, role: str) -> Any:
         """Return the module of a layer that holds the rows of a role."""
         return next(getattr(attention, module) for name, module in self.projections.items() if role in roles_of(name))
+
+    def dropout_rate(self, attention: Any) -> float:
+        """Return the rate of dropout of a layer's attention weights."""
+        dropout = getattr(attention, self.dropout)
+        return float(getattr(dropout, "p", dropout))
 
 
 SEPARATE = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
@@ -100,25 +92,13 @@ PHI3 = Family(
 )
 
 
-def gpt2_dropout(attention: Any) -> float:
-    """Return the rate of dropout of a layer's attention weights."""
-    return attention.attn_dropout.p
-
-
-def gpt2_scale(attention: Any) -> float:
-    """Return the factor of the products of queries and keys, which may depend on the layer."""
-    factor = attention.head_dim**-0.5 if attention.scale_attn_weights else 1.0
-    return factor / float(attention.layer_idx + 1) if attention.scale_attn_by_inverse_layer_idx else factor
-
-
 GPT2 = Family(
     name="GPT-2",
     attention="GPT2Attention",
     projections={"query_key_value": "c_attn", "output": "c_proj"},
     kind=CONV1D,
-    dropout=gpt2_dropout,
+    dropout="attn_dropout",
     dropout_setting="attn_pdrop",
-    scale=gpt2_scale,
     settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     after="resid_dropout",
     remark="has attention dropout unless opened with attn_pdrop=0",

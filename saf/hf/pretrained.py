@@ -29,7 +29,7 @@ from saf.frozen_state import (
 )
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
-from saf.hf.card import CARD, forget_heads_, holds_heads, mark_of, section, unmark_, write_section
+from saf.hf.card import CARD, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
 from saf.ops.layout import LAYOUT, compare_layouts
 from saf.records.files import new_files
@@ -53,9 +53,8 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> Any:
-        """Save a model with its heads; one without removes the files about heads from a folder that it overwrites."""
+        """Save a model with its heads."""
         folder, adapter = Path(save_directory), _edited(self)
-        stale = False
         if adapter is not None and is_main_process and not folder.is_file():
             if mark_of(self.config) is None:  # the heads of a part of this model were frozen
                 self.config.saf = mark_of(adapter.sites()[0].attention.config)
@@ -64,15 +63,10 @@ def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             with new_files(folder) as new:
                 write_description(new, state, tensors)
             write_section(folder, section(adapter))
-        elif adapter is None and not _saves_adapters(self):
-            stale = is_main_process and holds_heads(folder)
-            if mark_of(self.config) is not None:  # built from the configuration of a model with heads
-                self.config = copy.deepcopy(self.config)
-                unmark_(self.config)
-        saved = ordinary(self, save_directory, is_main_process, *rest, **options)
-        if stale:
-            forget_heads_(folder)
-        return saved
+        elif adapter is None and mark_of(self.config) is not None and not _saves_adapters(self):
+            self.config = copy.deepcopy(self.config)  # that of a model with heads, from which this one was built
+            unmark_(self.config)
+        return ordinary(self, save_directory, is_main_process, *rest, **options)
 
     return save_pretrained
 

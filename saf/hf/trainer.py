@@ -33,7 +33,7 @@ from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.attention import NAME, state_of
-from saf.hf.card import holds_heads, mark_of, section, write_section
+from saf.hf.card import mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.optimizer_state import unwrap_optimizer
@@ -411,7 +411,7 @@ def _follow_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any
 def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
     """Copy a checkpoint's files about heads into the folder that the Trainer pushes."""
     checkpoint, folder = Path(checkpoint_folder), Path(trainer.args.output_dir)
-    if trainer.is_world_process_zero() and holds_heads(checkpoint):
+    if trainer.is_world_process_zero() and (checkpoint / STATE_FILE).is_file():
         for name in (STATE_FILE, TENSORS_FILE):
             copyfile(checkpoint / name, folder / name)
         write_section(folder, section(adapter_for(trainer.model)))

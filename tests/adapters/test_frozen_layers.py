@@ -84,12 +84,3 @@ def test_dropout_after_the_output_projection_stays():
     for training in (True, False):
         model.train(training)(tokens(), use_cache=False)
     assert [bool(output.any()) for output in outputs] == [False, True]
-
-
-def test_ranking_is_global():
-    model, ids = make("qwen3"), tokens()
-    for count in (5, 6):
-        saf.freeze_(model, [ids], saf.FreezeConfig(count=count, max_fit_kl=99))
-    assert sorted(site.layout.num_live for site in adapter_for(model).sites()) == [0, 0, 1]
-    saf.freeze_(model, [ids], saf.FreezeConfig(count=1, strict=True, max_fit_kl=99))
-    assert not len(adapter_for(model).heads("live"))

@@ -19,7 +19,6 @@ from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.evaluate.perplexity import LOG_PROBS, read_evaluation
 from saf.records.files import read_json, read_tensors
 from saf.records.table import signed
-from saf.surgery import uninstall_
 from tests.transformers_models import LENGTH, make
 
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu", "--accept-loss")
@@ -109,25 +108,6 @@ def test_evaluations_keep_log_probabilities_compare_and_fill_the_card(base, froz
     ):
         code, _, message = saf(*command)
         assert (code, words in " ".join(message.split())) == (2, True), message
-
-
-def test_a_folder_whose_heads_were_all_undone_is_an_ordinary_one(base, frozen, saf_json, tmp_path):
-    folder = shutil.copytree(frozen, tmp_path / "undone")
-    card = (folder / "README.md").read_text()
-    (folder / "README.md").write_text(f"{card}\nMine.\n")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    uninstall_(model)
-    model.save_pretrained(folder)
-    found = saf_json("inspect", folder)
-    assert (found["architecture"], found["frozen"], found["patterns"]) == ("LlamaForCausalLM", [], [])
-    assert not any((folder / name).exists() for name in ("saf.json", "saf.safetensors"))
-    card = (folder / "README.md").read_text()
-    assert "frozen" not in card
-    assert "Mine." in card
-    # A sidecar beside an ordinary model is of somebody else.
-    shutil.copyfile(frozen / "saf.json", folder / "saf.json")
-    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(folder)
-    assert (folder / "saf.json").is_file()
 
 
 def test_text_calibrates_by_the_folders_own_tokenizer(base, saf, saf_json, tmp_path):

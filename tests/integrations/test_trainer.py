@@ -211,36 +211,6 @@ def test_heads_are_pruned_after_the_last_update_where_the_settings_say_so(hf, tm
     assert "3 heads pruned by variance; after update 4" in (tmp_path / "checkpoint-4" / "README.md").read_text()
 
 
-PIECES = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)])
-
-
-def test_packed_documents_train_across_an_event(hf, tmp_path):
-    rows = [{"input_ids": row, "labels": row, "position_ids": PIECES} for row in tokens(24, seed=9)]
-    losses = []
-    for alike in (False, True):
-        run = trainer(hf, tmp_path, callback(), family="qwen3", rows=rows, save_strategy="no")
-        run.data_collator = transformers.default_data_collator
-        if alike:  # the documents one by one
-            run.compute_loss = lambda model, inputs, **_: loss_of_parts(model, inputs["input_ids"])
-        else:
-            run.compute_loss = lambda model, inputs, **_: loss_of(
-                model(inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits,
-                inputs["input_ids"],
-            )
-        run.train()
-        assert len(frozen(run.model)) == 4
-        losses.append([each["loss"] for each in run.state.log_history if "loss" in each])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
-def loss_of_parts(model, ids):
-    return loss_of(torch.cat([model(part, use_cache=False).logits for part in ids.split([9, LENGTH - 9], 1)], 1), ids)
-
-
-def loss_of(logits, ids):
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
 REFUSED = {
     "heldout": (InputError, lambda: callback(saf.ValidationBudget()), {}),
     "budget": (InputError, lambda: callback(config=saf.FreezeConfig(budget=0.1)), {}),
