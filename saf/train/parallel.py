@@ -22,7 +22,7 @@ from saf.checkpoint import parameter_state
 from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size, whole_tensor
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
-from saf.models.adapter import adapter_for, rows_of
+from saf.models.adapter import adapter_for
 from saf.models.gpt import DecoderLayer
 
 Value = TypeVar("Value")
@@ -42,8 +42,6 @@ class Engine:
     optimizer: AdamW
     compiles: bool
     """Whether the first call compiles."""
-    gradients: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Context in which query and key weights of the original model have their gradients."""
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context of all micro-batches of an update but the last: gradients stay with their rank."""
 
@@ -168,7 +166,7 @@ class Shards(_Group):
         forward, compiles = _compiled(sharded, execution)
         if execution.by_layer:  # called through the module, whose hooks gather embedding and norms
             sharded.forward, forward = forward, sharded
-        self._engine = Engine(forward, sharded, own, compiles, gradients=self._gradients)
+        self._engine = Engine(forward, sharded, own, compiles)
         self._free_()
         gc.collect()  # an earlier engine's shards go now: its modules and their hooks are in cycles
         return self._engine
@@ -206,22 +204,6 @@ class Shards(_Group):
         for parameter, _ in self._pairs():
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
             parameter.grad = None
-
-    @contextmanager
-    def _gradients(self) -> Iterator[None]:
-        """Let the original's query and key weights have their gradients, on every rank."""
-        shards = dict(self._pairs())
-        sites = adapter_for(self._model).sites()
-        weights = [rows_of(site, role).parameter for site in sites for role in ("query", "key")]
-        read = list({id(parameter): parameter for parameter in weights}.values())
-        for parameter in read:
-            gradient = shards[cast(nn.Parameter, parameter)].grad
-            parameter.grad = torch.zeros_like(parameter) if gradient is None else whole_tensor(gradient)
-        try:
-            yield
-        finally:
-            for parameter in read:
-                parameter.grad = None
 
 
 def _copy_of(model: nn.Module) -> nn.Module:

@@ -202,6 +202,9 @@ def _restore(
     proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
     if config.freeze and proposer and not origin.resumed:
         check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
+    gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
+    if gradient is not None and parallel.kind == Shards.kind:
+        raise UnsupportedError("an average of Q/K gradients cannot be sharded; keep it with parallel='ddp'")
     return {
         "model": model,
         "optimizer": optimizer,
@@ -211,7 +214,7 @@ def _restore(
         "parallel": parallel,
         "clip": math.inf if config.clip is None else config.clip,
         "graphed": _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length),
-        "gradient": start_gradient(model, config, proposer, state=origin.state, update=origin.update),
+        "gradient": gradient,
         "done": origin.update,
     }, proposer
 

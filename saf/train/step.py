@@ -144,8 +144,7 @@ class Updater:
             group["lr"] = learning_rate
         loss = self.parallel.mean(self._accumulate_gradients())
         if self.gradient is not None:
-            with self.engine.gradients():
-                self.gradient.update()
+            self.gradient.update()
         watched = torch.stack([loss, self.engine.clip_(self.clip)])
         read = _start_reading(watched)
         step_if_finite_(optimizer, watched)
