@@ -1,9 +1,9 @@
-"""Forms of compilation that "auto" means, rated speeds, and the driver's answers by a stand-in for nvidia-smi."""
+"""Forms of compilation that "auto" means, and rated speeds."""
 
 import pytest
 import torch
 
-from saf.machine import Execution, nvidia_smi, rated_flops
+from saf.machine import Execution, rated_flops
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,3 @@ def test_unknown_speeds_are_not_guessed():
     assert rated_flops("NVIDIA H200", "bf16") == 989e12
     assert rated_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
     assert rated_flops("NVIDIA H200", "fp32") is rated_flops("cpu (x86_64, 2 threads)", "bf16") is None
-
-
-def test_nvidia_smi_answers_nothing_where_it_fails_or_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert nvidia_smi("memory.total") == ""
-    program = tmp_path / "nvidia-smi"
-    for code, answer in ((0, "143771\n81559\n"), (6, "")):
-        program.write_text(f"#!/bin/sh\nprintf '143771\\n81559\\n'\nexit {code}\n")
-        program.chmod(0o755)
-        assert nvidia_smi("memory.total") == answer

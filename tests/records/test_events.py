@@ -22,13 +22,6 @@ def test_events_are_numbered_lines_with_a_file_of_tensors_each(tmp_path):
     assert read_events(tmp_path / "events.jsonl") == [first, second]
 
 
-def test_heads_in_force_are_those_that_nothing_made_live_again(tmp_path):
-    freeze(tmp_path, [[1, 0], [0, 1]])
-    freeze(tmp_path, [[0, 2]])
-    append_event(tmp_path, "undo", {"heads": [[1, 0]]})
-    assert heads_in_force(read_events(tmp_path)) == [[0, 1], [0, 2]]
-
-
 def test_what_events_chose_together_leaves_undone_ones_out(tmp_path):
     assert chosen([]) is None
     freeze(tmp_path, [[1, 0]], scores=[[3.0, 4.0], [1.0, 5.0]], fit_kl=[[1, 0, 0.1]], score_name="variance")
@@ -40,25 +33,18 @@ def test_what_events_chose_together_leaves_undone_ones_out(tmp_path):
     assert together["scores"] == [[2.0, 6.0], [1.0, 7.0]]
     assert together["fit_kl"] == [[1, 0, 0.1], [0, 0, 0.2]]
     assert together["rejected"] == []
+    assert heads_in_force(read_events(tmp_path)) == [[0, 0], [1, 0]]
 
 
-def test_an_event_tells_which_other_undid_it_as_long_as_that_one_is_kept(tmp_path):
-    freeze(tmp_path, [[1, 0]])
-    freeze(tmp_path, [[0, 2]])
-    append_event(tmp_path, "undo", {"update": 9, "heads": [[1, 0]], "undoes": 1})
-    assert [event.undone_by for event in read_events(tmp_path)] == [3, None, None]
-    assert torch.equal(read_events(tmp_path)[0].tensors()["alpha"], torch.ones(2, 3))
-    keep_events_(tmp_path, lambda event: event.update < 9)
-    assert [event.undone_by for event in read_events(tmp_path)] == [None, None]
-
-
-def test_events_that_are_not_kept_go_with_their_tensors(tmp_path):
+def test_events_that_are_not_kept_go_with_their_tensors_and_what_they_undid(tmp_path):
     freeze(tmp_path, [[0, 1]], update=3)
     freeze(tmp_path, [[0, 2]], update=6)
+    append_event(tmp_path, "undo", {"update": 6, "heads": [[0, 1]], "undoes": 1})
+    assert [event.undone_by for event in read_events(tmp_path)] == [3, None, None]
     with open(tmp_path / "events.jsonl", "a") as file:
-        file.write('{"number": 3, "ki')
+        file.write('{"number": 4, "ki')
     keep_events_(tmp_path, lambda event: event.update < 6)
-    assert [event.update for event in read_events(tmp_path)] == [3]
+    assert [(event.update, event.undone_by) for event in read_events(tmp_path)] == [(3, None)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["event-1.safetensors", "events.jsonl"]
     assert freeze(tmp_path, [[0, 3]]).number == 2
 

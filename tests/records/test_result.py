@@ -28,11 +28,7 @@ def test_a_header_says_what_was_asked_for_and_where_the_result_comes_from():
     assert header["settings"] == {"out": "a/b", "limit": None}
     found = header["provenance"]
     assert found.keys() == PROVENANCE
-    assert (found["device"], found["checkpoints"], found["data"]) == (
-        "cpu (x86_64)", {"model": "c" * 64}, {"report": "d" * 64},
-    )  # fmt: skip
-    assert found["versions"]["torch"]
-    assert len(found["source_hash"]) == 64
+    assert (found["checkpoints"], found["data"]) == ({"model": "c" * 64}, {"report": "d" * 64})
     assert json.loads(json.dumps(header)) == header
 
 

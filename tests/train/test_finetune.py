@@ -15,9 +15,8 @@ from saf.calibration import gate_gradients
 from saf.checkpoint import load_model, open_checkpoint
 from saf.cli import main
 from saf.cli.finetune import parse_words
-from saf.errors import CheckpointError, CompareError, InputError
+from saf.errors import CheckpointError, InputError
 from saf.evaluate.compare import compare_runs
-from saf.evaluate.recall import paired_tests
 from saf.freeze_config import FreezeConfig
 from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
@@ -321,20 +320,9 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     assert result["provenance"]["seed"] == results[0]["provenance"]["seed"] + 1_000
     alone = pretrain(continue_from(tmp_path / parent, out=tmp_path / "alone", freeze=FREEZE))
     assert alone["recall"]["tests"] == result["reports"]["0"]["recall"]["tests"]
-    refused_pairs(ordinary, frozen, text.out)
-
-
-def refused_pairs(ordinary: RecordedRun, frozen: RecordedRun, text: str) -> None:
-    """Compare runs whose answers are gone, of others than the run's, or of another task."""
-    tests = ordinary.finished_result()["recall"]["tests"]
-    with pytest.raises(CompareError, match="the runs share no test of recall"):
-        paired_tests(tests[:1], [])
     with pytest.raises(InputError, match="must be measured alike"):
-        compare_runs(ordinary, RecordedRun.open(text))
+        compare_runs(ordinary, RecordedRun.open(text.out))
     written = read_json(frozen.folder / "recall.json")
-    (frozen.folder / "recall.json").unlink()
-    with pytest.raises(InputError, match=r"recall\.json does not exist"):
-        compare_runs(ordinary, RecordedRun.open(frozen.folder))
     written["tests"][0]["accuracy"] += 0.125
     write_json(frozen.folder / "recall.json", written)
     with pytest.raises(InputError, match=r"other answers than result\.json"):

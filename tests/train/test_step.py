@@ -14,7 +14,6 @@ from saf.train import step
 from saf.train.parallel import Parallel
 from saf.train.step import (
     GraphedPasses,
-    Updater,
     build_optimizer,
     graphs_unsupported,
     learning_rate,
@@ -77,22 +76,6 @@ def test_a_value_that_is_not_finite_skips_the_step(model, bad):
         step_if_finite_(optimizer, torch.tensor([watched]))
     assert before.keys() == state().keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in state().items())
-
-
-def test_micro_batches_weigh_as_many_targets_as_they_have(model):
-    inputs, targets = zip(*(batch(seed) for seed in (0, 1)), strict=True)
-    few = targets[1].masked_fill(torch.arange(LENGTH) >= 3, -100)
-    waiting = iter([(inputs[0], targets[0]), (inputs[1], few)])
-    whole = model(torch.cat(inputs), targets=torch.cat([targets[0], few])).item()
-    updater = Updater(
-        model=model,
-        optimizer=build_optimizer(model),
-        batches=waiting,
-        execution=Execution.of("cpu", compile="off"),
-        accumulation=2,
-        clip=math.inf,
-    )
-    assert updater.update(1e-3).loss == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_papers_learning_rates():
