@@ -71,27 +71,22 @@ class Shown:
     """Of the part of the page that it belongs to."""
     title: str = ""
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
-    columns: tuple[str, ...] = ()
-    """The columns that the page shows; () is all."""
     page: pd.DataFrame | None = None
-    """What the page shows in place of the cells."""
+    """What the page shows in place of the cells; an empty table is nothing."""
     text: str = ""
     """Markdown below the table."""
     picture: tuple[str, str, str] | None = None
     """Title, name and SVG of a picture."""
     cells: Mapping[str, str] = field(default_factory=dict)
-    """Section, recipe and scale of its cells; without them it has none in cells.csv."""
-    on_page: bool = True
-    """Whether the page shows it, and not only cells.csv."""
+    """Section, recipe, scale and table of its cells; without them it has none in cells.csv."""
 
     def markdown(self) -> Iterator[str]:
         """Yield the Markdown of title, table, text and picture."""
-        if not self.on_page:
-            return
-        if self.title:
+        table = self.frame if self.page is None else self.page
+        if self.title and len(table):
             yield f"**{escaped(self.title)}**"
-        if len(self.frame):
-            yield markdown(self.frame.filter(self.columns or list(self.frame)) if self.page is None else self.page)
+        if len(table):
+            yield markdown(table)
         if self.text:
             yield self.text
         if self.picture:
@@ -100,10 +95,11 @@ class Shown:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield a line of cells.csv for each cell."""
         where = {name: self.cells.get(name, "") for name in ("section", "recipe", "scale")}
+        where["table"] = self.cells.get("table", self.title)
         for number, (label, row) in enumerate(self.frame.iterrows() if self.cells else (), 1):
             for metric, text in row.items():
                 if text not in ("–", ""):
-                    yield {**where, "table": self.title, "row": number, "arm": label, "metric": metric, "text": text}
+                    yield {**where, "row": number, "arm": label, "metric": metric, "text": text}
 
 
 PAGES = {
@@ -232,12 +228,12 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
     if value not in frame or "% " not in " ".join(frame.index):
         return None
     lines: dict[str, dict[str, str]] = {}
-    for label, row in frame.iterrows():
+    for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
         rate = re.search(r"([\d.]+%) ", str(label))
         more = [words[name] + row[name] for name in others if row.get(name, MISSING) != MISSING]
         line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})
         line[rate[1] if rate else "0%"] = row[value] + f" ({', '.join(more)})" * bool(more)
-    table = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
+    table: Any = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
     table = table[sorted(table, key=lambda share: float(share.rstrip("%")))]
     return table.rename_axis(frame.index.name)
 
@@ -246,9 +242,9 @@ def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
     """Yield a recipe's tables at one scale: its headline where it has one, and what it measured."""
     heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
     where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
-    if table.recipe.metrics and len(shown := table.shown(headline=bool(table.recipe.headline))):
-        yield Shown(heading=heading, frame=shown)  # its cells are among those of the whole table
-        yield Shown(heading=heading, title=title, frame=table.shown(), cells=where, on_page=False)
+    if table.recipe.metrics and len(every := table.shown()):
+        page = table.shown(headline=True) if table.recipe.headline else None
+        yield Shown(heading=heading, frame=every, page=page, cells={**where, "table": title})
     measured = _measured_records(table, folder)
     if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
@@ -256,7 +252,7 @@ def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
     for record in (record for records in measured.values() for record in records if record["kind"] in ANALYSES):
         for part in ANALYSES[record["kind"]].tables(record):
             if not isinstance(part, str):
-                yield replace(_analysed(heading, part, where), text="", on_page=False)
+                yield replace(_analysed(heading, part, where), text="", page=pd.DataFrame())
     drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
     drawn |= {
         name.replace(" ", "-"): (name, svg(records))
@@ -271,11 +267,12 @@ def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
 
 def document(parts: Sequence[Shown]) -> str:
     """Return all tables and notes of a recipe as Markdown."""
-    blocks: dict[str, str] = {}
+    blocks = []
     for part in parts:
-        table = markdown(part.frame) if len(part.frame) else part.text
-        blocks.setdefault(table, f"**{escaped(part.title or part.heading)}**\n\n{table}" if len(part.frame) else table)
-    return "\n\n".join(filter(None, blocks.values()))
+        shown = [table for table in (part.page, part.frame) if table is not None and len(table)]
+        blocks += [f"**{escaped(part.title or part.heading)}**"] * bool(shown)
+        blocks += [*map(markdown, shown), part.text]
+    return "\n\n".join(filter(None, blocks))
 
 
 def _analysed(heading: str, part: Table, where: Mapping[str, str]) -> Shown:
@@ -312,7 +309,8 @@ def _runs(results: Path) -> Iterator[Shown]:
         frame = pd.DataFrame(table.rows, columns=table.columns).set_index("arm")
         text = f"{train['updates']:,} updates of {train['length']:,} tokens × {train['batch_size']} sequences."
         where = {"section": "Training", "recipe": folder.name}
-        yield Shown(heading=f"Training runs {folder.name}", frame=frame, columns=RUN_COLUMNS, text=text, cells=where)
+        page: Any = frame[[name for name in RUN_COLUMNS if name in frame]]
+        yield Shown(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, cells=where)
 
 
 def _trainer(results: Path) -> Iterator[Shown]:

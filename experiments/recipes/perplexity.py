@@ -395,8 +395,8 @@ RECIPES["answer"] = Recipe(
         "(results/bench/linear.json); an event and its compilation cost 28.3 of the paper's 187.65 minutes' seconds.",
         "The difference is from the frozen arm of the same rate and clock; below zero is better than freezing.",
         "Own clock: the arm gets the seconds that its reference had left, as it takes them itself.",
-        "Perplexity is measured on windows of the context that an arm was trained at. Arms of two contexts compare by "
-        "the first 4,096 tokens of their windows alone, which at 16K are a quarter of the held-out text.",
+        "Perplexity is measured on windows of the context that an arm was trained at. Arms of two contexts compare, "
+        "roughly, by the first 4,096 tokens of their windows, which at 16K are only a quarter of the held-out text.",
     ),
 )
 
