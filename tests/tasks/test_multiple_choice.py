@@ -95,14 +95,10 @@ OPTIONS = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}
         ("jsonl", "{", "line 1: not JSON"),
         ("jsonl", [], "line 1: expected a JSON object, got list"),
         ("jsonl", {"text": "a"}, "line 1.*choices"),
-        ("jsonl", {"text": 0, "choices": [], "answer": "x" * 999}, "line 1: no example of jsonl"),
         ("jsonl", {"text": "a", "choices": "yes", "answer": 0}, "choices must be a list, got yes"),
         ("boolq", {"question": "is it", "passage": None, "label": True}, "line 1.*passage"),
-        ("quality", {"article": None, "questions": []}, "line 1.*article"),
-        ("quality", {"article": "x", "questions": {"Who?": 1}}, "line 1.*questions"),
         ("quality", {"article": "x", "questions": [{**OPTIONS, "gold_label": "3"}]}, "line 1.*gold_label"),
         ("quality", {"article": "x", "questions": [OPTIONS, {**OPTIONS, "options": ["a"] * 11}]}, "question 2"),
-        ("quality", {"article": "x", "questions": [{**OPTIONS, "options": [1, 2]}]}, "line 1.*options"),
         ("sst2", "text\tlabel\nfilm\t1", "line 2: no example of sst2"),
     ],
 )
@@ -154,11 +150,8 @@ def task(tmp_path, tokenizer):
 def test_a_part_of_the_file_is_stratified_and_the_same_for_every_run(task):
     part = task(most_examples=10)
     assert (len(part.examples), len(part.development), len(part.test)) == (9, 1, 6)
-    used = [each.example for each in (*part.examples, *part.development)]
-    assert sum(each.answer for each in used) == 5, "half of them answer no, as in the file"
-    assert [each.example for each in task(most_examples=10).examples] == [each.example for each in part.examples]
-    assert len(task(most_examples=20).examples) == 18
-    assert part.fingerprint != task().fingerprint
+    assert sum(each.example.answer for each in (*part.examples, *part.development)) == 5, "half, as in the file"
+    assert task(most_examples=10).fingerprint == part.fingerprint != task().fingerprint
 
 
 def test_every_epoch_has_every_example_once_in_an_order_of_its_own(task):

@@ -52,18 +52,26 @@ def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions
         assert torch.equal(again, batch)
 
 
-def test_losses_are_those_of_their_partitions(task, tmp_path):
+def test_losses_are_those_of_their_partitions_and_of_the_tokens_that_are_asked_for(task, settings, tmp_path):
     model = GPT(preset("tiny", vocab_size=320, num_layers=1, hidden_size=32, max_length=LENGTH))
+
+    def loss(partition, limit=None):
+        return evaluate_perplexity(model, task.data, partition=partition, length=LENGTH, limit=limit)["loss"]
+
     execution = Execution.of("cpu")
-    controller, reported = (
-        evaluate_perplexity(model, task.data, partition=name, length=LENGTH, limit=limit)["loss"]
-        for name, limit in (("controller", 5), ("report", None))
-    )
-    assert task.controller_loss(model, execution) == pytest.approx(controller, rel=1e-6)
+    assert task.controller_loss(model, execution) == pytest.approx(loss("controller", 5), rel=1e-6)
     report = task.report(model, execution, folder=tmp_path, checkpoints={})
-    assert report["report_loss"] == pytest.approx(reported, rel=1e-6)
+    assert report["report_loss"] == pytest.approx(loss("report"), rel=1e-6)
     assert report.keys() == {"report_loss", "report_perplexity", "unigram_entropy"}
     assert {path.name for path in tmp_path.iterdir()} == {"evaluation.json", "log_probs.safetensors"}
+    some = TextTask(replace(settings, report_tokens=4 * LENGTH), length=LENGTH)
+    report = some.report(model, execution, folder=tmp_path, checkpoints={})
+    assert report["report_loss"] == pytest.approx(loss("report", 4), rel=1e-6)
+    for tokens, match in ((LENGTH - 1, "one window"), (10**9, "at most")):
+        with pytest.raises((InputError, DataError), match=match):
+            TextTask(replace(settings, report_tokens=tokens), length=LENGTH).check(
+                calibrates=False, scores_outputs=False
+            )
 
 
 def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, tmp_path):
@@ -97,16 +105,3 @@ def test_micro_batches_go_on_where_updates_ended_and_processes_see_together_what
     later = task.training(3, CPU)
     assert all(map(torch.equal, seen[6:], [torch.stack(next(later)) for _ in range(6)]))
     assert task.targets_per_update == 2 * 3 * LENGTH
-
-
-def test_a_report_reads_the_tokens_that_are_asked_for(task, settings, tmp_path):
-    model = GPT(preset("tiny", vocab_size=270, max_length=LENGTH))
-    some = TextTask(replace(settings, report_tokens=4 * LENGTH), length=LENGTH)
-    report = some.report(model, Execution.of("cpu"), folder=tmp_path, checkpoints={})
-    shape = {"partition": "report", "length": LENGTH, "batch_size": 2, "limit": 4}
-    assert report["report_loss"] == evaluate_perplexity(model, task.data, **shape)["loss"]
-    for tokens, match in ((LENGTH - 1, "one window"), (10**9, "at most")):
-        with pytest.raises((InputError, DataError), match=match):
-            TextTask(replace(settings, report_tokens=tokens), length=LENGTH).check(
-                calibrates=False, scores_outputs=False
-            )
