@@ -115,13 +115,8 @@ def prepare(
     training. Within a partition documents follow one another in a seeded order, each ended by the end-of-text token.
     The result depends on the text, the settings and the tokenizer alone.
 
-    Args:
-        sources: one or several names that `Source` describes: `python`, files, folders, datasets.
-        out: folder to make; it appears only once it is complete.
-        overwrite: replace a finished data folder.
-        progress: show a progress bar; None means only on a terminal.
-        **settings: the fields of `PrepareConfig`: `heldout`, `tokenizer`, `vocab_size`, `seed`, ...
-
+    `sources` are names that `Source` describes, `settings` the fields of `PrepareConfig`. The folder `out` appears only
+    once it is complete; `overwrite` replaces a finished one. `progress=None` shows a bar on a terminal alone.
     Raises DataError when text cannot be read or is too little to fill every partition, or `out` is taken.
     """
     from rich.console import Console

@@ -19,10 +19,9 @@ class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
     def __init__(self, data: bytes, *, name: str = "tokenizer.json", eos: str | None = None):
-        """Build from the bytes of a tokenizer.json; its truncation and padding are switched off.
+        """Build from the bytes of a tokenizer.json, without truncation and padding.
 
         `name` is the file's name in messages, `eos` the token that ends a document; None takes one of the usual names.
-        Raises DataError when `data` is no tokenizer, or its vocabulary has no such token.
         """
         import tokenizers
 
@@ -125,8 +124,7 @@ def _byte_level(*files: str) -> Any:
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's word splitting on texts; end-of-text is token 0.
 
-    Texts with too few pairs to merge give a smaller vocabulary. Raises InputError when `vocab_size` has no room for
-    the 256 bytes and the end-of-text token.
+    Texts with too few pairs to merge give a smaller vocabulary.
     """
     from tokenizers import pre_tokenizers, trainers
 

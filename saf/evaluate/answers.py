@@ -73,15 +73,11 @@ def likelihoods(
     precision: str = "auto",
     progress: Progress | None = None,
 ) -> list[Likelihood]:
-    """Compute how likely each continuation is, in order.
+    """Compute how likely each continuation is, in order; processes of a group share the batches out.
 
     Equal inputs are computed once: choices that differ in their last token alone. Logits are computed at the
-    continuations' positions, their softmax in float32. Processes of a group share the batches out, and all return the
-    same. `progress` is called with (continuations done, continuations) before the first batch, and after each.
-
-    Raises:
-        InputError: An empty context or continuation, or one longer than the model takes.
-        DivergenceError: A log-probability that is not finite.
+    continuations' positions, their softmax in float32. Raises InputError for an empty context or continuation or one
+    longer than the model takes, DivergenceError for a log-probability that is not finite.
     """
     longest, language = longest_input(model), language_model(model)
     for each in continuations:
@@ -141,8 +137,7 @@ def answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer questions, in order, by the choice of the largest log-probability, the first of equal ones.
 
-    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`. Raises
-    DivergenceError for a log-probability that is not finite.
+    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`.
     """
     pairs = [Continuation(each.prompt, choice) for each in questions for choice in each.choices]
     results = iter(likelihoods(model, pairs, batch_size=batch_size, precision=precision))
@@ -185,11 +180,7 @@ class TaskAnswers(NamedTuple):
 
     @classmethod
     def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
-        """Summarise the answers to a zero-shot task.
-
-        `facts` are the task's `version`, the `source` of its questions, and `labels`, names of the choices where all
-        questions have the same.
-        """
+        """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
         record = {**facts, **summary(answers)}
         if all("right_norm" in answer for answer in answers):
             record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
@@ -201,10 +192,7 @@ AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
 
 
 def paired_tasks(ordinary: AnswersByTask, frozen: AnswersByTask) -> dict[str, Any]:
-    """Compute the paired change of each task, with p-values corrected over the tasks (`p_holm`), and the mean change.
-
-    Accuracies are shares. Raises CompareError for other questions.
-    """
+    """Compute the paired change of each task, with p-values corrected over tasks (`p_holm`), and the mean change."""
     tasks = {}
     for name, (one, answers) in ordinary.items():
         other, others = frozen[name]
@@ -249,8 +237,7 @@ def zero_shot_record(
 ) -> dict[str, Any]:
     """Return the record of an evaluation by zero-shot tasks, and write it with every answer into `out` if given.
 
-    `facts` are `longest`, the most tokens of an input, the `precision`, and `of`, the model's `model_facts`; `header`
-    goes to `result_header`.
+    `facts` are `longest`, the most tokens of an input, the `precision`, and `of`, the model's `model_facts`.
     """
     records = {name: record for name, (record, _) in tasks.items()}
     written = {**result_header("zero_shot", settings, **header), **facts, "tasks": records}

@@ -61,10 +61,8 @@ def compare_runs(
     separate processes: above 1 the frozen arm is faster; `update_time_caveat` says why it is unclear, "" where it is
     clear. Runs finetuned on questions give what `paired_tasks` returns, runs of recall what `paired_tests` returns.
 
-    Raises:
-        CompareError: The runs differ in more than the freezing (`allow_differences` allows all but other held-out
-            windows or questions), or the second run of text froze nothing.
-        InputError: A run has not ended, or its files are not those of its result.
+    Raises CompareError for runs that differ in more than the freezing (`allow_differences` allows all but other windows
+    or questions), InputError for one that has not ended or whose files are not those of its result.
     """
     pair = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
     one, other = pair
@@ -107,10 +105,7 @@ def _header(
     lines: Sequence[str],
     data: Mapping[str, str] | None = None,
 ) -> Record:
-    """Return the entries of every comparison; raise CompareError for differences (`lines`) that are not allowed.
-
-    `heads_by_kind` counts frozen and pruned heads, where the attention of a model is known.
-    """
+    """Return the entries of every comparison; raise CompareError for differences (`lines`) that are not allowed."""
     if lines and not settings["allow_differences"]:
         listed = "\n  ".join(lines)
         raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
@@ -267,8 +262,7 @@ def was_busy(record: Mapping[str, Any]) -> bool:
 def free_heads_bound(heads: int, num_heads: int) -> float | None:
     """Compute the speedup that no update reaches by freezing or pruning `heads` heads; None where all of them are.
 
-    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone. A
-    closer bound depends on the attention kernel: at one shape 1.37x is left with one and 1.64x with another.
+    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
     """
     return None if heads >= num_heads else num_heads / (num_heads - heads)
 
@@ -310,10 +304,8 @@ def compare_evaluations(
 ) -> Record:
     """Compute delta-PPL with its interval from two folders that `saf evaluate --out` wrote.
 
-    Raises:
-        CompareError: They are of other windows, or computed in another precision; the models differ in more than the
-            freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
-        InputError: A file is missing or damaged.
+    Raises CompareError where they are of other windows or another precision, the models differ in more than the
+    freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
     """
     folders, settings = (ordinary, frozen), {"allow_differences": allow_differences}
     (record, losses), (other, frozen_losses) = map(read_evaluation, folders)
@@ -331,10 +323,8 @@ def compare_evaluations(
 def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
     """Compare two evaluations of the same zero-shot questions, task by task, as `paired_tasks` does.
 
-    Raises:
-        CompareError: Other tasks or questions, another precision, questions that were shortened to other lengths, or
-            models that differ in more than the freezing (`allow_differences` allows that alone).
-        InputError: A file is missing or damaged.
+    Raises CompareError for other tasks or questions, another precision, questions that were shortened to other lengths,
+    or models that differ in more than the freezing (`allow_differences` allows that alone).
     """
     folders = (ordinary, frozen)
     (one, answers), (other, frozen_answers) = map(read_zero_shot, folders)
@@ -355,10 +345,7 @@ def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | s
 
 
 def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
-    """Return the entries about two models, whose shape and origin may differ in the freezing alone.
-
-    Raises CompareError for other differences that are not allowed, and for a second model without edited heads.
-    """
+    """Return the entries about two models, whose shape and origin may differ in the freezing alone."""
     ordinary, frozen = (record.get("of") or {} for record in records)
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
     if "heads_by_layer" in frozen and not any(counts[1].values()):

@@ -47,10 +47,7 @@ def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAM
 
 
 def window_losses(log_probs: Tensor) -> Tensor:
-    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats.
-
-    Raises InputError when there is nothing to average, or a value is not finite.
-    """
+    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats."""
     if log_probs.numel() == 0:
         raise InputError(f"log-probabilities must not be empty, got shape {list(log_probs.shape)}")
     losses = -log_probs.mean(dim=1, dtype=torch.float64)

@@ -40,23 +40,14 @@ def evaluate_perplexity(
 ) -> dict[str, Any]:
     """Measure the loss (nats per token) and perplexity of `model` on one partition.
 
-    In a `torch.distributed` group every process calls this with the same model. They share the batches out, and all
-    return the record that a single process would; the first one writes.
+    Processes of a group share the batches out, and all return the record that a single process would.
 
-    Args:
-        model: The project's GPT, or a causal LM whose call returns an object with `.logits`; it keeps its mode.
-        data: A prepared data folder, or a file of text.
-        partition: Which held-out text; final numbers come from "report".
-        length: Tokens of context in a window; the model's maximum when None.
-        batch_size: Windows in a forward pass.
-        limit: Stop after this many windows; None reads the partition.
-        precision: "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere. Weights that are not float32
-            run in their own dtype, which the record names.
-        bos: The token that every window begins with, before its `length` targets; None for none.
-        out: Folder for the files `FILES`; nothing is written when None.
-        tokens: Whether to write every token's log-probability, or the losses of windows alone.
-        checkpoints: Hashes for the record's header: of the model, and of its origin ("parent", "parent of parent").
-        progress: Called with (windows done, windows) after each batch.
+    The model is a GPT or a causal LM whose call returns an object with `.logits`; it keeps its mode. A window has
+    `length` tokens of context, by default the model's maximum, and begins with the token `bos` if given; `limit` stops
+    after so many. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere; weights that are
+    not float32 run in their own dtype, which the record names. `out` is a folder for `FILES`, which hold every token's
+    log-probability with `tokens`, else only the losses of windows. `checkpoints` are hashes for the record's header: of
+    the model, and of its origin ("parent", "parent of parent").
 
     Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
     token ids that the model does not have, DivergenceError for a log-probability that is not finite.

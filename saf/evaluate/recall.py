@@ -32,15 +32,8 @@ def answer_queries(
     """Answer the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
 
     All output classes compete for an answer, whichever of them a task uses (paper, appendix on associative recall).
-    Processes of a group share the batches out, and all return the same.
-
-    Returns:
-        `accuracy` over all queries, `loss` (nats per query), the numbers of `examples` and `queries`, and `hits`, the
-        queries answered rightly by example, so that two models can be compared in pairs.
-
-    Raises:
-        InputError: Tensors of different shapes, or an example without a query.
-        DivergenceError: Outputs that are not finite.
+    Processes of a group share the batches out. Returns `accuracy` over all queries, `loss` (nats per query), the
+    numbers of `examples` and `queries`, and `hits`, the queries answered rightly by example.
     """
     queries = (targets != NO_TARGET).sum(1)
     if inputs.shape != targets.shape or not len(queries) or not int(queries.min()):
@@ -89,10 +82,7 @@ def gate_problem(recall: Mapping[str, Any]) -> str | None:
 
 
 def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the paired change of each test that both models have, and the mean change.
-
-    Accuracies are shares of queries. Raises CompareError where no test is shared.
-    """
+    """Compute the paired change of each test that both models have, and the mean change, in shares of queries."""
     first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
     tasks = {}
     for length, pairs in [key for key in first if key in second]:

@@ -67,9 +67,9 @@ class Task(ABC):
     def training(
         self, update: int, device: torch.device, *, first: int = 0, every: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches after `update` updates on a device: number `first`, from 0, and then each `every`.
+        """Yield the micro-batches after `update` updates: number `first`, then each `every`, for a process of several.
 
-        So several processes see together what one would see. The next one is fetched before this one is used.
+        The next one is fetched before this one is used.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
@@ -86,10 +86,7 @@ class Task(ABC):
 
     @abstractmethod
     def calibration(self) -> Sequence[Batch]:
-        """Calibration sequences, the same for every arm: LongTensors `[<= batch_size, length]`.
-
-        Mappings with `input_ids` and `targets` where the loss is not of every next token.
-        """
+        """Calibration sequences, the same for every arm: LongTensors `[<= batch_size, length]`, or mappings of them."""
 
     @abstractmethod
     def heldout(self) -> list[Tensor]:
