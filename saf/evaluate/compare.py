@@ -4,14 +4,12 @@ Both are measured by perplexity, or by their accuracy: on questions, on queries 
 tasks. A record of accuracy has the paired change of each task.
 """
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from saf.errors import CompareError, InputError, SafWarning
 from saf.evaluate.answers import ZERO_SHOT_FILES, TaskAnswers, has_answers, paired_tasks, read_answers, read_zero_shot
@@ -28,8 +26,6 @@ from saf.records.run import RecordedRun
 Record = dict[str, Any]
 PERPLEXITY, ACCURACY = "comparison", "accuracy_comparison"
 """The kinds of records."""
-_SAME_LOSS = 1e-6
-"""Relative difference of two losses beyond which they are of another model, text or precision."""
 _MINIMUM_TIMED_UPDATES = 5
 """The median of fewer says nothing about updates whose times spread by some percent."""
 # Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
@@ -122,7 +118,7 @@ def _measure_of(run: RecordedRun) -> str:
 
 
 def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
-    (record, losses), (other, frozen_losses) = map(_final_evaluation, (ordinary, frozen))
+    (record, losses), (other, frozen_losses) = (read_evaluation(run.folder) for run in (ordinary, frozen))
     if record["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
     peaks = (run.finished_result().get("peak_memory_bytes") for run in (ordinary, frozen))
@@ -131,16 +127,6 @@ def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples
         **compare_update_times(ordinary, frozen),
         **dict(zip(("peak_memory_ordinary", "peak_memory_frozen"), peaks, strict=True)),
     }
-
-
-def _final_evaluation(run: RecordedRun) -> tuple[Record, Tensor]:
-    """Read a run's evaluation; raise InputError unless its loss is that of result.json."""
-    expected = run.finished_result()["report_loss"]
-    record, losses = read_evaluation(run.folder)
-    if not math.isclose(record["loss"], expected, rel_tol=_SAME_LOSS):
-        where = f"{run.folder}/evaluation.json is of another model or text than the run's end"
-        raise InputError(f"{where}: loss {record['loss']:.6f}, not {expected:.6f}; evaluate the last checkpoint again")
-    return record, losses
 
 
 def _task_answers(run: RecordedRun) -> TaskAnswers:

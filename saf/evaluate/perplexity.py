@@ -53,7 +53,7 @@ def evaluate_perplexity(
     token ids that the model does not have, DivergenceError for a log-probability that is not finite.
     """
     language, device = language_model(model), language_model(model).device
-    length = _check_settings(language, data, length=length, batch_size=batch_size, bos=bos)
+    length = _window_length(language, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
     ran_in, batches = precision_in_use(model, precision), windows.split(batch_size)
@@ -96,18 +96,14 @@ def evaluate_perplexity(
     return on_rank0(write)
 
 
-def _check_settings(language: Any, data: TokenData, *, length: int | None, batch_size: int, bos: int | None) -> int:
-    """Return the window length; raise before any work when a setting cannot be used."""
+def _window_length(language: Any, data: TokenData, length: int | None) -> int:
+    """Return the window length; raise where the model cannot take it, or tokens of the data."""
     longest, vocabulary = language.max_length, language.vocab_size
     length = longest if length is None else length
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1, got {batch_size}")
     if length is None:
         raise InputError("length must be given: the model has no maximum of its own")
     if longest is not None and length > longest:
         raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
-    if bos is not None and not 0 <= bos < (vocabulary or math.inf):
-        raise InputError(f"bos must be a token of the model, which has {vocabulary:,}, got {bos}")
     if vocabulary is not None and data.vocab_size > vocabulary:
         ids = f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}"
         raise DataError(f"{ids}; prepare data with the model's tokenizer")
