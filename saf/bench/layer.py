@@ -19,8 +19,7 @@ from saf.bench.models import (
     FolderLayer,
     ModelPlan,
     causal_blocks,
-    exponential_patterns,
-    synthetic_patterns,
+    drawn_patterns,
 )
 from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session
 from saf.bench.speed import DTYPES, Speed, require
@@ -194,14 +193,10 @@ class Layer:
             return (lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)), None
         if arm.kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
-        layout, generator = self.layout(arm.rate), torch.Generator().manual_seed(self.settings.seed)
-        pattern: Any
-        if self.own:
-            pattern = self.own.patterns
-        elif arm.backend == "linear":
-            pattern = exponential_patterns(layout.num_frozen, self.point.length, generator)
-        else:
-            pattern = synthetic_patterns(layout.num_frozen, self.point.length, generator, self.device)
+        layout, length, seed = self.layout(arm.rate), self.point.length, self.settings.seed
+        pattern = self.own.patterns if self.own else None
+        if pattern is None:
+            pattern = drawn_patterns(arm.backend, layout.num_frozen, length, seed, self.device)
         kv_head = layout.kv_head if self.part == "layer" else None
         frozen = FrozenHeads.from_patterns(
             pattern, backend=arm.backend, dtype=self.dtype, device=self.device, kv_head=kv_head

@@ -271,7 +271,11 @@ class ModelPlan:
             prune_(model, pruned)
             finalize_(model)
         if len(frozen):
-            install_(model, frozen, self._patterns(frozen, arm.backend), backend=str(arm.backend))
+            if self.folder:
+                patterns: Any = [self.folder.frozen[head] for head in frozen]
+            else:
+                patterns = drawn_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
+            install_(model, frozen, patterns, backend=str(arm.backend))
         adapter = adapter_for(model)
         adapter.attend_through_seam()  # ordinary arms too: the same function, without frozen heads
         for site in adapter.sites():
@@ -299,13 +303,6 @@ class ModelPlan:
         sizes |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
         sizes |= {"head_dim": shape.head_dim, "vocab_size": shape.vocab_size}
         return random_model(family, **place, generator=generator, **sizes)
-
-    def _patterns(self, heads: HeadSet, backend: str | None) -> Any:
-        if self.folder:
-            return [self.folder.frozen[head] for head in heads]
-        if backend == "linear":
-            return exponential_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed))
-        return synthetic_patterns(len(heads), self.length, torch.Generator().manual_seed(self.seed), self.device)
 
 
 # --- which heads, and their patterns
@@ -337,6 +334,14 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int
             if whole.sum() < total and whole[layer] < num_heads:
                 whole[layer] += 1
     return whole.tolist()
+
+
+def drawn_patterns(backend: str | None, count: int, length: int, seed: int, device: torch.device) -> Any:
+    """Draw patterns of the kind that a backend executes: exponential ones for "linear", else compact ones."""
+    generator = torch.Generator().manual_seed(seed)
+    if backend == "linear":
+        return exponential_patterns(count, length, generator)
+    return synthetic_patterns(count, length, generator, device)
 
 
 def synthetic_patterns(

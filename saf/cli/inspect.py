@@ -97,18 +97,6 @@ def _patterns(contents: Contents) -> str:
     return _counts(kinds) + (f"; in float32 {', '.join(sizes)}" if sizes else "")
 
 
-def _fits(contents: Contents) -> str | None:
-    if not contents["fit_kl"]:
-        return None
-    words = f"KL at most {max(kl for *_, kl in contents['fit_kl']):.4f} nats"
-    frozen = [each for each in contents["certificates"] if each["head"] in contents["frozen"]]
-    if not frozen:
-        return words
-    converged = sum(each["converged"] for each in frozen)
-    worst = max(max(each["max_relative_abs"], each["max_relative_rel"]) for each in frozen)
-    return f"{words}; {converged} of {len(frozen)} converged, marginals within {worst:.1e}"
-
-
 ROWS: dict[str, Callable[[Contents], Any]] = {
     "arm": lambda each: f"{each['arm']}, {'finished' if each['finished'] else 'not finished'}",
     "update": lambda each: each["update"],
@@ -121,7 +109,7 @@ ROWS: dict[str, Callable[[Contents], Any]] = {
     "weights": lambda each: ", ".join(f"{name} {byte_size(size)}" for name, size in each["weights"].items()),
     "heads": _heads,
     "patterns": _patterns,
-    "fits": _fits,
+    "fits": lambda each: f"KL at most {max(kl for *_, kl in each['fit_kl']):.4f} nats" if each["fit_kl"] else None,
     "sums": lambda each: exponential_words(each["exponential"]) if each["exponential"] else None,
     "can be undone": lambda each: f"{each['undoable']} of {len(each['frozen']) + len(each['pruned'])} heads",
     "hash": lambda each: each["hash"],

@@ -55,6 +55,10 @@ def hf(tmp_path_factory) -> Path:
     return folder
 
 
+def run(kind: str, model: object, **settings: Any) -> dict[str, Any]:
+    return bench.measure(bench.KINDS[kind](model=str(model), **settings))
+
+
 def roles(record: dict[str, Any]) -> list[tuple[str, int]]:
     assert record["left_out"] == [], record["left_out"]
     assert record["finished"]
@@ -62,7 +66,7 @@ def roles(record: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def test_update():
-    record = bench.update("tiny", points=("16x1x2",), rates=(0.25,), pruned=True, **TOY | {"profile": True})
+    record = run("update", "tiny", points=("16x1x2",), rates=(0.25,), pruned=True, **TOY | {"profile": True})
     assert roles(record) == [("control", 0), ("frozen", 4), ("free", 4), ("pruned", 4)]
     assert record["rows"][0]["point"] == {"length": 16, "batch_size": 1, "accumulation": 2}
     assert record["rows"][1]["per_layer"] == [2, 1, 1, 0]
@@ -72,14 +76,19 @@ def test_update():
 
 def test_prefill():
     settings = {"points": ("32x2",), "rates": (0.5,), "precisions": ("fp32", "bf16")}
-    record = bench.prefill("tiny", **settings, **TOY | {"others": ("math",)})
+    record = run("prefill", "tiny", **settings, **TOY | {"others": ("math",)})
     assert roles(record) == 2 * [("control", 0), ("kernel", 0), ("frozen", 8), ("free", 8)]
     assert [row["point"]["precision"] for row in record["rows"][::4]] == ["fp32", "bf16"]
 
 
 def test_op():
-    record = bench.op(
-        "tiny", points=("64x2",), rates=(0.25, 0.5), backends=("toeplitz", "linear"), **TOY | {"others": ("math",)}
+    record = run(
+        "op",
+        "tiny",
+        points=("64x2",),
+        rates=(0.25, 0.5),
+        backends=("toeplitz", "linear"),
+        **TOY | {"others": ("math",)},
     )
     rows = [row for row in record["rows"] if row["variant"] == "both call"]
     assert [(row["part"], row["alone"], row["role"], row["heads"]) for row in rows] == [
@@ -113,14 +122,14 @@ class Halved(torch.autograd.Function):
 )
 def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch, wrong, words):
     monkeypatch.setattr("saf.bench.layer.frozen_attention", wrong)
-    record = bench.op("tiny", points=("64x2",), rates=(0.5,), parts=("frozen",), **TOY)
+    record = run("op", "tiny", points=("64x2",), rates=(0.5,), parts=("frozen",), **TOY)
     assert words in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"]} == {"control"}
 
 
 def test_decode():
     one = {"num_layers": 1, "points": ("16x2",), "rates": (0.5,), "compile": "off", "free": False}
-    record = bench.decode("llama-124m", **one, **TOY)
+    record = run("decode", "llama-124m", **one, **TOY)
     assert roles(record) == [("control", 0), ("frozen", 6)]
     ordinary, frozen = (row["cache_bytes"] for row in record["rows"][:2])
     assert ordinary == 2 * 16 * 2 * 768 * 4  # keys and values, 16 positions of 2 sequences, 768 channels in fp32
@@ -153,7 +162,7 @@ def test_a_step_of_the_projects_decoder_computes_what_the_model_does(heads, posi
 
 @pytest.mark.parametrize("kind", ["prefill", "update", "decode"])
 def test_a_checkpoint_has_its_own_heads(gpt, kind):
-    record = getattr(bench, kind)(str(gpt), points=("16x2",), **TOY)
+    record = run(kind, gpt, points=("16x2",), **TOY)
     frozen = [row for row in record["rows"] if row["role"] == "frozen"]
     assert [(row["rate"], row["per_layer"], row["backend"]) for row in frozen] == [(3 / 16, [2, 0, 1, 0], "toeplitz")]
     assert (frozen[0]["model"], record["left_out"]) == (str(gpt), [])
@@ -164,14 +173,14 @@ def test_a_checkpoint_has_its_own_heads(gpt, kind):
 
 @pytest.mark.parametrize(("layer", "number", "frozen"), [(None, 0, 2), (2, 2, 1)])
 def test_op_times_a_layer_of_a_checkpoint(gpt, layer, number, frozen):
-    record = bench.op(str(gpt), layer=layer, points=("16x2",), directions=("both",), **TOY)
+    record = run("op", gpt, layer=layer, points=("16x2",), directions=("both",), **TOY)
     assert roles(record) == [("control", 0), ("frozen", frozen), ("control", 0), ("frozen", frozen), ("free", frozen)]
     assert {row["number"] for row in record["rows"]} == {number}
     assert {(row["rate"], row["backend"]) for row in record["rows"][1::2]} == {(frozen / 4, "toeplitz")}
 
 
 def test_op_times_a_layer_with_grouped_queries_whole(hf):
-    record = bench.op(str(hf), points=("16x2",), directions=("forward",), **TOY)
+    record = run("op", hf, points=("16x2",), directions=("forward",), **TOY)
     assert [(row["part"], row["role"], row["heads"]) for row in record["rows"]] == [
         ("layer", "control", 0), ("layer", "frozen", 2), ("layer", "free", 2),
     ]  # fmt: skip
@@ -180,7 +189,7 @@ def test_op_times_a_layer_with_grouped_queries_whole(hf):
 
 @pytest.mark.parametrize("kind", ["update", "decode"])
 def test_a_folder_of_transformers_has_its_own_heads(hf, kind):
-    record = getattr(bench, kind)(str(hf), points=("16x2",), **TOY | ({"compile": "off"} if kind == "decode" else {}))
+    record = run(kind, hf, points=("16x2",), **TOY | ({"compile": "off"} if kind == "decode" else {}))
     assert roles(record) == [("control", 0), ("frozen", 4), ("free", 4)]
     assert record["rows"][1]["per_layer"] == [2, 2, 0]
     if kind == "decode":
@@ -210,7 +219,7 @@ def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
     model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64))
     saf.prune_(model, HeadSet(HEADS))
     saf.save(model, tmp_path)
-    assert roles(bench.prefill(str(tmp_path), points=("16x1",), **TOY)) == [("control", 0), ("pruned", 3)]
+    assert roles(run("prefill", tmp_path, points=("16x1",), **TOY)) == [("control", 0), ("pruned", 3)]
 
 
 @pytest.mark.slow
@@ -226,7 +235,7 @@ def test_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
 
 
 def test_points_beyond_the_time_allowed_are_left_out():
-    record = bench.prefill("tiny", points=("16x1", "32x1"), seconds=1e-3, **TOY)
+    record = run("prefill", "tiny", points=("16x1", "32x1"), seconds=1e-3, **TOY)
     assert record["rows"] == []
     assert record["left_out"][-1] == {"what": "T=32 B=1 fp32", "why": "out of time"}
 
@@ -263,5 +272,5 @@ def test_what_is_refused_before_anything_is_written(kind, changes, error, words,
         saf.save(saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64)), tmp_path / "ordinary")
     usual["model"] = {FOLDER: str(gpt), ORDINARY: str(tmp_path / "ordinary")}.get(usual["model"], usual["model"])
     with pytest.raises(error, match=words):
-        getattr(bench, kind)(**usual, out=tmp_path / "bench.json")
+        bench.measure(bench.KINDS[kind](**usual), out=tmp_path / "bench.json")
     assert not (tmp_path / "bench.json").exists()
