@@ -8,7 +8,6 @@ import pytest
 
 from saf.bench import Update
 from saf.bench.protocol import Arm, Session, alternate, summary
-from saf.bench.timing import event_block, wall_block
 from saf.errors import InputError
 from saf.records.files import read_json
 from saf.report.benchmarks import speed_cells
@@ -130,10 +129,3 @@ def test_every_kernel_has_its_control_and_later_ones_stand_beside_the_first():
         ("ordinary flash", "25% free flash", "free"), ("ordinary flash", "25% pruned flash", "pruned"),
     ]  # fmt: skip
     assert Arm("cudnn", "fused", 0.25).live_kernel == "auto", "it computes live heads itself"
-
-
-@pytest.mark.parametrize("block", [wall_block, event_block])
-def test_a_block_is_the_median_of_its_calls(block, monkeypatch):
-    ticks = iter([0.0, 0.1, 1.0, 1.5, 2.0, 2.2])
-    monkeypatch.setattr("saf.bench.protocol.time.perf_counter", lambda: next(ticks))
-    assert block(lambda: None, repeats=3, device=MACHINE.device) == pytest.approx(200.0)

@@ -53,8 +53,3 @@ def test_the_files_of_finetuning_are_found(moved, saf, monkeypatch):
     monkeypatch.chdir(moved)
     code, _, error = saf("finetune", "--out", moved / "tuned", "--resume")
     assert code == 0, error
-    (moved / "data").rename(moved / "gone")
-    code, _, error = saf("finetune", *words[:2], "--task", moved / "files" / "train.jsonl", "--test",
-                         moved / "files" / "test.jsonl", *flags, "--out", moved / "again")  # fmt: skip
-    assert code == 2
-    assert "--tokenizer" in error

@@ -11,7 +11,7 @@ import torch
 
 from saf.evaluate.perplexity import write_losses
 from saf.records.events import append_event
-from saf.records.files import read_json, read_lines, write_lines
+from saf.records.files import read_json, write_lines
 from saf.records.result import SCHEMA
 
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
@@ -114,33 +114,14 @@ def edit(path: Path, **changes: Any) -> None:
     write(path, record)
 
 
-def event_of(folder: Path) -> dict[str, Any]:
-    """Return the line of a run's first event."""
-    return read_lines(folder / "events.jsonl")[0]
-
-
-def edit_event(folder: Path, **changes: Any) -> None:
-    """Change values of the line of a run's first event."""
-    first, *others = read_lines(folder / "events.jsonl")
-    write_lines(folder / "events.jsonl", [{**first, **changes}, *others])
-
-
 def patterns(shape: Shape) -> dict[str, torch.Tensor]:
-    """Return alpha, rho, log_z `[L, H, T]` of invented heads, and the marginals of exactly those patterns."""
+    """Return alpha and rho `[L, H, T]` of invented heads."""
     generator = torch.Generator().manual_seed(7)
     position = torch.arange(shape.length, dtype=torch.float64)
     slope = 0.3 + 2.5 * torch.rand(shape.layers, shape.heads, 1, generator=generator, dtype=torch.float64)
-    ripple = 0.4 * torch.rand(shape.layers, shape.heads, 1, generator=generator, dtype=torch.float64)
-    rho = -slope * torch.log1p(position) + ripple * torch.cos(position / 3)
     alpha = 0.15 * torch.randn(shape.layers, shape.heads, shape.length, generator=generator, dtype=torch.float64)
     alpha[..., 0] += 1.5
-    distance = (position[:, None] - position).long()
-    logits = alpha[..., None, :] + rho[..., distance.clamp(min=0)]
-    logits = logits.masked_fill(distance < 0, -torch.inf)
-    log_z = torch.logsumexp(logits, dim=-1)
-    dense = torch.exp(logits - log_z[..., None])
-    eta_rel = torch.stack([dense.diagonal(-d, dim1=-2, dim2=-1).sum(-1) for d in range(shape.length)], dim=-1)
-    return {"alpha": alpha, "rho": rho, "log_z": log_z, "eta_abs": dense.sum(-2), "eta_rel": eta_rel}
+    return {"alpha": alpha, "rho": -slope * torch.log1p(position)}
 
 
 def _write_metrics(folder: Path, shape: Shape, *, cost: float, speedup: float) -> None:
@@ -167,14 +148,10 @@ def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]
     generator = torch.Generator().manual_seed(11)
     depth = torch.arange(shape.layers)[:, None] / max(1, shape.layers - 1)
     variance = torch.exp(torch.randn(shape.layers, shape.heads, generator=generator) + 3 * depth - 12)
-    forward_kl = torch.exp(0.4 * torch.randn(shape.layers, shape.heads, generator=generator) + 1.2 * depth - 1)
     order = [divmod(int(i), shape.heads) for i in variance.flatten().argsort()]
     rejected, chosen = order[1], sorted([order[0], *order[2 : num_frozen + 1]])
     index = tuple(torch.tensor(chosen).T)
-    tensors = {name: made[name][index].float() for name in ("alpha", "rho")}
-    tensors |= {name: made[name].float() for name in ("eta_abs", "eta_rel")}
-    entropy = 5 - forward_kl
-    tensors |= {"variance": variance, "forward_kl": forward_kl, "row_entropy": entropy}
+    tensors = {name: values[index].float() for name, values in made.items()} | {"row_entropy": 5 - 1e4 * variance}
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
     record = {
         **{"update": shape.freeze_update, "config": config(shape, frozen=True)["freeze"]},

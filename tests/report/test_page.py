@@ -81,7 +81,7 @@ def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
     run = RecordedRun.open(write_run(tmp_path / "frozen", Shape(length=44), frozen=True))
     layer, head = run.freeze["heads"][0]
     made = patterns(Shape(length=44))
-    dense = CompactPattern(*(made[name][layer, head] for name in ("alpha", "rho", "log_z"))).dense()
+    dense = CompactPattern.from_parameters(*(values[layer, head] for values in made.values())).dense()
     picture = figures.patterns(run)[0]
     size = len(picture)  # two positions a bin
     for row in (0, 7, size - 1):
