@@ -116,7 +116,7 @@ def usable_backends(session: Session, settings: Accuracy, precision: str) -> Ite
     device, dtype = session.execution.device, DTYPES[precision]
     for name in settings.backends or BACKENDS:
         if not settings.backends and (reason := BACKENDS[name].unsupported_reason(device, dtype)):
-            session.leave_out(f"{name} {precision}", reason)
+            session.skip(f"{name} {precision}", reason)
         else:
             yield choose_backend(name, device=device, dtypes=[dtype])
 

@@ -20,7 +20,7 @@ from saf.bench.models import ModelPlan
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import ModelSpeed, measure, require
 from saf.bench.timing import GRAPH, kernels_of
-from saf.bench.whole import LEARNING_RATE, UpdateSubject, way_of
+from saf.bench.whole import LEARNING_RATE, UpdateSubject, launch_mode
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
@@ -108,7 +108,7 @@ class Finetuning(ModelSpeed):
         return super().plan(replace(point, length=self.length))
 
     def variants(self) -> tuple[str, ...]:
-        return tuple(name + f" {GRAPH}" * (way == GRAPH) for way in super().variants() for name in self.batches)
+        return tuple(name + f" {GRAPH}" * (mode == GRAPH) for mode in super().variants() for name in self.batches)
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         device = self.execution.device
@@ -131,7 +131,7 @@ class FinetuneSubject(UpdateSubject):
                 self.timed_block(variant)
 
     def timed_block(self, variant: str) -> float:
-        self.updaters[way_of(variant)].batches = cycle(self.orders[variant.removesuffix(f" {GRAPH}")])
+        self.updaters[launch_mode(variant)].batches = cycle(self.orders[variant.removesuffix(f" {GRAPH}")])
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from saf.models.gpt import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records.files import read_json
 from saf.records.table import MISSING, natural_order, number, seconds
-from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, way
+from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, table_title
 
 Record = Mapping[str, Any]
 Cells = dict[str, Any]
@@ -85,8 +85,8 @@ def _speed_lines(record: Record) -> Iterator[Cells]:
             "paper": _paper_speed(record, row) or MISSING,
             "in": record["name"],
             "_row": row,
-            "_way": way(row, unusual),
-            "_same": (provenance.get("device"), unusual, way(row), *row["point"].items(), *alike, pinned),
+            "_way": table_title(row, unusual),
+            "_same": (provenance.get("device"), unusual, table_title(row), *row["point"].items(), *alike, pinned),
             "_order": (not row["refused"], str(provenance.get("date"))),
         }
 

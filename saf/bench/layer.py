@@ -23,7 +23,7 @@ from saf.bench.models import (
 )
 from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session
 from saf.bench.speed import DTYPES, Speed, require
-from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, repeats_within, ways_of
+from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, launch_modes, repeats_within
 from saf.errors import AccuracyError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.machine import GraphPool, GraphReplay
@@ -67,20 +67,22 @@ class Op(Speed):
         super().check()
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
         for point in self.parsed_points():
-            own = Layer(self, point, "layer", []).own
-            require(own is not None or self.layer is None, "layer must be left out of a preset, whose layers are alike")
-        ways_of(self.graphs, self.execution.device)
+            chosen = Layer(self, point, "layer", []).of_folder
+            require(
+                chosen is not None or self.layer is None, "layer must be left out of a preset, whose layers are alike"
+            )
+        launch_modes(self.graphs, self.execution.device)
 
     def cases(self, session: Session) -> Iterator[Case]:
         for point, part in product(self.parsed_points(), self.parts):
-            own = Layer(self, point, part, []).own
-            rates = [own.layout.num_frozen / own.layout.num_heads] if own else list(self.rates or (0.25, 0.5))
+            chosen = Layer(self, point, part, []).of_folder
+            rates = [chosen.layout.num_frozen / chosen.layout.num_heads] if chosen else list(self.rates or (0.25, 0.5))
             for some in [[rate] for rate in dict.fromkeys(rates)] if part == "frozen" else [rates]:
                 layer = Layer(self, point, part, some)
                 if (reason := layer.unsupported_reason()) is None:
                     yield layer.case()
                 else:
-                    session.leave_out(layer.name, reason)
+                    session.skip(layer.name, reason)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Layer:
         return ModelPlan(model=self.settings.model, length=self.point.length, device=self.device)
 
     @cached_property
-    def own(self) -> FolderLayer | None:
+    def of_folder(self) -> FolderLayer | None:
         """The layer of a folder's model; None for a preset."""
         return self.plan.folder and self.plan.folder.layer(self.settings.layer)
 
@@ -132,8 +134,8 @@ class Layer:
 
     def layout(self, rate: float) -> HeadLayout:
         """Return the layer's heads, a preset's frozen ones drawn by the seed."""
-        if self.own:
-            return self.own.layout
+        if self.of_folder:
+            return self.of_folder.layout
         shape, generator = self.plan.shape, torch.Generator().manual_seed(self.settings.seed)
         drawn = torch.randperm(shape.num_heads, generator=generator)[: round(rate * shape.num_heads)].tolist()
         return HeadLayout(shape.num_heads, shape.num_kv_heads, tuple(sorted(drawn)))
@@ -162,13 +164,13 @@ class Layer:
     def case(self) -> Case:
         """Return everything that is compared; frozen heads alone have no free bound, and other kernels once."""
         alone, settings, shape = self.part == "frozen", self.settings, self.plan.shape
-        comparisons = settings.comparisons(self.rates, own=self.own and self.own.backend)
+        comparisons = settings.comparisons(self.rates, backend=self.of_folder and self.of_folder.backend)
         if alone:
             skipped = ("free", "kernel") if "layer" in settings.parts else ("free",)
             comparisons = [each for each in comparisons if each.role not in skipped]
         sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        ways, pool = [*reversed(ways_of(settings.graphs, self.device))], GraphPool()
-        variants = [f"{direction} {way}" for direction in settings.directions for way in ways]
+        modes, pool = [*reversed(launch_modes(settings.graphs, self.device))], GraphPool()
+        variants = [f"{direction} {mode}" for direction in settings.directions for mode in modes]
         return Case(
             name=self.name,
             fields={
@@ -176,7 +178,7 @@ class Layer:
                 "alone": self.layout(self.rates[0]).num_frozen if alone else None,
                 "point": self.point.to_dict(),
                 "layer": sizes,
-                "number": self.own and self.own.number,
+                "number": self.of_folder and self.of_folder.number,
                 "dtype": str(self.dtype).removeprefix("torch."),
             },
             comparisons=comparisons,
@@ -194,7 +196,7 @@ class Layer:
         if arm.kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
         layout, length, seed = self.layout(arm.rate), self.point.length, self.settings.seed
-        pattern = self.own.patterns if self.own else None
+        pattern = self.of_folder.patterns if self.of_folder else None
         if pattern is None:
             pattern = drawn_patterns(arm.backend, layout.num_frozen, length, seed, self.device)
         kv_head = layout.kv_head if self.part == "layer" else None
@@ -245,12 +247,12 @@ class LayerSubject:
 
     def warm_up(self) -> None:
         settings, device = self._layer.settings, self._layer.device
-        for way in dict.fromkeys(variant.split()[1] for variant in self._variants):
-            outputs = self._run(f"forward {way}", 0)
+        for mode in dict.fromkeys(variant.split()[1] for variant in self._variants):
+            outputs = self._run(f"forward {mode}", 0)
             generator = torch.Generator(device).manual_seed(settings.seed + 1)
             self._gradients = [tuple(self._draw(each.shape[1], generator) for each in outputs) for _ in self._inputs]
             if self._arm.backend not in (None, FREE):
-                self._check(outputs[-1], way)
+                self._check(outputs[-1], mode)
         for variant in self._variants:
 
             def every(variant: str = variant) -> None:
@@ -263,7 +265,7 @@ class LayerSubject:
             once = event_block(call, repeats=2, device=device)
             self._passes[variant] = call, repeats_within(BLOCK_MS, once, settings.repeats)
 
-    def _check(self, output: Tensor, way: str) -> None:
+    def _check(self, output: Tensor, mode: str) -> None:
         """Compare sampled outputs, and gradients of the values where these are timed, with Eq. (3) in float64."""
         layer, length = self._layer, output.shape[-2]
         layout = layer.layout(self._arm.rate)
@@ -274,7 +276,7 @@ class LayerSubject:
         rows = [_entries(each, at[:, None], every[None]) for each in patterns]
         _compare("output", output[:, :, at], rows, self._inputs[0][-1].detach()[:, slots])
         if "both" in layer.settings.directions and not layout.grouped:
-            gradient = self._run(f"both {way}", 0)[-1][:, slots]
+            gradient = self._run(f"both {mode}", 0)[-1][:, slots]
             columns = [_entries(each, every[None], at[:, None]) for each in patterns]
             _compare("gradient of the values", gradient[:, :, at], columns, self._gradients[0][-1])
 

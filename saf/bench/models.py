@@ -205,7 +205,7 @@ class ModelPlan:
         return self.model + ("" if self.num_layers is None else f", {self.num_layers} layers")
 
     @property
-    def own_rate(self) -> float:
+    def folder_rate(self) -> float:
         """The share of heads that a folder freezes or prunes, 0 of a preset."""
         edited = len(self.folder.frozen) + len(self.folder.pruned) if self.folder else 0
         return edited / (self.shape.num_layers * self.shape.num_heads)

@@ -155,7 +155,7 @@ def alternate(
     longest = 0.0
     for number in range(pairs):
         if not session.fits(longest):
-            session.leave_out(name, f"pairs {number + 1} to {pairs}: {OUT_OF_TIME}")
+            session.skip(name, f"pairs {number + 1} to {pairs}: {OUT_OF_TIME}")
             break
         began = time.perf_counter()
         try:
@@ -165,7 +165,7 @@ def alternate(
                     by_side = {side: block[side]() for side in order}
                     times[key].append((by_side[0], by_side[1]))
         except Exception as error:
-            session.leave_out(name, f"pairs from {number + 1}: {in_short(error)}")
+            session.skip(name, f"pairs from {number + 1}: {in_short(error)}")
             break
         longest = max(longest, time.perf_counter() - began)
         after_round(times)
@@ -240,7 +240,7 @@ class Session:
         self.rows += rows
         self.save()
 
-    def leave_out(self, what: str, why: str) -> None:
+    def skip(self, what: str, why: str) -> None:
         """Record and print what is not measured."""
         why = why.strip().split("\n")[0][:300] or "no reason given"
         self.lists["left_out"].append({"what": what, "why": why})
@@ -253,7 +253,7 @@ class Session:
             with all_ranks_or_raise():
                 action()
         except Exception as error:
-            self.leave_out(what, in_short(error))
+            self.skip(what, in_short(error))
             return False
         return True
 
@@ -359,7 +359,7 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
     for arm, subject in built.items():
         what = f"{case.name}: {arm.name}"
         if not session.fits(longest):
-            session.leave_out(what, OUT_OF_TIME)
+            session.skip(what, OUT_OF_TIME)
             continue
         began = session.spent
         if session.attempt(what, subject.warm_up):

@@ -29,7 +29,7 @@ from saf.bench.protocol import (
     compare,
     in_short,
 )
-from saf.bench.timing import ways_of
+from saf.bench.timing import launch_modes
 from saf.distributed import all_ranks_or_raise
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Compile, Device, Execution, GraphPool
@@ -132,8 +132,10 @@ class Speed:
             points.append(Point(numbers[0], numbers[1], self.micro_batches if len(numbers) == 2 else numbers[2]))
         return points
 
-    def comparisons(self, rates: Sequence[float], *, own: str | None = None, pruned: bool = False) -> list[Comparison]:
-        """List the comparisons of a point at some rates, controls first; `own` is the backend of a folder's heads.
+    def comparisons(
+        self, rates: Sequence[float], *, backend: str | None = None, pruned: bool = False
+    ) -> list[Comparison]:
+        """List the comparisons of a point at some rates, controls first; `backend` is that of a folder's heads.
 
         Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels,
         and of `others`, are compared with the first kernel's.
@@ -142,7 +144,7 @@ class Speed:
         others, first = self.others, Arm(kernels[0])
         if others is None:
             others = [each for each in self.cuda_others if each != FLEX or self.execution.compile] if self.cuda else ()
-        backends = self.backends or ((own,) if own else self.cuda_backends if self.cuda else ("toeplitz",))
+        backends = self.backends or ((backend,) if backend else self.cuda_backends if self.cuda else ("toeplitz",))
         roles: dict[str, Role] = dict.fromkeys(backends, "frozen")
         roles |= {FREE: "free"} if self.free else {}
         roles |= {PRUNED: "pruned"} if pruned else {}
@@ -178,7 +180,7 @@ def measure(settings: Speed, *, out: Path | None = None) -> dict[str, Any]:
     with session, free_backend():
         for case in settings.cases(session):
             if not session.fits(BEGIN_SHARE * longest):
-                session.leave_out(case.name, OUT_OF_TIME)
+                session.skip(case.name, OUT_OF_TIME)
                 continue
             began = session.spent
             with clean_process(compiles=execution.compile):
@@ -235,13 +237,13 @@ class ModelSpeed(Speed):
 
     def variants(self) -> tuple[str, ...]:
         """Name what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
-        return ways_of(self.graphs, self.execution.device)
+        return launch_modes(self.graphs, self.execution.device)
 
     def arms(self, point: Point) -> list[Comparison]:
         models = self.plan(point)
         if models.folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
-        comparisons = self.comparisons([models.own_rate], own=models.folder.backend, pruned=True)
+        comparisons = self.comparisons([models.folder_rate], backend=models.folder.backend, pruned=True)
         if models.folder.frozen:
             return [each for each in comparisons if self.pruned or each.role != "pruned"]
         return [each for each in comparisons if each.role not in ("frozen", "free")]
@@ -329,7 +331,7 @@ def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: 
         try:
             peak = FreshSubject(session, settings, point, arm).run()["bytes"]
         except UnsupportedError as error:
-            session.leave_out(f"{point.name}: peak memory of {arm.name}", str(error))
+            session.skip(f"{point.name}: peak memory of {arm.name}", str(error))
             continue
         ordinary = peak if arm == arms[0] else ordinary
         change = None if ordinary is None else 100 * (peak / ordinary - 1)

@@ -68,8 +68,8 @@ def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
     return min(most, max(1, math.ceil(block_ms / once_ms)))
 
 
-def ways_of(graphs: str, device: torch.device) -> tuple[str, ...]:
-    """Return the ways that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
+def launch_modes(graphs: str, device: torch.device) -> tuple[str, ...]:
+    """Return the modes that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
 
     Without CUDA only calls are timed, and "on" raises UnsupportedError.
     """

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import DTYPES, ModelSpeed, require
-from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, repeats_within, row_block, wall_block, ways_of
+from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, launch_modes, repeats_within, row_block, wall_block
 from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
 from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
@@ -74,7 +74,7 @@ class Update(ModelSpeed):
         return parallel_of(self.parallel, parameters=0, execution=self.execution, trained_patterns=False)
 
     def variants(self) -> tuple[str, ...]:
-        return tuple("update" if way == CALL else f"update {way}" for way in super().variants())
+        return tuple("update" if mode == CALL else f"update {mode}" for mode in super().variants())
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         rank, processes = rank_and_size()
@@ -116,7 +116,7 @@ class UpdateSubject:
         self.facts: dict[str, Any] = {}
         optimizer = build_optimizer(model.train())
         self.updaters = {
-            way: Updater(
+            mode: Updater(
                 model=model,
                 optimizer=optimizer,
                 batches=cycle(batches),
@@ -124,9 +124,9 @@ class UpdateSubject:
                 accumulation=accumulation,
                 clip=CLIP,
                 parallel=parallel or Parallel(),
-                graphed=way == GRAPH,
+                graphed=mode == GRAPH,
             )
-            for way in ways_of(settings.graphs, execution.device)
+            for mode in launch_modes(settings.graphs, execution.device)
         }
 
     def warm_up(self) -> None:
@@ -136,14 +136,14 @@ class UpdateSubject:
                 updater.update(LEARNING_RATE)
 
     def timed_block(self, variant: str) -> float:
-        return max(all_gather(updates_in_a_row(self.updaters[way_of(variant)], self.settings.repeats)))
+        return max(all_gather(updates_in_a_row(self.updaters[launch_mode(variant)], self.settings.repeats)))
 
     def kernels(self) -> list[dict[str, Any]]:
         updater = list(self.updaters.values())[-1]
         return kernels_of(lambda: updater.update(LEARNING_RATE), self.device)
 
 
-def way_of(variant: str) -> str:
+def launch_mode(variant: str) -> str:
     """Return how a variant runs: "graph" or "call"."""
     return GRAPH if variant.endswith(f" {GRAPH}") else CALL
 
@@ -211,15 +211,15 @@ class Passes:
             AccuracyError: The graph's logits differ.
         """
         settings, device = self._settings, self._execution.device
-        for way in settings.variants():
+        for mode in settings.variants():
             call = self._program()
-            with for_graphs(self.model) if way == GRAPH else nullcontext():
+            with for_graphs(self.model) if mode == GRAPH else nullcontext():
                 for _ in range(settings.warmup):
                     call()
                 logits = call().float()
                 if not bool(logits.isfinite().all()):
                     raise InputError("the logits are not finite")
-                if way == GRAPH:
+                if mode == GRAPH:
                     call = GraphReplay(call, device=device, pool=self._pool)
                     call()
                     error = ((call.outcome.float() - logits).norm() / logits.norm()).item()
@@ -228,7 +228,7 @@ class Passes:
             once = wall_block(call, repeats=2, device=device)
             usual = SETTLE_MS if settings.cuda else 0.0
             settle = usual if settings.settle_ms is None else settings.settle_ms
-            self._calls[way] = call, repeats_within(BLOCK_MS, once, settings.repeats), int(settle / once)
+            self._calls[mode] = call, repeats_within(BLOCK_MS, once, settings.repeats), int(settle / once)
 
     def timed_block(self, variant: str) -> float:
         """Return the median milliseconds of one pass, synchronised before and after.

@@ -46,7 +46,7 @@ class TrainFlags(TrainConfig):
     """Print the result as JSON instead of a table."""
 
     def __post_init__(self):
-        """Leave checks to `settings`: tyro makes instances of defaults, too."""
+        """Leave checks to `parse_words`: tyro makes instances of defaults, too."""
         self.config: TrainConfig = self
 
     @classmethod
@@ -55,11 +55,6 @@ class TrainFlags(TrainConfig):
         values = {each.name: getattr(config, each.name) for each in fields(TrainConfig)}
         groups = {"freeze": config.freeze or NOTHING_FROZEN, "schedule": config.schedule or OneTime()}
         return cls(**values | groups)
-
-    def settings(self) -> TrainConfig:
-        """Return the settings of a new run; raise InputError for those that cannot be used, or have no effect."""
-        changes = changes_of(self, TrainFlags(data="", out=""))
-        return TrainConfig(**{**changes, "data": self.data, "out": self.out})
 
 
 @dataclass(kw_only=True)
@@ -91,13 +86,12 @@ def parse_words(words: Sequence[str]) -> Command:
         before = continue_from(start.checkpoint(), out=start.out)
     elif start.resume and not start.data:
         raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --data")
-    default = None if before is None else Command.of(before)
-    first = {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
+    default, first = before and Command.of(before), {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
-    if default is None or before is None:
-        flags.config = flags.settings()
+    changes = changes_of(flags, default or TrainFlags(data="", out=""))
+    if before is None:
+        flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
-    changes = changes_of(flags, default)
     if not start.resumed or (before.parent and start.parent and is_same_checkpoint(start.parent, before.parent)):
         changes.pop("parent", None)  # the same one, written another way
     if start.resumed:

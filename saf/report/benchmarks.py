@@ -37,7 +37,7 @@ def tables(record: Record) -> list[Part]:
         titled[title] = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
     elif record["kind"] in SPEEDS:
         for row, cells in speed_cells(record):
-            titled.setdefault(way(row), []).append(cells)
+            titled.setdefault(table_title(row), []).append(cells)
     if record["memory"]:
         titled["peak memory"] = [memory_cells(record, entry) for entry in record["memory"]]
     refused = _refusals(record) if record["kind"] in SPEEDS else ()
@@ -50,7 +50,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str | None]]) -> Table:
 
 
 def _groups(record: Record) -> list[list[Record]]:
-    """Return a speed record's rows by subject, point, way of running and baseline, in order."""
+    """Return a speed record's rows by subject, point, launch mode and baseline, in order."""
     groups: dict[Any, list[Record]] = {}
     for row in record["rows"]:
         groups.setdefault((_subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
@@ -121,7 +121,7 @@ def _refusals(record: Record) -> Iterator[str]:
             equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
             reason = f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%"
         if reason:
-            yield f"Refused: {way(group[0])}, {shape(group[0]['point'])}: {reason}."
+            yield f"Refused: {table_title(group[0])}, {shape(group[0]['point'])}: {reason}."
 
 
 def _missing(record: Record) -> Iterator[str]:
@@ -143,8 +143,8 @@ def _subject(row: Record) -> str:
     return f"whole {row['part']}{number}" if "part" in row else row["model"]
 
 
-def way(row: Record, unusual: str = "") -> str:
-    """Return subject and way of running: rows that share them share a table."""
+def table_title(row: Record, unusual: str = "") -> str:
+    """Return the subject of a row and how it ran: rows that share them share a table."""
     words = [_WORDS.get(word, word.replace("-", " ")) for word in row["variant"].split()]
     return ", ".join(filter(None, [_subject(row), unusual, *words, row["point"].get("precision", "")]))
 
