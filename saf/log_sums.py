@@ -45,10 +45,10 @@ def log_diagonal_sums(log_row: Tensor, alpha: Tensor) -> Tensor:
 
 
 def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
-    """Return `logsumexp_{j<=k}(left_j + right_{k-j})` for every k; inputs and result `[..., T]`.
+    """Return `logsumexp_{j<=k}(left_j + right_{k-j})` for every k; inputs and result `[..., T]` float64.
 
-    Both are float32 or float64, which stays. Any T, any leading dimensions, any finite values: the block shrinks when
-    the inputs vary so much inside one that a sum could underflow.
+    Any T, any leading dimensions, any finite values: the block shrinks when the inputs vary so much inside one that a
+    sum could underflow.
     """
     length = left.shape[-1]
     block = _safe_block(left, right, max(1, min(block, length)))

@@ -99,18 +99,17 @@ def dirichlet(
     row_variance: Tensor,
     seed: int = 0,
     scale: float = SCALE,
-    bounds: tuple[float, float] = BOUNDS,
 ) -> Tensor:
     """Draw rows from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
 
     Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
     """
-    if not (scale > 0 and 0 < bounds[0] <= bounds[1]):
-        raise InputError(f"scale must be above 0 and bounds ascending above 0, got {scale} and {bounds}")
+    if not scale > 0:
+        raise InputError(f"scale must be above 0, got {scale}")
     causal = causal_mask(mean.shape[-1])
     drawn = []
     for head, center, spread in zip(heads, mean.double(), row_variance.double(), strict=True):
-        strength = (scale * concentration(center, spread)).clamp(*bounds)  # Eq. (18)
+        strength = (scale * concentration(center, spread)).clamp(*BOUNDS)  # Eq. (18)
         parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
         logits = torch.zeros_like(center)
         logits[causal] = log_gamma_draws(parameters, seed, head)
@@ -153,7 +152,7 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
     """Return the target of the compact fit of a pattern, for `heads` in order.
 
-    Options are the pattern's: `seed` of the sampled ones, `scale` and `bounds` of dirichlet. Draws depend on the seed,
+    Options are the pattern's: `seed` of the sampled ones, `scale` of dirichlet. Draws depend on the seed,
     the layer and the head alone. Raises InputError for unknown names and options, and for statistics without the
     tensors of `collect_for`.
     """

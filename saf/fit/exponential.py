@@ -72,7 +72,7 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
-    fits = _in_groups(compact, *targets, band=band, pairs=pairs, short=False)
+    fits = _fit(compact, *targets, band=band, pairs=pairs, short=False)
     stacked = ExponentialPattern.stack([cast(ExponentialPattern, full.pattern) for full, _ in fits])
     return stacked.to(device=eta_abs.device)._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
 
@@ -101,7 +101,7 @@ def fit_exponential_heads(
     for pairs in POLES:
         some = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
         operands = compact[some], *(x[some] for x in targets)
-        forms = _in_groups(*operands, band=band, pairs=pairs, short=max_short_kl is not None)
+        forms = _fit(*operands, band=band, pairs=pairs, short=max_short_kl is not None)
         missed = []
         for head, (full, short) in zip(pending, forms, strict=True):
             most = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
@@ -118,25 +118,18 @@ def fit_exponential_heads(
     return [best[head] for head in range(len(compact))]
 
 
-def _in_groups(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
-) -> list[tuple[ExponentialFit, ExponentialFit]]:
-    """Fit heads in groups that fit into memory; return each with every key free, and in the short form if it is tried.
-
-    Where it is not, both are the same.
-    """
-    size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
-    fits = []
-    for first in range(0, len(compact), size):
-        some = slice(first, first + size)
-        fits += _fit(compact[some], eta_abs[some], eta_rel[some], band=band, pairs=pairs, short=short)
-    return fits
-
-
 def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
 ) -> list[tuple[ExponentialFit, ExponentialFit]]:
-    """Fit a group of heads: choose poles, then optimise; measure each result without the fit's own approximations."""
+    """Choose poles, optimise, and measure each result without the fit's own approximations.
+
+    Returns each head's fit with every key free, and in the short form; both are the same where that is not tried.
+    """
+    size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
+    if len(compact) > size:  # group by group, as many heads as fit into memory
+        groups = [slice(first, first + size) for first in range(0, len(compact), size)]
+        options = {"band": band, "pairs": pairs, "short": short}
+        return [fits for some in groups for fits in _fit(compact[some], eta_abs[some], eta_rel[some], **options)]
     length = compact.length
     if length <= band:
         none = compact.rho[:, :0]

@@ -25,25 +25,17 @@ def actual() -> AttentionStatistics:
     return calibrate(model(), [padded(tokens(), LENGTHS, padding=7)], collect=("mean", "entry_variance"))
 
 
-def test_rows_are_measured_over_the_sequences_that_reach_them(actual):
+def test_rows_are_collected_of_the_sequences_that_reach_them(actual):
     """The same numbers from the patterns of each sequence by itself, in a loop over rows."""
     rows = [row[:end] for row, end in zip(tokens(), LENGTHS, strict=True)]
     alone = [calibrate(model(), [row[None]], collect=("mean",)).collected["mean"] for row in rows]
     counts = [sum(row < end for end in LENGTHS) for row in range(40)]
     assert actual.lengths == tuple(sorted(LENGTHS, reverse=True))
-    variance, divergence = (torch.zeros(12, dtype=torch.float64) for _ in range(2))
     for row, count in enumerate(counts):
         here = torch.stack([one[:, row, : row + 1] for one in alone if row < one.shape[1]])
-        mean = here.mean(0)
-        assert torch.allclose(actual.collected["mean"][:, row, : row + 1], mean, atol=1e-12)
+        assert torch.allclose(actual.collected["mean"][:, row, : row + 1], here.mean(0), atol=1e-12)
         if count > 1:
-            spread = here.var(0)
-            assert torch.allclose(actual.collected["entry_variance"][:, row, : row + 1], spread, atol=1e-12)
-            variance += spread.sum(-1)
-            divergence += (torch.xlogy(here, here) - torch.xlogy(here, mean)).sum((0, 2)) / count
-    # 31 rows are reached by two sequences or more: they make the scores.
-    assert torch.allclose(actual.variance.flatten(), variance / 31**2, rtol=1e-10)
-    assert torch.allclose(actual.forward_kl.flatten(), divergence / 31, rtol=1e-10)
+            assert torch.allclose(actual.collected["entry_variance"][:, row, : row + 1], here.var(0), atol=1e-12)
 
 
 def test_padding_never_enters_and_order_does_not_matter(actual):

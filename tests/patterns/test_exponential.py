@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from saf.errors import InputError
-from saf.ops import FrozenHeads
 from saf.patterns import ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 
@@ -85,20 +83,3 @@ def test_poles_keep_their_precision():
     pattern = exponential_patterns(1, 40, band=8).to(dtype=torch.bfloat16)
     assert pattern.cosine.dtype == pattern.alpha.dtype == torch.bfloat16
     assert pattern.frequency.dtype == torch.float64
-
-
-def test_tables_and_records_take_linear_time_and_normalisers_alone_quadratic_time():
-    """Four times the length takes four times the products, but for the row sums of a compact pattern, T**2 / 2 each."""
-
-    def growth(compute) -> float:
-        counts = []
-        for length in (1024, 4096):
-            pattern = exponential_patterns(2, length)
-            with FlopCounterMode(display=False) as counter:
-                compute(pattern)
-            counts.append(counter.get_total_flops())
-        return counts[1] / counts[0]
-
-    assert growth(ExponentialPattern.logits) < 4.5
-    assert growth(lambda pattern: FrozenHeads.from_patterns(pattern, backend="linear")) < 4.5
-    assert growth(ExponentialPattern.compact) > 12
