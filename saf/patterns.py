@@ -110,8 +110,6 @@ class _FixedPattern(Pattern):
         return next(iter(self._tensors().values())).shape[: -self._trailing]
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("a single pattern has no len(); use .length for its T")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Self:

@@ -97,11 +97,6 @@ class Chooser:
         """Count a proposed unit as chosen; units that are not accepted are rejected."""
         self._chosen += unit
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no unit is in the queue."""
-        return not self._waiting
-
     def attained(self, count: int) -> bool:
         """Return whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size

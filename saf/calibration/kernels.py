@@ -98,19 +98,20 @@ def measure_by_kernel(
     _, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    read = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
     blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
     size = max(1, scratch_bytes // (4 * blocks * length * (3 * ratio + 2)))  # heads whose sums over tiles are held
-    groups = [(query[:, first : first + size], read[first : first + size]) for first in range(0, heads, size)]
-    parts = [_measure(some, key, kv, score_scale(scale, dim) / math.log(2), config) for some, kv in groups]
+    groups = [slice(first, first + size) for first in range(0, heads, size)]
+    to_binary = score_scale(scale, dim) / math.log(2)
+    parts = [_measure(query[:, some], key, list(kv_head)[some], to_binary, config) for some in groups]
     return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _measure(query: Tensor, key: Tensor, kv: Tensor, scale: float, config: TileConfig) -> LayerStatistics:
+def _measure(query: Tensor, key: Tensor, kv_head: list[int], scale: float, config: TileConfig) -> LayerStatistics:
     """Measure some heads: sums over tiles, then over the tiles' sums; F is the floored mean."""
     count, heads, length, dim = query.shape
     rows, width, device = config.block_m, config.block_k, query.device
     blocks, ratio, constants = cdiv(length, rows), rows // width, tile_constants(config, length, dim)
+    kv = torch.tensor(kv_head, dtype=torch.int32, device=device)
     operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
     strides = *query.stride()[:3], *key.stride()[:3]
     launch(

@@ -224,10 +224,11 @@ class _Model:
         self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
         self.poles = DampedCosines(*poles, compact.length - band)
         self.free_keys = keys = SINKS if short else compact.length
-        later = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
+        at = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
         decays = torch.tensor([*TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
-        self.trends = (-later / decays[:, None]).exp()
-        trend = _closest(self.trends, compact.alpha[:, keys:], eta_abs[:, keys:])
+        self.trends = (-at / decays[:, None]).exp()
+        later = compact.alpha[:, keys:]  # of no key where all are free
+        trend = _closest(self.trends, later, eta_abs[:, keys:]) if short else later
         self._set_amplitudes(torch.cat([compact.alpha[:, :keys], trend @ self.trends], -1), compact.rho)
         self.sizes = [keys, len(decays), band, self.first.shape[-1]]
         trend_scale = (eta_abs[:, keys:] @ self.trends.square().mT).rsqrt()
