@@ -52,8 +52,8 @@ class ModelFolder:
 
     folder: Path
     checkpoint: Checkpoint | None
-    parents: ClassVar[tuple[str, ...]] = ()
-    """Hashes of the models it was frozen from: none, its own files record them."""
+    parent: ClassVar[None] = None
+    """The hash of the model it was frozen from: its own files record that."""
 
     @property
     def name(self) -> str:
@@ -176,9 +176,9 @@ class OpenedModel:
 
     @property
     def checkpoints(self) -> dict[str, str | None]:
-        """Hashes of the model and of those it was frozen from, by role, for the head of a result."""
-        roles = {PARENT + f" of {PARENT}" * place: parent for place, parent in enumerate(self.source.parents)}
-        return {"model": self.source.hash, **roles}
+        """Hashes of the model and of the one it was frozen from, by role, for the head of a result."""
+        own, parent = {"model": self.source.hash}, self.source.parent
+        return own if parent is None else own | {PARENT: parent}
 
     @property
     def longest(self) -> int:

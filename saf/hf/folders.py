@@ -88,14 +88,10 @@ class TransformersFolder:
         return folder_hash(self.folder)
 
     @property
-    def parents(self) -> tuple[str, ...]:
-        """Hashes of what `saf freeze` made the folder from, the nearest first; none where it was changed since."""
-        if not (self.folder / RECORD).is_file():
-            return ()
-        record = read_json(self.folder / RECORD)
-        if record.get("model") != self.hash:
-            return ()
-        return (record["provenance"]["checkpoints"][PARENT], *record.get("ancestors", ()))
+    def parent(self) -> str | None:
+        """The hash of what `saf freeze` made the folder from; None for another one, or where it was changed since."""
+        record = read_json(self.folder / RECORD) if (self.folder / RECORD).is_file() else {}
+        return record["provenance"]["checkpoints"][PARENT] if record.get("model") == self.hash else None
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
         """Open the model with its frozen heads, without attention dropout, in the dtype of its files by default.
@@ -178,7 +174,7 @@ def freeze_folder(
         )
     dtype = torch.float32 if settings.heal is not None else None  # weights of 16 bits would not train
     model: Any = source.model(device, dtype)
-    parent, ancestors = source.hash, list(source.parents)  # of files that are there once the model was opened
+    parent = source.hash  # of files that are there once the model was opened
     adapter_for(model)
     precision = precision_in_use(model, settings.precision)
     for field, rate in source.attention_dropout().items():
@@ -209,7 +205,7 @@ def freeze_folder(
         checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
-    _write(settings.out, model, source, report, head | {"precision": precision, "bos": bos, "ancestors": ancestors})
+    _write(settings.out, model, source, report, head | {"precision": precision, "bos": bos})
     return report, folder_hash(settings.out), parent
 
 

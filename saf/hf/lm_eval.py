@@ -87,19 +87,6 @@ class ExactLengthModel(TemplateLM):
         """Return the tokens of a text, with special tokens before it unless `add_special_tokens` is false."""
         return self.encoder.bare(string) if add_special_tokens is False else self.encoder.encode(string)
 
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of a context and of its continuation, split as lm-eval does, after the context's own.
-
-        One token may span the end of the context and the whole continuation. It is then the continuation, after the
-        tokens before it, or after the first token of a text where there are none.
-        """
-        before, after = super()._encode_pair(context, continuation)
-        if after or not continuation:
-            return before, after
-        whole = self.tok_encode(context + continuation)
-        shared = next((n for n, (one, two) in enumerate(zip(before, whole, strict=False)) if one != two), len(whole))
-        return whole[:shared] or [self.eot_token_id], whole[shared:]
-
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
@@ -124,11 +111,9 @@ class ExactLengthModel(TemplateLM):
         return Continuation(request.context[len(request.inputs) - self.longest :], request.tokens)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Raise UnsupportedError."""
         raise UnsupportedError("perplexity over rolling windows is not measured here; use `saf evaluate --data`")
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Raise UnsupportedError."""
         raise UnsupportedError("tasks must have choices; those that generate text cannot be answered")
 
 

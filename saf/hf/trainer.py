@@ -62,7 +62,6 @@ class _Run:
     """Number of updates that the schedule's shares refer to."""
     updater: Any
     """Holds the `optimizer`, which events edit; `gradient` is None."""
-    update: int = 0
     stepped: bool = False
     """Whether the optimiser has stepped, so that its state was checked."""
     guard_sequences: list[Tensor] | None = None
@@ -153,11 +152,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self._check_trainer(args, state.max_steps)
         self._check_model(model, optimizer)
         if (stored := self._stored(state)) is None:  # others were checked when they began
-            if self._run is not None and self._run.events and self._run.model is model:
-                raise InputError(
-                    "this FreezeCallback froze heads of this model before: pass resume_from_checkpoint=True, or give "
-                    "the Trainer a new callback"
-                )
+            if self.events and self._run is not None and self._run.model is model:
+                raise InputError("this model was frozen before: pass resume_from_checkpoint=True, or a new callback")
             self._check_choice(model, state.max_steps)
         # Shares of training stay those of the training that began, whatever max_steps is now.
         updates = state.max_steps if stored is None else stored["updates"]
@@ -205,10 +201,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """Pass the loss of an update to the schedule."""
-        run = self._run
-        if run is not None and logs and "loss" in logs and state.global_step > run.update:
-            run.update = state.global_step
-            run.proposer.observe(state.global_step, float(logs["loss"]))
+        if self._run is not None and logs and "loss" in logs:
+            self._run.proposer.observe(state.global_step, float(logs["loss"]))
 
     def _apply_due_(self, update: int, optimizer: Any) -> None:
         """Apply the events that the schedule proposes, one after another."""
@@ -245,10 +239,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         trainer, inner = self.trainer, _uncompiled(self.trainer.model_wrapped)
         shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
-            raise UnsupportedError(
-                "heads are rows of whole weights: leave FSDP, DeepSpeed, tensor parallelism and DataParallel out "
-                "(torchrun alone is DDP)"
-            )
+            raise UnsupportedError("FreezeCallback needs whole weights: leave FSDP, DeepSpeed and DataParallel out")
         if args.fp16 or args.auto_find_batch_size:
             raise UnsupportedError("FreezeCallback takes neither fp16 nor auto_find_batch_size: use bf16, set a size")
         if self.schedule.first_update(updates) is None and (args.logging_steps, args.logging_strategy) != (1, "steps"):

@@ -1,4 +1,4 @@
-"""Likelihoods of choices are of the choices' own tokens: none that a tokenizer adds at the end, none left without."""
+"""Likelihoods of choices are of the choices' own tokens: none that a tokenizer adds at the end."""
 
 import json
 

@@ -1,7 +1,5 @@
 """LoRA adapters of peft and torchao's quantised weights, before heads are frozen and after it."""
 
-import copy
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import saf
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
-from tests.transformers_models import HEADS, freeze, make, tokens
+from tests.transformers_models import freeze, make, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,18 +134,3 @@ def test_quantised_weights_are_neither_edited_nor_saved_by_heads(tmp_path):
             refused()
     assert torch.equal(logits(model), before)
     assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("heads", [HEADS, HeadSet((1, head) for head in range(4))])
-def test_prompt_tuning_computes_and_a_prefix_for_all_heads_is_refused(heads):
-    peft = pytest.importorskip("peft")
-    model, ids = make("llama"), tokens(2, 9)
-    freeze(model, heads)
-    options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
-    with pytest.raises(UnsupportedError, match="prefix tuning"):
-        peft.get_peft_model(copy.deepcopy(model), peft.PrefixTuningConfig(**options))(ids)
-    prompts = peft.get_peft_model(model, peft.PromptTuningConfig(**options))
-    found = prompts(ids, attention_mask=torch.ones_like(ids)).logits
-    assert found.shape[1] == 9 + 4
-    found.sum().backward()
-    assert prompts.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
