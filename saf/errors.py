@@ -53,15 +53,10 @@ class CompareError(SafError, ValueError):
     """Two arms cannot be compared."""
 
 
-SHORTEST = 3
-"""Fewest letters by which a part of a name is recognised."""
-
-
 def nearest(name: object, names: Iterable[str]) -> str | None:
-    """Return the nearest of `names` to a misspelt or shortened one, whatever its case; None without any."""
-    by_lower, typed = {one.lower(): one for one in names}, str(name).lower()
-    near = get_close_matches(typed, list(by_lower), n=1)
-    near = near or [one for one in by_lower if len(typed) >= SHORTEST and typed in one]
+    """Return the nearest of `names` to a misspelt one, whatever its case; None without any."""
+    by_lower = {one.lower(): one for one in names}
+    near = get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[near[0]] if near else None
 
 

@@ -276,18 +276,13 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
 
     Raises InputError where there is no such head.
     """
-    path, states = Path(path), []
+    path = Path(path)
     if path.suffix == ".jsonl":
         heads = heads_in_force(read_events(path))
-    elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
-        heads, states = [], [path / "saf.json"]
+    elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.RUN:
+        heads = RecordedRun.open(path).edited_heads
     else:
-        run = RecordedRun.open(path)
-        heads = run.edited_heads
-        if run.result is None:
-            states = sorted(path.glob("checkpoints/step-*/saf.json"), key=lambda each: natural_order(each.parent.name))
-    if states:
-        layers = enumerate(read_json(states[-1])["layers"])
+        layers = enumerate(read_json(path / "saf.json")["layers"])
         heads = [
             [layer, head] for layer, each in layers for kind in STATE_AFTER.values() for head in each.get(kind, ())
         ]

@@ -127,19 +127,14 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
         raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
     with process_group(config.device):
         begun = (out / "config.json").exists()
-        if resume and begun:
-            if epochs is not None and (updates := updates_of_epochs(config, epochs)[0]) != config.updates:
-                raise InputError(f"updates to resume must stay {config.updates}, epochs={epochs} are {updates}")
-        elif resume and not (out / CHOICE).exists():
-            raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
-        elif examples:
-            if config.time_budget_seconds is not None or config.update_budget is not None:
-                raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
-            if epochs is None:
-                choice = choose_epochs(config, resume=resume)
-                if "stopped_at" in choice:
-                    return choice
-                epochs = int(choice["epochs"])
+        if examples and not begun and (config.time_budget_seconds is not None or config.update_budget is not None):
+            raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
+        if examples and not begun and epochs is None:
+            choice = choose_epochs(config, resume=resume)
+            if "stopped_at" in choice:
+                return choice
+            epochs = int(choice["epochs"])
+        if epochs is not None:
             config = replace(config, updates=updates_of_epochs(config, epochs)[0])
         return pretrain(config, resume=resume and begun)
 
@@ -208,9 +203,12 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
     out = Path(config.out)
     if (out / "config.json").exists():
         raise InputError(f"{out} holds a run already; resume it, or choose another folder")
-    if not resume and (out / CHOICE / SETTINGS).exists():
+    recorded = choosing(out)
+    if recorded is not None and not resume:
         raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
-    if resume and (recorded := choosing(out)) is not None:
+    if resume and recorded is None:
+        raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
+    if recorded is not None:
         check_same_run(config, recorded.to_dict())
 
 

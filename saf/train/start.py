@@ -20,7 +20,7 @@ from saf.models.adapter import adapter_for
 from saf.ops.live import pinned
 from saf.records.events import inherit_events, keep_events_, read_events
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
-from saf.schedules import OneTime, Proposer, setting_of_moment
+from saf.schedules import OneTime, Proposer
 from saf.tasks import TASKS, Task
 from saf.train.config import (
     TrainConfig,
@@ -181,13 +181,10 @@ def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]
     entry = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
     if config.fresh:
         return {**entry, "update": 0, "weights_of_update": checkpoint.update}
-    done, budget, first = checkpoint.update, config.update_budget, config.freeze_update
+    done, budget = checkpoint.update, config.update_budget
     over = done >= config.updates if config.freeze is None else done > config.updates
     if over and budget is None and config.time_budget_seconds is None:
         raise InputError(f"updates must be above the {done} that the parent has done, got {config.updates}")
-    if config.freeze and config.schedule and budget is not None and first is not None and first >= done + budget:
-        name = setting_of_moment(config.schedule)
-        raise InputError(f"{name} must be before update {done + budget}, where update_budget ends, got update {first}")
     # `saf freeze` leaves the record of its event beside the checkpoint that it made from another one.
     return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
 

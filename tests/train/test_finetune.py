@@ -120,7 +120,7 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
             command("again", *one)
     folder = ordinary.folder.parent
     for words, told in (
-        (["--epochs", "3"], "must stay 7, epochs=3 are 11"),
+        (["--epochs", "3"], "updates must be 7, got 11"),
         (["--parent", str(folder / "other")], f"got parent {folder / 'other'}"),
         (["--peak-lr", "1"], "cannot resume with other settings"),
         (["--sampler", "random"], "sampler has an effect on text alone"),

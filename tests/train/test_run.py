@@ -184,7 +184,7 @@ def test_gradient_scores_read_the_average_of_all_updates_and_an_arm_its_parents(
     freeze = replace(FREEZE, score="qk_gradient")
     single = finished(settings(freeze=freeze), "gradients")
     state = open_checkpoint(single / "checkpoints" / "step-6").state["qk_gradient"]
-    assert (state["updates"], read_events(single)[0].values["scores"]) == (6, state["average"])
+    assert read_events(single)[0].values["scores"] == state["average"]
     assert open_checkpoint(single / "checkpoints" / "step-12").state["qk_gradient"] is None
     pretrain(settings("tracked", track_gradients=True))
     arm = continue_from(f"{settings('tracked').out}/checkpoints/step-6", out=settings("arm").out, freeze=freeze)
@@ -317,9 +317,6 @@ def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, fini
         assert result["arm"] == "frozen"
     pair = [RecordedRun.open(settings(name).out) for name in ("updates", "time")]
     assert differences(*pair) == []
-    late = continue_from(parent, out="x", freeze=FREEZE, schedule=OneTime(at=10), update_budget=4)
-    with pytest.raises(InputError, match="must be before update 10, where update_budget ends"):
-        pretrain(late)
 
 
 # --- failures
