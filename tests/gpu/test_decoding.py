@@ -10,8 +10,6 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.hf.cache import STREAMS_WAIT
 from saf.machine import GraphPool, GraphReplay
-from saf.ops import FrozenHeads, frozen_attention
-from saf.ops.positions import CachePosition
 from tests.ops.exponential_patterns import exponential_patterns
 
 transformers = pytest.importorskip("transformers")
@@ -98,24 +96,6 @@ def test_generated_tokens_are_those_of_growing_caches_and_compiled_once(kv_heads
     grown = model.generate(ids, **options)
     assert torch.equal(model.generate(ids, use_cache=False, **options), grown)
     assert torch.equal(fixed, grown)
-
-
-def test_a_layer_without_live_heads_is_captured_alone():
-    """Nothing runs beside it: the graph must not wait for a stream that is no part of it."""
-    generator = torch.Generator().manual_seed(0)
-    frozen = FrozenHeads.from_patterns(
-        synthetic_patterns(3, PLACES, generator, CUDA), dtype=torch.bfloat16, device=CUDA, kv_head=(1, 0, 1)
-    )
-    value = torch.randn(2, 2, PLACES, 64, generator=generator).to(CUDA, torch.bfloat16)
-    where = CachePosition.of(torch.tensor(PROMPT, device=CUDA), 1, PLACES)
-
-    def step() -> torch.Tensor:
-        return frozen_attention(value, frozen, cache_position=where, rows=1)
-
-    with torch.no_grad():
-        replay = GraphReplay(step, device=CUDA, pool=GraphPool())
-        replay()
-        assert torch.equal(replay.outcome, step())
 
 
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
