@@ -178,7 +178,7 @@ def _mix(
         parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **own))
     if not parts:
         return query  # of no heads
-    return parts[0] if len(parts) == 1 else join_heads(*parts)
+    return join_heads(*parts)
 
 
 def no_dropout(rate: float, setting: str) -> str:

@@ -221,10 +221,8 @@ class Adapter(LanguageModel):
     def check_attention(self) -> None:
         """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
         if (count := len(self.sites())) != self.num_layers:
-            raise UnsupportedError(
-                f"attention layers must be as many as the configuration's {self.num_layers} layers, got {count}: "
-                "remove draft layers, copy shared ones"
-            )
+            want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
+            raise UnsupportedError(f"{want}, got {count}: remove draft layers, copy shared ones")
 
     def attend_through_seam(self) -> None:
         """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
@@ -329,9 +327,9 @@ def adapter_for(model: nn.Module) -> Adapter:
     """Return the adapter of a model; raise UnsupportedError for a family, or attention, that is not known."""
     inner = unwrap(model)
     if (adapter := _find(inner)) is None:
+        name = type(inner).__name__
         raise UnsupportedError(
-            f"{type(inner).__name__} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says "
-            "how to add one"
+            f"{name} is not of a supported family; `saf doctor` lists them (docs/huggingface.md: add one)"
         )
     adapter.check_attention()
     return adapter

@@ -46,15 +46,11 @@ class CompiledByLayer:
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
-        return self._loss(self._model.norm, self._model.embed.weight, targets, *self.hidden(input_ids))
-
-    def hidden(self, input_ids: Tensor) -> Streams:
-        """Return the residual stream before the last layer's MLP, and its addition; both `[B, T, C]`."""
         x, rotation = self._model.embedded(input_ids)
         streams: Streams = (x, _nothing_to_add(x))
         for layer in self._layers:
             streams = recomputed(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
-        return streams
+        return self._loss(self._model.norm, self._model.embed.weight, targets, *streams)
 
 
 class _Layer:

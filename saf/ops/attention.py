@@ -86,7 +86,7 @@ def mixed_attention(
             cache of fixed size with patterns that are trained.
     """
     options = {"scale": scale, "left_pad": left_pad, "cache_position": cache_position, "kernel": kernel, "state": state}
-    return _joined(_compute(_checked(query, key, value, frozen, backend, **options)))
+    return join_heads(*_compute(_checked(query, key, value, frozen, backend, **options)))
 
 
 def attention_parts(
@@ -116,7 +116,7 @@ def attention_products(
     if projection.ndim != 2 or projection.shape[1] != sum(widths):
         raise InputError(f"projection must be [C, {sum(widths)}], columns slot by slot; got {list(projection.shape)}")
     if torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
-        parts, widths = (_joined(parts),), [sum(widths)]
+        parts, widths = (join_heads(*parts),), [sum(widths)]
     # Cast once: autocast would cast the columns of either part by themselves.
     columns = projection.to(value.dtype).split(widths, dim=1)
     return tuple(F.linear(flat_heads(part), weight) for part, weight in zip(parts, columns, strict=True))
@@ -142,7 +142,7 @@ def frozen_attention(
     if not 0 <= rows <= value.shape[-2]:
         raise InputError(f"rows must be 0 to {value.shape[-2]}, the last positions, got {rows}")
     position, none = _position(value, rows, left_pad, cache_position), value[:, :0]
-    return _joined(_compute(Call(none[:, :, :rows], none, value, frozen, (), slots, position, state=state)))
+    return join_heads(*_compute(Call(none[:, :, :rows], none, value, frozen, (), slots, position, state=state)))
 
 
 def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...], **options: Any) -> Tensor:
@@ -275,10 +275,6 @@ def _frozen(
     return merge_slots(parts)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else join_heads(*parts)
-
-
 # --- checks
 
 
@@ -333,7 +329,7 @@ def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position:
     `left_pad` goes where the values are, contiguous, as kernels read it. Raises InputError where it cannot be.
     """
     if left_pad is not None:
-        check_left_pad(left_pad, value.shape[0], value.shape[2], wait=False)
+        check_left_pad(left_pad, value.shape[0], value.shape[2])
         if cache_position is not None:
             raise InputError("cache_position includes padding; leave left_pad out")
         left_pad = left_pad.to(value.device).contiguous()

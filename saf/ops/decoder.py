@@ -73,10 +73,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
     `hidden [..., C]`, `weight [V, C]`, `targets [...]` with -100 for tokens left out. Under autocast the products
     run in the autocast dtype; softmax and sums always run in float32 or wider. The gradient cannot be differentiated.
-
-    Raises:
-        InputError: Targets of another shape; on the CPU, targets that are no tokens. On another device the loss is NaN
-            then.
+    Raises InputError for targets of another shape, and on the CPU for some that are no tokens; elsewhere the loss is
+    NaN then.
     """
     rows, labels = _by_row(hidden, targets)
     device = hidden.device.type
@@ -95,14 +93,12 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     rows, labels = _by_row(hidden, targets)
     size = chunk_rows(weight.shape[0])
-    parts = [
-        _log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in zip(rows.split(size), labels.split(size), strict=True)
-    ]
-    return torch.cat(parts).view(targets.shape)
+    chunks = zip(rows.split(size), labels.split(size), strict=True)
+    return torch.cat([_log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in chunks]).view(targets.shape)
 
 
 def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states `[N, C]` and labels `[N]`, a token a row; raise InputError where their shapes differ."""
+    """Return hidden states `[N, C]` and labels `[N]`, a token a row."""
     if targets.shape != hidden.shape[:-1]:
         raise InputError(f"targets must be {list(hidden.shape[:-1])}, one a position; got {list(targets.shape)}")
     return hidden.flatten(0, -2), targets.flatten()

@@ -94,9 +94,14 @@ def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
 
 
-def join_heads(live: Tensor, frozen: Tensor) -> Tensor:
-    """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`."""
-    return _Join.apply(live, frozen) if torch.is_grad_enabled() else _joined(live, frozen)
+def join_heads(*parts: Tensor) -> Tensor:
+    """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`.
+
+    Of one part, that part.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return _Join.apply(*parts) if torch.is_grad_enabled() else _joined(*parts)
 
 
 def _joined(live: Tensor, frozen: Tensor) -> Tensor:

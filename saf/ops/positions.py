@@ -11,16 +11,12 @@ from saf.errors import InputError
 SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def check_left_pad(left_pad: Tensor, batch: int, length: int, *, wait: bool) -> None:
-    """Raise InputError unless `left_pad` is a position of each row, `[B]`.
-
-    Values go unchecked in compiled code, and on another device unless the host may `wait` for it.
-    """
+def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
+    """Raise InputError unless `left_pad` is a position of each row, `[B]`; values are looked at on a CPU alone."""
     if left_pad.shape != (batch,) or left_pad.dtype not in SIGNED:
-        raise InputError(
-            f"left padding must be integers [{batch}], one a row; got {left_pad.dtype} {list(left_pad.shape)}"
-        )
-    if torch.compiler.is_compiling() or not (wait or left_pad.device.type == "cpu"):
+        got = f"{left_pad.dtype} {list(left_pad.shape)}"
+        raise InputError(f"left padding must be integers [{batch}], one a row; got {got}")
+    if torch.compiler.is_compiling() or left_pad.device.type != "cpu":
         return
     if ((left_pad < 0) | (left_pad >= length)).any():
         raise InputError(f"left padding must be positions 0 to {length - 1}; got {left_pad.tolist()}")

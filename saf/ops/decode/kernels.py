@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -246,31 +247,31 @@ def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, An
 
 def sum_parts(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
-    read: Tensor | None, readers: Tensor | None, lowest: int,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None], first: Tensor | None, place: int,
-    left_pad: Tensor | None, scale: float, sums: Tensor, logs: Tensor, *, precision: str,
-) -> None:  # fmt: skip
-    """Write the outputs of each part into `sums [parts, B, H, rows, D]`, logarithms of live heads into `logs`."""
-    parts, batch, heads, rows, dim = sums.shape
-    live, kv, length = query.shape[1], key.shape[1], value.shape[-2]
+    read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
+    row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float, *,
+    precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the outputs of each part, `[parts, B, H, rows, D]`, and live heads' logarithms, `[parts, B, L, rows]`."""
+    (batch, live, rows, dim), kv, length = query.shape, key.shape[1], value.shape[-2]
+    frozen = 0 if distance is None else distance.shape[0]
+    sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
+    logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
     constants = decode_constants(
-        live, kv, group, heads - live, 0 if readers is None else readers.shape[1], rows, dim, even=live_readers is None,
+        live, kv, group, frozen, 0 if readers is None else readers.shape[1], rows, dim, even=live_readers is None,
         ordered=live_read is None, moves=first is not None, padded=left_pad is not None, precision=precision, keys=keys,
     )  # fmt: skip
     groups = 0 if read is None else read.shape[0] * constants["BLOCKS"]
     stretch = cdiv(cdiv(length, parts), keys) * keys
-    # Absent tensors are never read: any other stands in their place.
-    optional = [
-        value if one is None else one for one in (live_read, live_readers, read, readers, *tables, first, left_pad)
-    ]
+    optional = live_read, live_readers, read, readers, distance, key_scale, row_scale, first, left_pad
     launch(
-        flash_decode_kernel, (parts, kv + groups, batch),
-        query, key, value, *optional, sums, logs, place, length, stretch, lowest, scale * LOG2E,
-        *strides(query, key, value),
-        0 if tables[0] is None else tables[0].stride(0), sums.stride(0), sums.stride(1), logs.stride(0), logs.stride(1),
+        flash_decode_kernel, (parts, kv + groups, batch), query, key, value,
+        *[value if one is None else one for one in optional],  # absent ones are never read
+        sums, logs, place, length, stretch, lowest, scale * LOG2E, *strides(query, key, value),
+        0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
         device=value.device, **constants,
     )  # fmt: skip
+    return sums, logs
 
 
 def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:

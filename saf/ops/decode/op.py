@@ -128,14 +128,10 @@ def decode_heads(
     from saf.ops.decode.kernels import merge, sum_parts
 
     out = _heads_like(query, key, value, live_read, live_readers, group, read, readers, lowest, distance)
-    batch, heads, rows, dim = out.shape
-    sums = value.new_empty(parts, batch, heads, rows, dim, dtype=torch.float32)
-    logs = value.new_empty(parts, batch, query.shape[1], rows, dtype=torch.float32)
     if out.numel():
-        patterns = distance, key_scale, row_scale
-        sum_parts(
-            query, key, value, live_read, live_readers, group, read, readers, lowest, patterns, first, place, left_pad,
-            scale, sums, logs, precision=product_precision(value.dtype),
+        sums, logs = sum_parts(
+            query, key, value, live_read, live_readers, group, read, readers, lowest, distance, key_scale, row_scale,
+            first, place, left_pad, parts, scale, precision=product_precision(value.dtype),
         )  # fmt: skip
         merge(sums, logs, out)
     return out

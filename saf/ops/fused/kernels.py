@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
+from saf.ops.fused.op import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
 from saf.ops.live import score_scale
@@ -91,7 +91,7 @@ def fused_forward_kernel(
     acc = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
@@ -468,20 +468,31 @@ def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) 
 
 def fused_forward(
     query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns, *, scale: float | None = None,
-    config: FusedConfig | None = None,
+    config: FusedConfig | None = None, visible: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer in one launch.
+    """Mix all heads of a layer in one launch, which a compiler may see.
 
     `query [B, L, T, D]` of live heads, `key [B, K, T, D]` that they use and `value [B, H_kv, T, D]` have unit stride in
     D and any others. Returns the output `[B, H, T, D]` in head order, stored as `[B, T, H, D]`, and the live heads'
     row log-sum-exps `[B, L, T]`, float32, nats.
     """
-    result, lse = _results(value, maps)
+    batch, _, length, dim = value.shape
+    live, heads = maps.counts[0], sum(maps.counts)
+    result, lse = heads_like(value, heads), value.new_empty(batch, live, length, dtype=torch.float32)
     if not result.numel():
         return result, lse
-    grid, numbers, constants = _forward_arguments(query, key, value, result, maps, patterns, scale, config)
-    tensors = query, key, value, result, lse, *maps[:5], *patterns
-    launch(fused_forward_kernel, grid, *tensors, *numbers, **constants, device=value.device)
+    rows = batch * heads * length
+    few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
+    blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
+    grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E
+    operands = strides(query, key, value, result)
+    numbers = (heads, live, length, factor, *operands, *_pattern_strides(patterns))
+    arguments = query, key, value, result, lse, *maps[:5], *patterns, *numbers
+    constants = block_constants(blocks, length, dim) | state_constants(maps)
+    if visible:
+        torch.library.wrap_triton(fused_forward_kernel)[grid](*arguments, **constants)
+    else:
+        launch(fused_forward_kernel, grid, *arguments, **constants, device=value.device)
     return result, lse
 
 
@@ -495,35 +506,8 @@ def visible_forward(
     Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
     `saf::fused`, whose arguments these are. The channels of query, key and value have unit stride.
     """
-    own, fixed = read_tables(maps, patterns, counts, grouped)
-    result, lse = _results(value, own)
-    grid, numbers, constants = _forward_arguments(query, key, value, result, own, fixed, scale)
-    tensors = query, key, value, result, lse, *own[:5], *fixed
-    torch.library.wrap_triton(fused_forward_kernel)[grid](*tensors, *numbers, **constants)
-    return result
-
-
-def _results(value: Tensor, maps: HeadMaps) -> tuple[Tensor, Tensor]:
-    batch, _, length, _ = value.shape
-    lse = value.new_empty(batch, maps.counts[0], length, dtype=torch.float32)
-    return heads_like(value, sum(maps.counts)), lse
-
-
-def _forward_arguments(
-    query: Tensor, key: Tensor, value: Tensor, result: Tensor, maps: HeadMaps, patterns: FusedPatterns,
-    scale: float | None = None, config: FusedConfig | None = None,
-) -> tuple[tuple[int, int], tuple[float, ...], dict[str, Any]]:  # fmt: skip
-    """Return the forward's grid, the numbers that follow its tensors, and its compile-time arguments."""
-    batch, _, length, dim = value.shape
-    heads = sum(maps.counts)
-    rows = batch * heads * length
-    few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
-    blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
-    factor = score_scale(scale, dim) * LOG2E
-    operands = strides(query, key, value, result)
-    numbers = (heads, maps.counts[0], length, factor, *operands, *_pattern_strides(patterns))
-    constants = block_constants(blocks, length, dim) | state_constants(maps)
-    return (batch * heads, cdiv(length, blocks.block_m)), numbers, constants
+    tables = read_tables(maps, patterns, counts, grouped)
+    return fused_forward(query, key, value, *tables, scale=scale, visible=True)[0]
 
 
 def fused_backward(

@@ -217,9 +217,8 @@ def step_state(
         ring[:, :, chunk % (reach + 1), within] = scaled[:, :, row : row + count]
         total = chunked.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
         for back in range(reach):
-            total += chunked.near[:, back, within].to(sums.dtype) @ ring[:, :, (chunk - back) % (reach + 1)].to(
-                sums.dtype
-            )
+            earlier = ring[:, :, (chunk - back) % (reach + 1)].to(sums.dtype)
+            total += chunked.near[:, back, within].to(sums.dtype) @ earlier
         out[:, :, row : row + count] = scale_rows(total, after, at + row, left_pad)
         row += count
     return out
