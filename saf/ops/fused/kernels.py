@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused.op import PAD, FusedPatterns, HeadMaps, read_tables
+from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
 from saf.ops.live import score_scale
@@ -91,7 +91,7 @@ def fused_forward_kernel(
     acc = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py.
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
