@@ -346,10 +346,8 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     counts = np.bincount(partition, minlength=len(PARTITIONS))
     for name, count, share in zip(PARTITIONS, counts, (not config.report_only, *config.shares), strict=True):
         if share > 0 and count == 0:
-            raise DataError(
-                f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out; give more "
-                "(a file of text is one), cut long ones with --split-characters, or evaluate with --report-only"
-            )
+            few = f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out"
+            raise DataError(f"{few}; give more (a file of text is one), --split-characters, or --report-only")
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
         message = f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in "
@@ -370,12 +368,10 @@ def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np
     may hold too little text; then the next keys join until it suffices, but for too long documents.
     """
     pool, target = keys < np.uint64(_key_limit(fraction)), fraction * sizes.sum()
-    short = _MARGIN * sizes <= _LONGEST_HELD_OUT[-1] * target
-    if 2 * fraction * len(keys) >= _MANY_HELD_OUT or sizes[pool & short].sum() >= _MARGIN * target:
-        return pool
-    order = np.argsort(keys, kind="stable")
-    order = order[short[order]]
-    pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
+    if 2 * fraction * len(keys) < _MANY_HELD_OUT:
+        order = np.argsort(keys, kind="stable")
+        order = order[_MARGIN * sizes[order] <= _LONGEST_HELD_OUT[-1] * target]
+        pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
     return pool
 
 

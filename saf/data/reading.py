@@ -165,10 +165,8 @@ def _rows(path: str, place: str, **options: Any) -> Iterator[dict[str, Any]]:
     except DataError:
         raise
     except Exception as error:
-        raise DataError(
-            f"{place}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error}); check its name "
-            "(OWNER/NAME:CONFIG:SPLIT) and the network"
-        ) from error
+        problem = f"{place}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error})"
+        raise DataError(f"{problem}; check its name (OWNER/NAME:CONFIG:SPLIT) and the network") from error
 
 
 def _documents(records: Records, place: str, unit: str, field: str) -> Iterator[str]:

@@ -64,9 +64,7 @@ def compare_runs(
     one, other = pair
     results, measures = [run.finished_result() for run in pair], [_measure_of(run) for run in pair]
     if measures[0] != measures[1]:
-        raise InputError(
-            f"both runs must be measured alike, got {one.folder} by {measures[0]}, the other {measures[1]}"
-        )
+        raise InputError(f"both runs must be measured alike, got {' and '.join(measures)}")
     of_text = measures[0] == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")

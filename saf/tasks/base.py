@@ -122,9 +122,9 @@ class Task(ABC):
     def check_continues(self, state: dict[str, Any], path: Path) -> None:
         """Raise unless training can continue from the checkpoint at `path`, whose state.json is `state`."""
         if state["data_fingerprint"] != self.fingerprint:
+            other = f"fingerprint {state['data_fingerprint'][:16]}, this run's is {self.fingerprint[:16]}"
             raise CheckpointError(
-                f"{path} was trained on other data: fingerprint {state['data_fingerprint'][:16]}, this run's is "
-                f"{self.fingerprint[:16]}; use the data, settings and seed it had, or its weights alone (fresh)"
+                f"{path} was trained on other data: {other}; use its data, settings and seed, or --fresh"
             )
         if state["sampler_position"] != state["update"] * self.windows_per_update:
             used = state["sampler_position"] // max(state["update"], 1)

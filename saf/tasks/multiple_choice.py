@@ -397,9 +397,7 @@ class FinetuneTask(Task):
         """
         count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
         if count > len(examples):
-            raise DataError(
-                f"calibration_sequences must be at most {len(examples)}, the training examples, got {count}"
-            )
+            raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
         order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
         chosen = [examples[place] for place in order[:count]]
         longest = max(examples, key=lambda each: len(each.sequence))

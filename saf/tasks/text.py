@@ -41,10 +41,8 @@ class TextTask(Task):
         super().check(calibrates=calibrates, scores_outputs=scores_outputs)
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
             if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
-                most = f"at most {windows * self.length:,}, the report partition's whole windows"
-                raise DataError(
-                    f"report_tokens must be {most}, got {count * self.length:,}; prepare more held-out text"
-                )
+                most = f"at most the partition's {windows * self.length:,}, got {count * self.length:,}"
+                raise DataError(f"report_tokens must be {most}; prepare more held-out text")
 
     @cached_property
     def _tokens(self) -> np.ndarray:

@@ -56,9 +56,8 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
         try:
             rows.append(task.question(record))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(
-                f"{path}, line {number}: no question of {name} ({type(error).__name__}: {error})"
-            ) from error
+            problem = f"no question of {name} ({type(error).__name__}: {error})"
+            raise DataError(f"{path}, line {number}: {problem}") from error
     if not rows:
         raise DataError(f"{path} holds no question")
     return Questions(rows, path, entries_hash(sums) if len(sums) > 1 else sums[path.name])
