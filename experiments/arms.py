@@ -68,24 +68,14 @@ def freeze(rate: float, **more: Any) -> Settings:
     return {"freeze": {"rate": rate, **more}}
 
 
-def merged(settings: Settings, changes: Settings) -> dict[str, Any]:
+def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with changes; of dictionaries of settings, such as `freeze`, those named alone are changed."""
-    return {
-        **settings,
-        **{
-            name: {**settings[name], **value} if isinstance(value, dict) and name in settings else value
-            for name, value in changes.items()
-        },
-    }
-
-
-def both(*parts: Mapping[str, Settings]) -> dict[str, Settings]:
-    """Return settings by scale, of several such mappings."""
-    by_scale: dict[str, Settings] = {}
+    result: dict[str, Any] = {}
     for part in parts:
-        for scale, settings in part.items():
-            by_scale[scale] = merged(by_scale.get(scale, {}), settings)
-    return by_scale
+        for name, value in part.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = merged(result[name], value) if both else value
+    return result
 
 
 # --- settings that several arms share
@@ -191,19 +181,19 @@ def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
     heads, scaled = f"{frozen}-control", HELD_OUT
     yield Arm(name=f"{pruned}-control", settings=PRUNE, scaled=scaled, heads=heads, elsewhere=pruned, **control)
     at_speed = matched(context, "freeze", rate)
-    yield Arm(name=f"{frozen}-time", settings=settings, scaled=both(STRICT, at_speed), **timed)
-    scaled = both(HELD_OUT, matched(context, "prune", rate))
+    yield Arm(name=f"{frozen}-time", settings=settings, scaled=merged(STRICT, at_speed), **timed)
+    scaled = merged(HELD_OUT, matched(context, "prune", rate))
     yield Arm(name=f"{pruned}-time", settings=PRUNE, scaled=scaled, heads=f"{frozen}-time", **timed)
     if k == "4k" and name in ("25", "50"):
         random, settings = f"{k}-random-{name}", freeze(rate, **RANDOM)
         yield Arm(name=random, settings=settings, scaled=HELD_OUT, **control)
-        yield Arm(name=f"{random}-time", settings=settings, scaled=both(HELD_OUT, at_speed), **timed)
+        yield Arm(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed), **timed)
 
 
 def _raw_clock(k: str, context: int) -> Iterator[Arm]:
     """Yield arms that are charged their own seconds as they are; half of a small run is shorter than compiling it."""
     trunk = f"{k}-raw-reference"
-    yield Arm(name=trunk, context=context, scaled=both(CONTROLS if k == "4k" else {}, {"small": {"compile": "off"}}))
+    yield Arm(name=trunk, context=context, scaled=merged(CONTROLS if k == "4k" else {}, {"small": {"compile": "off"}}))
     timed: Settings = {"context": context, "parent": trunk, "match": trunk}
     yield Arm(name=f"{k}-ordinary-raw", **timed)
     for name in ("25", "50"):
@@ -410,7 +400,7 @@ def _later() -> Iterator[Arm]:
                 **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
                 match="later-ordinary" if end else None,
                 heads="later-mean-25" if name == "pruned-25" else None,
-                scaled=both(LATER_SCALED, HELD_OUT if settings else {}, speeds),
+                scaled=merged(LATER_SCALED, HELD_OUT if settings else {}, speeds),
             )
     more = {**LATER, **speed(1.06, "set for the exchange rate")}
     yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary", **place)
@@ -418,7 +408,7 @@ def _later() -> Iterator[Arm]:
         name="pruned-from-start",
         more=0.5,
         heads="later-mean-25",
-        scaled=both(CONTROLS, HELD_OUT, LATER_REPORT),
+        scaled=merged(CONTROLS, HELD_OUT, LATER_REPORT),
         settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
     )
 
@@ -453,7 +443,7 @@ def _tuned(
     smoke = {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
     for model, parent in parents.items():
         ordinary = model == "ordinary"
-        like, scaled = (None, both(own or {}, smoke)) if ordinary else (f"{group}-ordinary", {})
+        like, scaled = (None, merged(own or {}, smoke)) if ordinary else (f"{group}-ordinary", {})
         yield Arm(name=f"{group}-{model}", parent=parent, task=task, like=like, scaled=scaled, **others)
 
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,9 @@ RECALL_METRICS = tuple(recall_metric(*test) for test in (*RECALL, *SMOKE_RECALL)
 
 def numbers_of(record: Record) -> dict[str, float]:
     """Return the numbers of a record by metric; those that it lacks are left out."""
-
-    def at(*path: str) -> float:
-        value: Any = record
-        for name in path:
-            value = (value or {}).get(name)
-        return math.nan if value is None else float(value)
-
     losses, heads = dict(record.get("by_position") or ()), record["provenance"].get("heads")
     tests = (record.get("recall") or {}).get("tests", ())
+    at = partial(_number_at, record)
     numbers: dict[str, float] = {
         "loss": at("report_loss") if "report_perplexity" in record else math.nan,
         "perplexity": at("report_perplexity"),
@@ -70,7 +64,6 @@ def numbers_of(record: Record) -> dict[str, float]:
         "window": max(losses, default=math.nan),
         "to_4k": _perplexity_to(4_096, losses),
         "heads": math.nan if heads is None else len(heads) + len(record["provenance"].get("pruned") or ()),
-        "num_heads": at("num_heads"),
         "updates": at("updates"),
         "remaining": at("updates") - at("intervention", "update"),
         "peak": (at("peak_memory_bytes") or math.nan) / 2**30,
@@ -80,24 +73,35 @@ def numbers_of(record: Record) -> dict[str, float]:
         "exponential": at("fits", "exponential"),
         "extra_kl": at("fits", "largest_extra_kl"),
         **{recall_metric(test["length"], test["pairs"]): 100 * test["accuracy"] for test in tests},
+        **({} if record.get("shared") else _times(record)),  # which mean nothing of a run that shared its device
     }
-    if not record.get("shared"):  # times mean nothing of a run that shared its device
-        parts = (record.get("time") or {}).get("parts") or {}
-        event = (record.get("intervention") or {}).get("seconds")
-        numbers |= {
-            "minutes": at("time", "everything", "seconds") / 60,
-            "compilation": parts.get("compile", parts.get("compilation", math.nan)),  # the latter in earlier records
-            "update": 1e3 * at("update_seconds", "median"),
-            "last_updates": 1e3 * at("last_updates_seconds"),
-        }
-        if (record.get("time") or {}).get("parent_parts") is not None:
-            # Earlier records also have parts that neither total counted.
-            counted = (seconds for part, seconds in parts.items() if part not in ("afterwards", "lost"))
-            numbers["continuation"] = sum(counted) / 60
-        if event is not None:
-            for name, of in (("intervention", event), ("capture", ("capture", "statistics")), ("fit", ("fit",))):
-                numbers[name] = math.fsum(event.get(part, 0.0) for part in of)
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def _number_at(record: Record, *path: str) -> float:
+    value: Any = record
+    for name in path:
+        value = (value or {}).get(name)
+    return math.nan if value is None else float(value)
+
+
+def _times(record: Record) -> dict[str, float]:
+    """Return minutes of a run, seconds of its event, and milliseconds of its updates."""
+    time, event = record.get("time") or {}, (record.get("intervention") or {}).get("seconds")
+    parts = time.get("parts") or {}
+    times = {
+        "minutes": _number_at(record, "time", "everything", "seconds") / 60,
+        "compilation": parts.get("compile", parts.get("compilation", math.nan)),  # the latter in earlier records
+        "update": 1e3 * _number_at(record, "update_seconds", "median"),
+        "last_updates": 1e3 * _number_at(record, "last_updates_seconds"),
+    }
+    if time.get("parent_parts") is not None:
+        # Earlier records also have parts that neither total counted.
+        times["continuation"] = sum(parts[name] for name in parts if name not in ("afterwards", "lost")) / 60
+    if event is not None:
+        for name, of in (("intervention", event), ("capture", ("capture", "statistics")), ("fit", ("fit",))):
+            times[name] = math.fsum(event.get(part, 0.0) for part in of)
+    return times
 
 
 def _perplexity_to(last: int, losses: Mapping[int, float]) -> float:

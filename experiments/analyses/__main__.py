@@ -2,34 +2,14 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 
 from experiments.analyses import ANALYSES, FIGURES, svg
-from experiments.analyses.common import Output, Record
+from experiments.analyses.common import Output
 from saf.cli.output import show
 from saf.errors import InputError, SafError
 from saf.records.files import to_json, write_atomically, write_json
-from saf.records.result import read_result
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draw:
-    """Draw the figure of records of one analysis, one a seed."""
-
-    records: tyro.conf.Positional[tuple[Path, ...]]
-    """JSON files that --out named."""
-    figure: Path
-    """SVG file to write."""
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Write the figure of records as an SVG file."""
-    if unknown := [each["kind"] for each in records if each["kind"] not in FIGURES]:
-        raise InputError(f"a figure must be of {', '.join(FIGURES)}, got a record of {unknown[0]!r}")
-    write_atomically(path, svg(records).encode())
 
 
 def run(name: str, settings: Output) -> None:
@@ -42,19 +22,16 @@ def run(name: str, settings: Output) -> None:
     if settings.out is not None:
         write_json(settings.out, record)
     if settings.figure is not None:
-        draw([record], settings.figure)
+        write_atomically(settings.figure, svg([record]).encode())
     show(record, *ANALYSES[name].tables(record), as_json=settings.json)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the analysis that the words name; return 0, or 2 for input that cannot be used."""
-    commands = {"draw": Draw} | {name: each.Settings for name, each in ANALYSES.items()}
+    commands = {name: each.Settings for name, each in ANALYSES.items()}
     settings = tyro.extras.subcommand_cli_from_dict(commands, prog="python -m experiments.analyses", args=words)
     try:
-        if isinstance(settings, Draw):
-            draw([read_result(path) for path in settings.records], settings.figure)
-        else:
-            run(next(name for name, each in ANALYSES.items() if type(settings) is each.Settings), settings)
+        run(next(name for name, kind in commands.items() if type(settings) is kind), settings)
     except SafError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

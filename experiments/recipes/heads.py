@@ -353,7 +353,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
         f"Weights are {_QWEN} of the hub, or a folder of that name. Calibration text is the folder {_TEXT}, made by "
         f"`saf data prepare FILES --tokenizer {_QWEN} --out {_TEXT}`; the paper's is FineWeb-Edu.",
         "Questions are the hub's, or those of `--questions FOLDER` where it has the public files of all five tasks.",
-        "Qwen3-4B alone: `--arms Qwen3-4B`. `python -m experiments.analyses draw` makes the figure of its record.",
+        "Qwen3-4B alone: `--arms Qwen3-4B`; `--show --tables FOLDER` makes the figure of its record.",
     ),
 )
 
