@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.heal import Healing
 from saf.heldout import JointCost, perplexity_rise
@@ -87,18 +86,12 @@ class FreezeReport:
         """Return one line: its tensors would fill a notebook."""
         return f"<FreezeReport: {self.summary}; print() shows the table>"
 
-    @property
-    def trainable_parameters(self) -> int:
-        """Return how many key and distance logits are trained on, `2 * F * T`; 0 for fixed patterns."""
-        return 2 * len(self.heads) * self.statistics.length if self.config["trainable"] else 0
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {
             "schema": SCHEMA,
             "config": self.config,
             "requested": self.requested,
-            "trainable_parameters": self.trainable_parameters,
             "heads": self.heads.to_list(),
             **{f"{kind}_in_all": count for kind, count in self.in_all.items()},
             "score_name": self.config["score"],
@@ -124,14 +117,8 @@ class FreezeReport:
 
     def known(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
-        # A rate has its default where another setting sets the number.
-        by_rate = all(self.config[name] is None for name in ("count", "heads", "match_heads"))
-        choice = {
-            "kind": self.kind,
-            "pattern": self.config["pattern"],
-            "named": self.config["heads"] is not None,
-            "rate": self.config["rate"] if by_rate else None,
-        }
+        named = self.config["heads"] is not None
+        choice = {"kind": self.kind, "pattern": self.config["pattern"], "named": named}
         return choice | {name: value for name, value in self.to_dict().items() if name in _KNOWN}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -151,8 +138,6 @@ class FreezeReport:
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:
         """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors."""
-        if not Path(folder).is_dir():
-            raise InputError(f"folder must be an existing folder to record the event in, got {folder}; make it first")
         return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
     @property
@@ -180,8 +165,6 @@ class FreezeReport:
         notes = []
         if kind == "frozen":
             notes.append(f"{len(self.rejected)} rejected")
-        if self.trainable_parameters:
-            notes.append(f"{self.trainable_parameters:,} pattern parameters train on")
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
         if self.joint_cost is not None:

@@ -123,7 +123,7 @@ def restore_(
     its weights, and a warning lists attention weights that differ from the saved ones, by the saved rows and by the
     checksums of those that stay (the `weights` of each layer); else load the saved ones afterwards. Without
     `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the
-    model unchanged, for a state of another schema or shape of model, or without some pattern.
+    model unchanged, for a state of another shape of model, or without some pattern.
     """
     edits = _plan(model, state, tensors, backend)
     saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
@@ -198,12 +198,7 @@ def _plan(
 
 def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
     """Return number, site and state of every layer; raise CheckpointError unless model and state have one shape."""
-    sites, layers = adapter_for(model).sites(), state.get("layers")
-    if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"expected frozen heads of schema {SCHEMA!r}; got {state.get('schema')!r}")
-    required = {"num_heads", "num_kv_heads", "frozen"}
-    if not isinstance(layers, list) or not all(isinstance(one, dict) and one.keys() >= required for one in layers):
-        raise CheckpointError(f"the description of the frozen heads is damaged: layers must have {sorted(required)}")
+    sites, layers = adapter_for(model).sites(), state["layers"]
     if len(layers) != len(sites):
         raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
     for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):

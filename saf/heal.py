@@ -75,7 +75,6 @@ def heal_(
     model: nn.Module,
     windows: Tensor,
     *,
-    learning_rate: float = LEARNING_RATE,
     precision: Precision = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
@@ -87,13 +86,13 @@ def heal_(
     language, parameters = language_model(model), [each for each in model.parameters() if each.requires_grad]
     if narrow := {each.dtype for each in parameters} - {torch.float32, torch.float64}:
         raise InputError(f"weights must be float32 to be trained, got {narrow.pop()}: open the model in float32")
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     batches = windows.split(max(1, UPDATE_TOKENS // (windows.shape[1] - 1)))
     was_training = model.training
     model.train()
     for update, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * _share_of_rate(update, len(batches))
+            group["lr"] = LEARNING_RATE * _share_of_rate(update, len(batches))
         for ids in rows_at_once(language, batch.split(1)):
             with autocast(language.device, precision):
                 loss = language.next_token_loss(ids[:, :-1], ids[:, 1:])

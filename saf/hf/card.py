@@ -99,10 +99,9 @@ def _event_line(event: dict[str, Any]) -> str:
     """Return a line about an event that froze or pruned heads."""
     count = len(event["heads"])
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
-    rate = "" if event.get("rate") is None else f", at a rate of {event['rate']:.1%}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
     undone = "" if event["remaining"] == count else f" ({event['remaining']} of them still)"
-    parts = [f"{count} head{'s' * (count != 1)} {event['kind']}{undone} {chosen}{rate}{patterns}"]
+    parts = [f"{count} head{'s' * (count != 1)} {event['kind']}{undone} {chosen}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     data = f" of {event['data']}" if event.get("data") else ""

@@ -289,7 +289,7 @@ def test_a_step_is_absorbed_when_the_loss_is_back_on_its_path_and_spikes_do_not_
     (recovery,) = heals.proposer.recoveries
     assert 25 < recovery <= 100
     stays = Simulated(TrainLoss(), 5_000, slows_down, noise=0.02, limit=3, cost=lambda *_: 0.02).run()
-    assert kinds(stays)[:2] == ["freeze", "undo"], "the path falls on: 0.02 more than the loss at the event is less"
+    assert kinds(stays)[:2] == ["freeze", "undo"], "the expected loss falls on after the event"
     at = Simulated(TrainLoss(), UPDATES, levels_off, noise=0.02, limit=3).run().events[0][0]
     spiky = Simulated(
         TrainLoss(), UPDATES, lambda t: levels_off(t) + 0.5 * (t == at + H // 2), noise=0.02, limit=3
