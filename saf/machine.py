@@ -71,10 +71,6 @@ class Execution:
         torch._dynamo.reset()
         return torch.compile(model, fullgraph=fullgraph)
 
-    @property
-    def device_name(self) -> str:
-        return device_name(self.device)
-
 
 def pick_device(name: str) -> torch.device:
     """Return the device that "auto", "cpu" or "cuda" means; raise UnsupportedError for CUDA where there is none."""

@@ -33,7 +33,7 @@ import torch
 from saf.bench.timing import attention_kernels, kernel_seen
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
 from saf.errors import InputError
-from saf.machine import Execution, nvidia_smi
+from saf.machine import Execution, device_name, nvidia_smi
 from saf.ops.backends import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
@@ -280,7 +280,7 @@ def in_short(error: BaseException) -> str:
 
 
 def _environment(execution: Execution) -> Row:
-    result: Row = {"device": execution.device_name, "driver": None, "processes": rank_and_size()[1]}
+    result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
         result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None

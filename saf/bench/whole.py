@@ -71,7 +71,7 @@ class Update(ModelSpeed):
         require(self.graphs == "off" or not self.memory, "memory must be left out with CUDA graphs")
 
     def _parallel(self) -> Parallel:
-        return parallel_of(self.parallel, parameters=0, execution=self.execution, trained_patterns=False)
+        return parallel_of(self.parallel, parameters=0, execution=self.execution)
 
     def variants(self) -> tuple[str, ...]:
         return tuple("update" if mode == CALL else f"update {mode}" for mode in super().variants())

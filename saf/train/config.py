@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from saf.checkpoint import Checkpoint, open_checkpoint
 from saf.errors import InputError, check_name
 from saf.freeze_config import FreezeConfig
-from saf.machine import Compile, Device, Execution, Precision
+from saf.machine import Compile, Device, Execution, Precision, device_name
 from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
@@ -308,7 +308,7 @@ def run_config(
         "freeze": freeze,
         "data": task.description(),
         "parent": parent,
-        "device": execution.device_name,
+        "device": device_name(execution.device),
         "processes": processes,
         "settings": settings,
     }

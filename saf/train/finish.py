@@ -12,6 +12,7 @@ from saf.checkpoint import checkpoint_hash, latest, step_name
 from saf.distributed import on_rank0
 from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
+from saf.machine import device_name
 from saf.models.adapter import adapter_for
 from saf.records.events import EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
@@ -65,7 +66,7 @@ def _write(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
     # One for both: the fingerprint of a task covers all its data, for training and measuring.
     data = {"train": run.task.fingerprint, "report": run.task.fingerprint}
-    settings, device = config.to_dict(), run.execution.device_name
+    settings, device = config.to_dict(), device_name(run.execution.device)
     header = result_header("run", settings, device=device, checkpoints=saved, data=data)
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
     names = {"patterns_hash": _patterns_hash(events), "heads": frozen, "pruned": pruned, "seed": config.seed}

@@ -145,8 +145,6 @@ class Shards(_Group):
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which loads for half a second
 
-        frozen = [site.frozen for site in adapter_for(model).sites() if site.frozen is not None]
-        check_shards(execution, trained_patterns=any(heads.trainable for heads in frozen))
         sharded = _copy_of(model)
         low, policy = execution.precision == "bf16", MixedPrecisionPolicy()
         if low:
@@ -258,15 +256,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
 # --- the kind of parallel training, and the shares of micro-batches
 
 
-def check_shards(execution: Execution, *, trained_patterns: bool) -> None:
-    """Raise UnsupportedError for a model compiled as a whole and for trained patterns: neither can be sharded."""
-    if execution.compile and not execution.by_layer:
-        raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
-    if trained_patterns:
-        raise UnsupportedError("trained patterns cannot be sharded; train them with parallel='ddp'")
-
-
-def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution, trained_patterns: bool) -> Parallel:
+def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution) -> Parallel:
     """Return how this process trains a model of so many `parameters` beside others.
 
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
@@ -286,8 +276,9 @@ def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution, tr
         if execution.device.type == "cuda":
             memory = torch.cuda.get_device_properties(execution.device).total_memory
             kind = "ddp" if STATE_BYTES * parameters <= memory / 2 else "fsdp"
+    if kind == "fsdp" and execution.compile and not execution.by_layer:
+        raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
     if kind == "fsdp":
-        check_shards(execution, trained_patterns=trained_patterns)
         return Shards(execution.device)
     return Replicas() if kind == "ddp" else Parallel()
 

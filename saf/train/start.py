@@ -14,7 +14,7 @@ from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_s
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freeze_config import check_heads
-from saf.machine import Execution, rated_flops
+from saf.machine import Execution, device_name, rated_flops
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
 from saf.ops.live import pinned
@@ -83,10 +83,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         shape = model_config(config, vocab_size=task.vocab_size)
         _check_same_settings({**config.to_dict(), "data's fingerprint": task.fingerprint})
         _check_early(config, execution, task)
-        trained = config.freeze is not None and config.freeze.trainable
-        parallel = parallel_of(
-            config.parallel, parameters=shape.num_parameters, execution=execution, trained_patterns=trained
-        )
+        parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         origin = _origin(config, folder, shape, task, resume=resume)
         parts, proposer = _restore(config, execution, task, shape, parallel, origin)
     # All ranks have looked at the folder before the first one writes.
@@ -200,8 +197,14 @@ def _restore(
     if config.freeze and proposer and not origin.resumed:
         check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
     gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
-    if gradient is not None and parallel.kind == Shards.kind:
-        raise UnsupportedError("an average of Q/K gradients cannot be sharded; keep it with parallel='ddp'")
+    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
+    if parallel.kind == Shards.kind and (gradient is not None or trained):
+        raise UnsupportedError("fsdp takes neither trained patterns nor averages of Q/K gradients; take parallel='ddp'")
+    many, tokens = config.finetuning is not None, config.batch_size * task.length
+    no_graphs = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
+    if config.graphs == "on" and no_graphs is not None:
+        raise UnsupportedError(no_graphs)
+    few = not many and tokens * shape.hidden_size <= FEW
     return {
         "model": model,
         "optimizer": optimizer,
@@ -210,7 +213,7 @@ def _restore(
         "accumulation": micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
         "parallel": parallel,
         "clip": math.inf if config.clip is None else config.clip,
-        "graphed": _graphed(config, execution, parallel, model, tokens=config.batch_size * task.length),
+        "graphed": config.graphs == "on" or (config.graphs == "auto" and few and no_graphs is None),
         "gradient": gradient,
         "done": origin.update,
     }, proposer
@@ -233,20 +236,6 @@ def _build(
     if checkpoint and origin.state:
         return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-
-
-def _graphed(config: TrainConfig, execution: Execution, parallel: Parallel, model: GPT, *, tokens: int) -> bool:
-    """Return whether the run replays its micro-batches, each of so many tokens, as CUDA graphs.
-
-    Raises UnsupportedError where the settings demand graphs that cannot be captured.
-    """
-    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-    many = config.finetuning is not None
-    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
-    if config.graphs == "on" and reason is not None:
-        raise UnsupportedError(reason)
-    few = not many and tokens * model.config.hidden_size <= FEW
-    return config.graphs == "on" or (config.graphs == "auto" and few and reason is None)
 
 
 # --- the folder
@@ -282,7 +271,7 @@ def _open_log(run: Run) -> RunLog:
     """Open the logs of a run; utilisation is of all its ranks' devices."""
     config, tokens, execution = run.config, run.task.targets_per_update, run.execution
     total = config.updates if config.update_budget is None else run.start + config.update_budget
-    rated = rated_flops(execution.device_name, execution.precision)
+    rated = rated_flops(device_name(execution.device), execution.precision)
     flops = tokens * run.model.config.flops_per_token(run.task.length)
     peak = flops / (rated * run.updater.parallel.processes) if rated else None
     return RunLog(run.folder, config, done=run.update, total=total, tokens=tokens, peak=peak)
