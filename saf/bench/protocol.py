@@ -208,32 +208,21 @@ class Session:
         self._header["provenance"] |= _environment(execution)
 
     def __enter__(self) -> "Session":
-        self._record_clocks("before")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._record_clocks("after")
         self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
         self._folder.cleanup()
         self.save()
-
-    def _record_clocks(self, when: str) -> None:
-        if clocks := _clocks(self.execution.device):
-            self._header["provenance"].setdefault("clocks", {})[when] = clocks
 
     @property
     def spent(self) -> float:
         """Seconds since the beginning."""
         return time.perf_counter() - self._began
 
-    @property
-    def left(self) -> float:
-        """Seconds left; infinite without a limit."""
-        return self._limit - self.spent
-
     def fits(self, seconds: float) -> bool:
         """Whether something of `seconds` would end in time, by the first process's clock."""
-        return math.isinf(self._limit) or on_rank0(lambda: self.left > seconds)
+        return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows and write them."""
@@ -286,16 +275,6 @@ def _environment(execution: Execution) -> Row:
         result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
         result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
     return result
-
-
-def _clocks(device: torch.device) -> dict[str, float]:
-    if device.type != "cuda":
-        return {}
-    names = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "power_limit_watts": "power.limit"}
-    # The driver numbers devices otherwise than CUDA_VISIBLE_DEVICES does.
-    answer = nvidia_smi(",".join(names.values()), f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}")
-    values = zip(names, (part.strip() for part in answer.split("\n")[0].split(",")), strict=False)
-    return {name: float(value) for name, value in values if value.replace(".", "", 1).isdecimal()}
 
 
 # --- comparing the arms of one point
@@ -355,18 +334,12 @@ def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
     built: dict[Arm, Subject] = {}
     for arm in arms:
         session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
-    ready, longest = {}, 0.0
+    ready = {}
     for arm, subject in built.items():
-        what = f"{case.name}: {arm.name}"
-        if not session.fits(longest):
-            session.skip(what, OUT_OF_TIME)
-            continue
         began = session.spent
-        if session.attempt(what, subject.warm_up):
+        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
             ready[arm] = subject
-        took = session.spent - began
-        longest = max(longest, took)
-        session.say(f"{case.name} warmed up: {arm.name}, {took:.1f} s")
+        session.say(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
     return ready
 
 

@@ -4,11 +4,13 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 
@@ -78,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SafError as error:
         if not error.printed_elsewhere:
             _wait_for_rank0_to_print()
-            print(f"saf {name}: {_in_flags(str(error), module)}", file=sys.stderr)
+            print(f"saf {name}: {_in_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -131,12 +133,11 @@ def _parsed(module: Any, words: list[str]) -> Any:
 
 
 def _in_flags(text: str, module: Any) -> str:
-    """Write a command's settings in an error as its flags; the module is None where it could not be imported."""
-    if module is None:
-        return text
-    from saf.cli.parsing import with_flags
-
-    return with_flags(text, module.Command)
+    """Write a command's own settings in an error, `batch_size`, as its flags; names of one word may be any words."""
+    kinds = get_args(module.Command) or (module.Command,)
+    names = {each.name for kind in kinds for each in fields(kind)}
+    flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
+    return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
 
 
 def _wait_for_rank0_to_print() -> None:

@@ -12,7 +12,6 @@ from saf.cli.output import show
 from saf.cli.parsing import parse_one_of
 from saf.distributed import is_rank0, process_group
 from saf.errors import UnsupportedError
-from saf.records.result import clock_words
 from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
@@ -49,7 +48,7 @@ class _Bench:
 def _machine(provenance: dict[str, Any]) -> str:
     versions = provenance["versions"]
     words = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
-    words += [f"driver {provenance['driver']}"] * bool(provenance["driver"]) + [clock_words(provenance)]
+    words += [f"driver {provenance['driver']}"] * bool(provenance["driver"])
     return ", ".join(filter(None, [provenance["device"], *words]))
 
 

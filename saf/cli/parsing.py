@@ -9,7 +9,7 @@ from inspect import cleandoc
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import docstring_parser
 import tyro
@@ -106,31 +106,6 @@ def _without_percent(word: str) -> str:
     """
     match = re.fullmatch(r"(--[\w.-]+=|)(\d+\.?\d*|\.\d+)%", word)
     return word if match is None else f"{match[1]}{float(match[2]) / 100}"
-
-
-def with_flags(text: str, command: Any) -> str:
-    """Write settings of a command in an error's text, `batch_size`, as flags, `--batch-size`.
-
-    Names of one word stay: they may be words of the sentence.
-    """
-    flags = {name: flag for kind in get_args(command) or (command,) for name, flag in _flags(kind).items()}
-    name = r"(?<![\w/.-])[a-z]+(?:[._][a-z]+)+(?![\w/=-])"
-    return re.sub(name, lambda match: flags.get(match[0], match[0]), text)
-
-
-def _flags(kind: Any, prefix: str = "--") -> dict[str, str]:
-    """Return each setting's flag by its name; of a group's setting also by the group's and its own, `freeze.rate`."""
-    own: dict[str, str] = {}
-    groups: dict[str, str] = {}
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        inner, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        group = next((each for each in (inner, *get_args(inner)) if is_dataclass(each)), None)
-        if group is None:
-            own[name] = f"{prefix}{name.replace('_', '-')}"
-            continue
-        inner_flags = _flags(group, prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}.")
-        groups |= inner_flags | {flag[2:].replace("-", "_"): flag for flag in inner_flags.values()}
-    return groups | own  # a name of both is the command's
 
 
 # --- types

@@ -132,15 +132,3 @@ def command() -> str:
         flag, equals, value = word.rpartition("=")
         words.append(f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}")
     return shlex.join(words)
-
-
-def clock_words(provenance: Mapping[str, Any]) -> str:
-    """Return the device's clocks, before and after a measurement, and its power limit; "" where unknown."""
-    clocks = provenance.get("clocks") or {}
-    before, after = clocks.get("before") or {}, clocks.get("after") or {}
-
-    def span(name: str) -> str:
-        return " to ".join(dict.fromkeys(f"{each[name]:g}" for each in (before, after) if name in each))
-
-    named = (("SM {} MHz", "sm_mhz"), ("memory {} MHz", "memory_mhz"), ("power limit {} W", "power_limit_watts"))
-    return ", ".join(words.format(span(name)) for words, name in named if span(name))
