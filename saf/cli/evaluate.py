@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -152,15 +152,10 @@ class Command:
 
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        bars: dict[str, Countdown] = {}
         with ExitStack() as stack:
-
-            def progress(name: str, done: int, total: int) -> None:
-                if name not in bars:
-                    bars[name] = stack.enter_context(Countdown(f"answering {name}", "requests", quiet=not is_rank0()))
-                bars[name](done, total)
-
-            answers = ask(opened, self, longest=self.length, progress=progress)
+            words = {"items": "requests", "quiet": not is_rank0()}
+            bar = cache(lambda name: stack.enter_context(Countdown(f"answering {name}", **words)))
+            answers = ask(opened, self, longest=self.length, progress=lambda name, *counts: bar(name)(*counts))
         return on_rank0(
             lambda: zero_shot_record(
                 answers,

@@ -41,7 +41,8 @@ WIDTH, HEIGHT = 6.2, 3.3
 """Inches of a figure: 446 pixels wide, so that its words can be read on a page 400 pixels wide."""
 LARGEST_CELL = 0.62
 """Inches across one head of the map at most, so that a small model's map is no larger than what stands beside it."""
-CURVE_POINTS = 400
+CURVE_POINTS, SMOOTH_POINTS = 400, 40
+"""Points of a curve of losses, and of their means: 40 of 5,000 updates are means of 125."""
 CELL = 24
 """Pixels across one head's pattern in the head map."""
 # Pixels cannot follow CSS: colours that show on light and on dark, more or less opaque.
@@ -168,10 +169,10 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
         shown = []
         for run, name, css in zip(runs, names, colours, strict=True):
             updates, losses = _losses(run)
-            smooth = moving_mean(losses, smoothing_window(run, 0.02))
-            axis.plot(*_thinned(updates, losses), color=COLOUR[css], lw=0.6, alpha=0.25)
-            axis.plot(*_thinned(updates, smooth), color=COLOUR[css], lw=1.6, label=_label(name))
-            shown.append(smooth[len(smooth) // 10 :])  # what comes before would flatten the rest
+            smooth = binned(updates, losses, SMOOTH_POINTS, fewest=5)
+            axis.plot(*binned(updates, losses, CURVE_POINTS), color=COLOUR[css], lw=0.6, alpha=0.25)
+            axis.plot(*smooth, color=COLOUR[css], lw=1.6, label=_label(name))
+            shown.append(smooth[1][len(smooth[1]) // 10 :])  # what comes before would flatten the rest
             probes = [(each["update"], each["loss"]) for each in run.evaluations if each.get("loss") is not None]
             if probes:
                 axis.plot(*zip(*probes, strict=True), "o", color=COLOUR[css], markersize=3, markerfacecolor="none")
@@ -197,7 +198,12 @@ def gap(pairs: Mapping[str, tuple[RecordedRun, RecordedRun]], colours: Mapping[s
     def draw(axis: Axes) -> None:
         axis.axhline(0, color=COLOUR["ordinary"], lw=1)
         for name, (updates, values) in series.items():
-            axis.plot(*_thinned(updates, values), color=COLOUR[colours[name]], lw=1.6, label=_label(name))
+            axis.plot(
+                *binned(updates, values, SMOOTH_POINTS, fewest=5),
+                color=COLOUR[colours[name]],
+                lw=1.6,
+                label=_label(name),
+            )
         axis.set(xlabel="update", title="Loss above the ordinary arm's, nats")
         axis.legend()
 
@@ -210,14 +216,12 @@ def _label(name: str) -> str:
 
 
 def loss_gap(ordinary: RecordedRun, edited: RecordedRun) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the updates after the first event and the smoothed difference of both runs' losses; None for too few."""
+    """Return the updates after the first event and the difference of both runs' losses; None for too few."""
     left, right = (dict(zip(*map(np.ndarray.tolist, _losses(run)), strict=True)) for run in (ordinary, edited))
     common = [update for update in sorted(left.keys() & right.keys()) if update > (edited.freeze_update or 0)]
-    values = np.array([right[update] - left[update] for update in common])
     if len(common) < 2:
         return None
-    # The paper's centred mean: 210 of 5,000 updates.
-    return np.array(common), moving_mean(values, smoothing_window(edited, 0.042))
+    return np.array(common), np.array([right[update] - left[update] for update in common])
 
 
 def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
@@ -226,23 +230,9 @@ def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
     return columns[:, 0], columns[:, 1]
 
 
-def smoothing_window(run: RecordedRun, share: float) -> int:
-    """Return how many updates a smoothed curve averages: a share of the whole schedule, the same for every arm."""
-    return max(5, round(share * ((run.config.get("train") or {}).get("updates") or len(run.metrics))))
-
-
-def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the centred mean over `window` values, over fewer at the ends; NaN has no weight."""
-    half, finite = window // 2, np.isfinite(values)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(finite, values, 0.0), finite))
-    start = np.maximum(np.arange(len(values)) - half, 0)
-    end = np.minimum(np.arange(len(values)) + half + 1, len(values))
-    counted = counts[end] - counts[start]
-    return np.where(counted > 0, (sums[end] - sums[start]) / np.maximum(counted, 1), np.nan)
-
-
-def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return as many means of neighbours as a page has room for, so that long runs stay small files."""
-    parts = [part for part in np.array_split(np.arange(len(x)), CURVE_POINTS) if len(part)]
-    columns = np.array([(x[part].mean(), y[part].mean()) for part in parts]).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
+def binned(x: np.ndarray, y: np.ndarray, most: int, *, fewest: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most so many means of `fewest` neighbours or more: smooth, and small as a file; NaN has no weight."""
+    parts = np.array_split(np.arange(len(x)), max(1, min(most, len(x) // fewest)))
+    known = np.isfinite(y)
+    means = [y[part][known[part]].mean() if known[part].any() else np.nan for part in parts]
+    return np.array([x[part].mean() for part in parts]), np.array(means)
