@@ -134,11 +134,13 @@ def attend(
         receiver(query, key)
     if seen.documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may wait for the device
         check_positions(seen, position_ids, cu_seq_lens_q, len(value))
-    left_pad = None if seen.padding is None else first_real(seen.padding)
-    options: dict[str, Any] = {"scale": scaling, "left_pad": left_pad, "cache_position": seen.positions}
+    frozen: dict[str, Any] = {"left_pad": None if seen.padding is None else first_real(seen.padding)}
+    visible = None if seen.positions is None else seen.positions.visible
+    live = {**frozen, "scale": scaling, "visible": visible, "window": sliding_window, "soft_cap": softcap}
+    frozen["cache_position"] = seen.positions
     if state_layer is not None:
-        options["state"] = state_layer.state()
-    mix = partial(_mix, state, options, {"window": sliding_window, "soft_cap": softcap})
+        frozen["state"] = state_layer.state()
+    mix = partial(_mix, state, live, frozen)
     output = mix(query, key, value) if seen.documents is None else seen.documents.attend(mix, query, key, value)
     return output.transpose(1, 2), None
 
@@ -148,34 +150,26 @@ AttentionMaskInterface.register(NAME, padding_mask)
 
 
 def _mix(
-    state: HeadState | None,
-    options: dict[str, Any],
-    ordinary: dict[str, Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    state: HeadState | None, live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Return the output `[B, H, Tq, D]` of a layer, one sequence a row.
 
-    The window and the soft cap, in `ordinary`, are for live heads; `mixed_attention` has neither.
+    `live` and `frozen` are options of `live_attention` and `frozen_attention`; `mixed_attention` has neither a window
+    nor a soft cap, and needs no window where heads are frozen: inputs fit in it.
     """
-    scale, left_pad, positions = options["scale"], options["left_pad"], options["cache_position"]
-    visible = None if positions is None else positions.visible
     if state is None:
-        return live_attention(query, key, value, scale=scale, left_pad=left_pad, visible=visible, **ordinary)
-    whole = state.layout.ordinary and ordinary["window"] is None
-    if ordinary["soft_cap"] is None and (state.frozen is not None or whole):
-        return mixed_attention(query, key, value, state.frozen, **options, kernel=state.kernel)
+        return live_attention(query, key, value, **live)
+    whole = state.layout.ordinary and live["window"] is None
+    if live["soft_cap"] is None and (state.frozen is not None or whole):
+        return mixed_attention(query, key, value, state.frozen, scale=live["scale"], kernel=state.kernel, **frozen)
     parts, layout = [], state.layout
     if layout.num_live:
         slots = layout.kv_head[: layout.num_live]
-        if positions is not None or options.get("state") is not None:
+        if frozen["cache_position"] is not None or "state" in frozen:
             slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
-        own = {"scale": scale, "left_pad": left_pad, "visible": visible, "kernel": state.kernel, **ordinary}
-        parts.append(live_heads(query, key, value, slots, **own))
+        parts.append(live_heads(query, key, value, slots, kernel=state.kernel, **live))
     if state.frozen is not None:
-        own = {name: options[name] for name in options if name != "scale"}
-        parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **own))
+        parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **frozen))
     if not parts:
         return query  # of no heads
     return join_heads(*parts)
@@ -203,16 +197,16 @@ def edited_forward(
         query, key = module.q_norm(query), module.k_norm(key)
     if state.layout.num_live and rotate is not None and position_embeddings is not None:
         query, key = rotate(query, key, *position_embeddings)
-    own = None
+    state_layer = None
     if past_key_values is not None:
-        own = prepare(past_key_values, module.layer_idx, state.layout, state.frozen, value.device)
-        key, value = _cached(module, past_key_values, key, value, own)
+        state_layer = prepare(past_key_values, module.layer_idx, state.layout, state.frozen, value.device)
+        key, value = _cached(module, past_key_values, key, value, stock=state_layer is None)
     options = {
         "dropout": family.dropout_rate(module) if module.training else 0.0,
         "scaling": module.scaling,
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
-        "state_layer": own,
+        "state_layer": state_layer,
     }
     mixed, _ = attend(module, query, key, value, attention_mask, **options, **rest)
     projection = family.module(module, "output")
@@ -238,13 +232,13 @@ def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
     return parts.get("query", none), parts.get("key", none), parts["value"]
 
 
-def _cached(module: Any, cache: Any, key: Tensor, value: Tensor, own: StateLayer | None) -> tuple[Tensor, Tensor]:
+def _cached(module: Any, cache: Any, key: Tensor, value: Tensor, *, stock: bool) -> tuple[Tensor, Tensor]:
     """Add new keys and values to a cache, and return all of its.
 
     Without live heads a stock layer stores the values in place of keys, by which it counts its tokens, and nothing in
     place of values; without any heads it stores one number a token.
     """
-    if module.saf.layout.num_live or own is not None:
+    if module.saf.layout.num_live or not stock:
         return cache.update(key, value, module.layer_idx)
     heads = value.shape[1]
     counted = value if heads else value.new_zeros(len(value), 1, value.shape[2], 1)
@@ -257,11 +251,11 @@ def choose_forward(attention: Any) -> None:
     layout, name = layout_of(attention), "forward"
     if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys():
         name = _UNDER_HOOKS
-    own = vars(attention).get(name)
+    present = vars(attention).get(name)
     if not layout.ordinary:
         rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         setattr(attention, name, partial(edited_forward, attention, rotate))
-    elif isinstance(own, partial) and own.func is edited_forward:
+    elif isinstance(present, partial) and present.func is edited_forward:
         if name == _UNDER_HOOKS:
             setattr(attention, name, MethodType(type(attention).forward, attention))
         else:

@@ -70,17 +70,17 @@ class TransformersFolder:
         if path.is_dir():
             if not weight_files(path):
                 raise InputError(f"{path} has a config.json but no weights, model.safetensors or shards; save it again")
-            found = cls(str(path), path)
+            source = cls(str(path), path)
         else:
             with _raising(InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"):
                 file = cached_file(str(path), "config.json")
-            found = cls(str(path), Path(str(file)).parent)
+            source = cls(str(path), Path(str(file)).parent)
             for name in TOKENIZER_FILES:  # text is read, and copies are made, from the folder
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
-        architectures = read_json(found.folder / "config.json").get("architectures") or []
+        architectures = read_json(source.folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
             raise InputError(f"{path} must hold a causal language model (...ForCausalLM), got {architectures[0]}")
-        return found
+        return source
 
     @property
     def hash(self) -> str:
