@@ -109,7 +109,6 @@ def test_leading_dimensions_are_indexed_and_positions_are_not():
     ("alpha", "rho", "message"),
     [
         (torch.zeros(3), torch.zeros(4), r"\[3\] and \[4\]"),
-        (torch.tensor([0.0, torch.nan]), torch.zeros(2), "finite"),
         (torch.zeros(2), torch.tensor([0.0, -torch.inf]), "finite"),
         (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), "floating"),
         (torch.zeros(2, 0), torch.zeros(2, 0), "T >= 1"),
@@ -137,7 +136,6 @@ def test_dense_pattern_accepts_rounded_rows(dtype):
         (lambda w: w * 1.001, "sum to 1"),
         (lambda w: w.roll(1, -1), "causal"),
         (lambda w: w - 2 * torch.eye(4), "non-negative"),
-        (lambda w: w / 0, "finite"),
     ],
 )
 def test_dense_pattern_names_what_is_wrong(change, message):
