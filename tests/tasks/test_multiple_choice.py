@@ -95,6 +95,7 @@ OPTIONS = {"question": "Who?", "options": ["a", "b", "c", "d"], "gold_label": 3}
         ("jsonl", "{", "line 1: not JSON"),
         ("jsonl", [], "line 1: expected a JSON object, got list"),
         ("jsonl", {"text": "a"}, "line 1.*choices"),
+        ("jsonl", {"text": 0, "choices": ["a"], "answer": "a"}, "line 1: no example of jsonl"),
         ("jsonl", {"text": "a", "choices": "yes", "answer": 0}, "choices must be a list, got yes"),
         ("boolq", {"question": "is it", "passage": None, "label": True}, "line 1.*passage"),
         ("quality", {"article": "x", "questions": [{**OPTIONS, "gold_label": "3"}]}, "line 1.*gold_label"),
