@@ -1,8 +1,6 @@
 """Checkpoints: round trips to the last bit, damage by name, full disks, and processes that die while writing."""
 
-import json
 import os
-import random
 import resource
 import signal
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from saf.checkpoint import (
-    capture_random_state,
     checkpoints,
     latest,
     load_model,
@@ -20,7 +17,6 @@ from saf.checkpoint import (
     optimizer_state,
     prune_checkpoints_,
     restore_optimizer,
-    restore_random_state,
     save_checkpoint,
     step_name,
 )
@@ -179,21 +175,3 @@ def test_order_and_pruning(tmp_path, model, optimizer):
     assert len(checkpoints(tmp_path)) == 5
     prune_checkpoints_(tmp_path, keep=1, protect={"step-9"})
     assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-100"]
-
-
-def draw() -> list[float]:
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
-
-
-def test_every_generator_repeats_itself():
-    original = capture_random_state()
-    try:
-        random.gauss(0, 1)
-        np.random.randn()
-        state = json.loads(json.dumps(capture_random_state()))
-        first = draw()
-        draw()
-        restore_random_state(state)
-        assert draw() == first
-    finally:
-        restore_random_state(original)

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,18 +86,23 @@ def test_killed_process_resumes(settings, finished, outcome):
 
 
 def test_random_states_are_put_back(settings):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
     config = settings(updates=4, save_every=1)
-    torch.rand(3)
-    expected = torch.get_rng_state(), random.getstate()
+    for draw in (torch.rand, np.random.randn):
+        draw(3)
+    random.gauss(0, 1)
+    expected = states()
     with pytest.MonkeyPatch.context() as patch:
         die_at(patch, Run, "run_update", 3)
         with pytest.raises(Killed):
             pretrain(config)
-    torch.rand(7)
+    for draw in (torch.rand, np.random.randn):
+        draw(7)
     random.random()
     pretrain(config, resume=True)
-    assert torch.equal(torch.get_rng_state(), expected[0])
-    assert random.getstate() == expected[1]
+    assert states() == expected
 
 
 def test_damaged_files_are_refused_or_named_and_half_written_ones_dropped(settings, finished, outcome):

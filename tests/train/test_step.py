@@ -159,12 +159,3 @@ def test_where_graphs_cannot_be_captured_is_said():
 def test_memory_of_an_update_is_within_four_percent_of_peaks_measured_on_a_gpu(model, tokens, measured):
     """The ordinary arms of results/bench/memory-4k.json and memory-1b.json."""
     assert update_memory(saf.preset(model), tokens).total == pytest.approx(measured, rel=0.04)
-
-
-def test_memory_is_less_in_shards_and_where_layers_are_computed_again():
-    whole, again, shards = (
-        update_memory(saf.preset("1b"), 16_384, **how) for how in ({}, {"recomputes": True}, {"shards": 4})
-    )
-    assert again.total < 0.7 * whole.total
-    assert shards.state == whole.state / 4
-    assert shards.activations < whole.activations
