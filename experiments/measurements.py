@@ -27,7 +27,7 @@ from saf.schedules import OneTime
 class Reference:
     """Stands in settings for a path that is known once runs have ended."""
 
-    path: Callable[["Maker", "Measurement"], Path | None]
+    path: Callable[["Maker"], Path | None]
     """Finds it; None leaves the setting out."""
     arms: tuple[str, ...] = ()
     """The arms whose runs it reads."""
@@ -38,7 +38,7 @@ class Reference:
 def checkpoint(arm: str, at: float = 0.5) -> Reference:
     """Return a checkpoint of an arm's run, after a share of its updates; 1 is the last."""
 
-    def path(maker: "Maker", of: "Measurement") -> Path:
+    def path(maker: "Maker") -> Path:
         run, folder = maker.run(arm), maker.run(arm).folder / "checkpoints"
         if at == 1 and (last := latest(folder)) is not None:
             return last
@@ -49,12 +49,12 @@ def checkpoint(arm: str, at: float = 0.5) -> Reference:
 
 def run_of(arm: str) -> Reference:
     """Return the folder of an arm's run."""
-    return Reference(lambda maker, of: maker.run(arm).folder, (arm,))
+    return Reference(lambda maker: maker.run(arm).folder, (arm,))
 
 
 def record_of(measurement: str) -> Reference:
     """Return the record of an earlier measurement of the recipe."""
-    return Reference(lambda maker, of: maker.file(next(m for m in maker.measurements if m.name == measurement)))
+    return Reference(lambda maker: maker.file(next(m for m in maker.measurements if m.name == measurement)))
 
 
 def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
@@ -64,21 +64,22 @@ def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
         losses = [(each.record() or {})["report_loss"] for each in (run, run.needs["parent"])]
         return 100.0 * math.expm1(losses[0] - losses[1])
 
-    def path(maker: "Maker", of: "Measurement") -> Path:
+    def path(maker: "Maker") -> Path:
         by_group = {g: {name: change(maker.run(arm)) for name, arm in arms.items()} for g, arms in groups.items()}
-        return write_json(maker.file(of).with_name(f"changes-{maker.seed}.json"), by_group)
+        folder = maker.root / maker.scale.name / "measurements"
+        return write_json(folder / f"{maker.recipe}-changes-{maker.seed}.json", by_group)
 
     return Reference(path, tuple(arm for arms in groups.values() for arm in arms.values()))
 
 
 def file_of(task: str, part: Literal["train", "test"]) -> Reference:
     """Return a file of the examples that a task is finetuned on."""
-    return Reference(lambda maker, of: maker.inputs.examples(task)[part == "test"], of_seed=False)
+    return Reference(lambda maker: maker.inputs.examples(task)[part == "test"], of_seed=False)
 
 
-DATA = Reference(lambda maker, of: maker.inputs.text(), of_seed=False)
+DATA = Reference(lambda maker: maker.inputs.text(), of_seed=False)
 """The folder of the prepared text."""
-QUESTIONS = Reference(lambda maker, of: maker.inputs.questions, of_seed=False)
+QUESTIONS = Reference(lambda maker: maker.inputs.questions, of_seed=False)
 """The folder of zero-shot questions; the setting is left out, for the hub's, where none is named."""
 
 
@@ -172,7 +173,7 @@ class Measurement:
 
     name: str
     does: str
-    """The words of its command: "bench update" of `saf`, "benchmarks accuracy" of the scripts, "analyze one-head"."""
+    """The words of its command behind `python -m`: "saf bench update", "benchmarks.accuracy"."""
     on: tuple[Reference | str, ...] = ()
     """Positional arguments."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -208,15 +209,8 @@ class Measurement:
         return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")
 
 
-IN_PROCESS = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
+MAIN = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
 """Where the `main` of a package's command is."""
-
-
-def _program(words: list[str]) -> tuple[str, list[str]]:
-    """Return the module that `python -m` runs for the words of a measurement, and its arguments."""
-    if words[0] == "bench":
-        return "saf", words
-    return ("experiments.analyses", words[1:]) if words[0] == "analyze" else (f"benchmarks.{words[1]}", words[2:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +242,7 @@ class Maker:
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            module, words = _program([*each.does.split(), *self._words(each), "--out", str(partial)])
+            module, *words = [*each.does.split(), *self._words(each), "--out", str(partial)]
         except (SafError, OSError) as error:
             return f"failed: {error}"
         with open(log, "a") as file:
@@ -257,7 +251,7 @@ class Maker:
                 program = [*torchrun, str(processes), "-m", module, *words]
                 code = subprocess.run(program, stdout=file, stderr=file).returncode
             else:
-                main = importlib.import_module(IN_PROCESS.get(module, module)).main
+                main = importlib.import_module(MAIN.get(module, module)).main
                 with redirect_stdout(file), redirect_stderr(file):
                     try:
                         code = main(words)
@@ -277,9 +271,9 @@ class Maker:
         """Return the arguments and flags of a measurement's command."""
         values = each.at(self.scale.base)
         del values["processes"]
-        words = [str(self._value(one, each)) for one in values.pop("on")]
+        words = [str(self._value(one)) for one in values.pop("on")]
         for name, setting in values.items():
-            value, flag = self._value(setting, each), name.replace("_", "-")
+            value, flag = self._value(setting), name.replace("_", "-")
             if value is None and isinstance(setting, Reference):
                 continue
             if isinstance(value, bool):
@@ -288,5 +282,5 @@ class Maker:
                 words += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
-    def _value(self, value: Any, of: Measurement) -> Any:
-        return value.path(self, of) if isinstance(value, Reference) else value
+    def _value(self, value: Any) -> Any:
+        return value.path(self) if isinstance(value, Reference) else value

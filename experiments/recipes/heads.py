@@ -50,7 +50,7 @@ RECIPES["one_head"] = Recipe(
     measurements=(
         Measurement(
             name="one head",
-            does="analyze one-head",
+            does="experiments.analyses one-head",
             on=MIDPOINT,
             settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
             scaled={"smoke": {"sequences": 4, "windows": 2, "heldout_sequences": 2, "max_fit_kl": 10.0}},
@@ -58,7 +58,7 @@ RECIPES["one_head"] = Recipe(
         ),
         Measurement(
             name="profiles",
-            does="analyze profiles",
+            does="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"selected": run_of("4k-mean-25"), "windows": 128},
             scaled={"smoke": {"windows": 2}},
@@ -72,14 +72,14 @@ RECIPES["one_head"] = Recipe(
         ),
         Measurement(
             name="profiles on the calibration text",
-            does="analyze profiles",
+            does="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"windows": 16, "text": "calibration"},
             scaled={"smoke": {"windows": 2, "sequences": 4}},
         ),
         Measurement(
             name="partial correlations",
-            does="analyze partial-spearman",
+            does="experiments.analyses partial-spearman",
             on=(record_of("one head"),),
             settings={"profiles": record_of("profiles on the calibration text")},
             numbers=tuple(
@@ -112,7 +112,7 @@ RECIPES["joint_cost"] = Recipe(
     measurements=(
         Measurement(
             name="at once",
-            does="analyze joint-cost",
+            does="experiments.analyses joint-cost",
             on=MIDPOINT,
             settings={
                 **{"first": run_of("4k-residual-cosine-25"), "second": run_of("4k-mean-25")},
@@ -145,7 +145,7 @@ def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Meas
     )
     return Measurement(
         name=name,
-        does="analyze stability",
+        does="experiments.analyses stability",
         on=(run_of(_SELECTED[first]), run_of(_SELECTED[second])),
         numbers=tuple(
             Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places)
@@ -159,7 +159,7 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     title = f"rank correlation on common windows, {moment} and at the end"
     return Measurement(
         name=f"profiles {moment}",
-        does="analyze profiles",
+        does="experiments.analyses profiles",
         on=(checkpoint("4k-ordinary", at),),
         settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
         scaled={"smoke": {"windows": 2}},
@@ -213,7 +213,7 @@ RECIPES["recovery"] = Recipe(
     measurements=(
         Measurement(
             name="gaps",
-            does="analyze recovery",
+            does="experiments.analyses recovery",
             on=(run_of("4k-ordinary"), *map(run_of, _MOMENTS.values())),
             settings={"window": 210, "after": 200},
             scaled={"smoke": {"window": 3, "after": 1}},
@@ -239,7 +239,7 @@ RECIPES["distributions"] = Recipe(
     measurements=(
         Measurement(
             name="rows and entries",
-            does="analyze distributions",
+            does="experiments.analyses distributions",
             on=(checkpoint("1k-ordinary", 0.5),),
             settings=_ROWS,
             scaled={"smoke": {"sequences": 8, "shown": 1}, "small": _FEWER},
@@ -250,7 +250,7 @@ RECIPES["distributions"] = Recipe(
         ),
         Measurement(
             name="projection",
-            does="analyze distributions",
+            does="experiments.analyses distributions",
             on=(checkpoint("1k-ordinary", 0.5),),
             settings={**_ROWS, "umap": True, "profiles": 128},
             scaled={"small": _FEWER},
@@ -325,7 +325,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
     measurements=(
         Measurement(
             name="Qwen3-4B",
-            does="analyze zero-shot",
+            does="experiments.analyses zero-shot",
             on=(_QWEN,),
             settings={
                 **{"data": _TEXT, "scores": _SCORES, "rates": _RATES, "sequences": 512},
@@ -342,7 +342,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
         ),
         Measurement(
             name="124M, 25%",
-            does="analyze zero-shot",
+            does="experiments.analyses zero-shot",
             on=(checkpoint("4k-ordinary", 1.0),),
             settings={"frozen": checkpoint("4k-mean-25", 1.0), "too_long": "cut", "task_data": QUESTIONS},
             scaled={"small": {"questions": 500}, "smoke": _SMOKE},
@@ -373,7 +373,7 @@ def _pretrained(model: str, **settings: object) -> Measurement:
     }
     return Measurement(
         name=model,
-        does="analyze zero-shot",
+        does="experiments.analyses zero-shot",
         on=(model,),
         settings={"data": f"{model}-text", **_HEALED, **settings},
         scaled={"small": {"questions": 500}, "smoke": smoke},

@@ -134,7 +134,7 @@ def _storage(position: str, arm: str, reduction: str) -> Measurement:
     """Return matrices of whole layers over what execution allocates of their patterns' vectors."""
     return Measurement(
         name=f"storage, {position}",
-        does="analyze storage",
+        does="experiments.analyses storage",
         on=(checkpoint(arm, 1.0),),
         numbers=(Number(title=f"{position}, storage reduction", path=("reduction",), paper=reduction, places=1),),
         smoke=position == "rope",
@@ -222,7 +222,7 @@ RECIPES["rates_and_patterns"] = Recipe(
     measurements=(
         Measurement(
             name="distance and cost",
-            does="analyze geometry",
+            does="experiments.analyses geometry",
             on=(checkpoint("4k-ordinary", 0.5),),
             settings={
                 **{"sequences": 32, "rates": tuple(int(rate) / 100 for rate in _RATES)},

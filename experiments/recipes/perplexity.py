@@ -152,7 +152,7 @@ def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
     """Return how many of 36 heads two arms have in common."""
     return Measurement(
         name=name,
-        does="analyze stability",
+        does="experiments.analyses stability",
         on=(run_of(one), run_of(other)),
         numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
         label="app:pruning-selection-budget",

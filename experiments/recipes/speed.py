@@ -69,7 +69,7 @@ RECIPES["training_systems"] = Recipe(
     measurements=(
         Measurement(
             name="batches",
-            does="bench update",
+            does="saf bench update",
             settings={
                 **{"model": "124m", "memory": True, "points": ("4096x2x60", "4096x4x30", "4096x8x15")},
                 "rates": _SHARES,
@@ -82,7 +82,7 @@ RECIPES["training_systems"] = Recipe(
         ),
         Measurement(
             name="contexts",
-            does="bench update",
+            does="saf bench update",
             settings={
                 **{"model": "124m", "memory": True, "points": ("4096x8x15", "8192x4x15", "16384x2x15")},
                 "rates": (0.25, 0.5),
@@ -118,7 +118,7 @@ RECIPES["scale_up_systems"] = Recipe(
     measurements=(
         Measurement(
             name="1B, 8K, four GPUs",
-            does="bench update",
+            does="saf bench update",
             label=FOUR_GPUS.label,
             processes=4,
             settings={
@@ -132,7 +132,7 @@ RECIPES["scale_up_systems"] = Recipe(
         ),
         Measurement(
             name="1B, 8K",
-            does="bench update",
+            does="saf bench update",
             settings={
                 **{"model": "1b", "points": ("8192x1x16", "8192x2x8"), "rates": (0.25, 0.5), "memory": True},
                 **{"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
@@ -164,7 +164,7 @@ def _trained(title: str, rate: float, points: tuple[tuple[int, int], ...], **set
     """Time a model trained at 16K with its own frozen heads; other scales take random weights and drawn heads."""
     return Measurement(
         name=f"{title}, {rate:.0%}",
-        does="bench prefill",
+        does="saf bench prefill",
         on=(checkpoint(f"16k-mean-{100 * rate:g}", 1.0),),
         settings={**_HOW, **settings, "points": tuple(f"{length}x{size}" for length, size in points), "fresh": True},
         scaled={
@@ -187,7 +187,7 @@ def _one_sequence(model: str, speeds: dict[int, tuple[str, str]]) -> Measurement
     """Time one sequence at a shape, a quarter and all of its heads frozen."""
     return Measurement(
         name=f"{model.upper()} shape, one sequence",
-        does="bench prefill",
+        does="saf bench prefill",
         settings={**_HOW, "model": model, "points": tuple(f"{t}x1" for t in speeds), "rates": (0.25, 1.0)},
         scaled={"small": _SMALL, "smoke": {**_UNGRAPHED, "points": ("64x1",), "rates": (0.5, 1.0)}},
         numbers=tuple(
@@ -219,7 +219,7 @@ RECIPES["prefill_systems"] = Recipe(
         *(_trained("batches at 4K", rate, _BATCHES, **_CALLED) for rate in (0.25, 0.5)),
         Measurement(
             name="one sequence, fresh processes",
-            does="bench prefill",
+            does="saf bench prefill",
             settings={
                 **{**_HOW, "model": "124m", **_CALLED, "points": ("4096x1",), "rates": (0.25, 0.5)},
                 "fresh": True,
@@ -231,7 +231,7 @@ RECIPES["prefill_systems"] = Recipe(
         ),
         Measurement(
             name="one sequence in graphs",
-            does="bench prefill",
+            does="saf bench prefill",
             settings={**_HOW, "model": "124m", "points": ("4096x1",), "rates": (0.25, 0.5, 0.75), "graphs": "on"},
             scaled={"small": _SMALL, "smoke": {**_UNGRAPHED, "points": ("32x1",), "rates": (0.75,)}},
             numbers=tuple(_at_4k(rate, "graph") for rate in (0.25, 0.5, 0.75)),
@@ -276,7 +276,7 @@ RECIPES["qwen_prefill"] = Recipe(
     measurements=(
         Measurement(
             name="attention",
-            does="benchmarks attention",
+            does="benchmarks.attention",
             settings={**_QWEN_BENCH, "dtype": "bf16"},
             scaled={
                 "small": {"seconds": 540.0, "pairs": 5},
@@ -286,7 +286,7 @@ RECIPES["qwen_prefill"] = Recipe(
         ),
         Measurement(
             name="whole model",
-            does="bench prefill",
+            does="saf bench prefill",
             settings={**_QWEN_BENCH, "precisions": ("bf16",), "pairs": 5},
             scaled={
                 "small": {"num_layers": 6, "rates": (0.25, 0.5), "seconds": 540.0},
@@ -340,7 +340,7 @@ def _prefill(arm: str, words: str, speed: str, peak: str) -> Measurement:
     random = {"on": (), "fresh": False, "pruned": not frozen}
     return Measurement(
         name=f"prefill, {words}",
-        does="bench prefill",
+        does="saf bench prefill",
         on=(checkpoint(arm, 1.0),),
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
         scaled={
@@ -363,7 +363,7 @@ RECIPES["pruning_costs"] = Recipe(
     measurements=(
         Measurement(
             name="updates at native batches",
-            does="bench update",
+            does="saf bench update",
             settings={
                 **{"model": "124m", "points": ("4096x20x6", "8192x10x6", "16384x5x6"), "rates": (0.25, 0.5)},
                 **{"pruned": True, "memory": True, "others": ()},
@@ -377,7 +377,7 @@ RECIPES["pruning_costs"] = Recipe(
         *(_prefill(arm, *quoted) for arm, quoted in _PREFILLS.items()),
         Measurement(
             name="prefill of one sequence",
-            does="bench prefill",
+            does="saf bench prefill",
             # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel.
             settings={
                 **{**_REPEATS, "model": "124m", "points": ("4096x1",), "rates": (0.25,), "pruned": True},
@@ -436,14 +436,14 @@ RECIPES["implementation"] = Recipe(
     measurements=(
         Measurement(
             name="gradients",
-            does="benchmarks accuracy",
+            does="benchmarks.accuracy",
             scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
             numbers=_errors(),
             label=GRADIENTS.label,
         ),
         Measurement(
             name="changes of heads",
-            does="benchmarks accuracy",
+            does="benchmarks.accuracy",
             settings={"transitions": 50, "precisions": ("fp32",)},
             scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
             numbers=(
@@ -453,7 +453,7 @@ RECIPES["implementation"] = Recipe(
         ),
         Measurement(
             name="storage",
-            does="analyze storage",
+            does="experiments.analyses storage",
             on=(checkpoint("4k-mean-25", 1.0),),
             numbers=tuple(
                 Number(f"{words}, GB", ("bytes", name), STORAGE.get(name), scale=1e-9)

@@ -48,7 +48,7 @@ def _updates(task: str) -> Measurement:
     _, k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",
-        does="benchmarks finetuning",
+        does="benchmarks.finetuning",
         settings={
             **{"task": task, "data": file_of(task, "train"), "test": file_of(task, "test"), "tokenizer": DATA},
             **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": tuple(_RATES.values())},
