@@ -55,7 +55,7 @@ from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
-AT_CALLER = {"category": SafWarning, "stacklevel": 5}
+_AT_CALLER = {"category": SafWarning, "stacklevel": 5}
 """Warnings show the line that called `freeze_`, past a function here, its lambda and `on_rank0`."""
 
 
@@ -138,14 +138,14 @@ def freeze_(
     fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
     edit_ = partial(_edit_, model, fits=fits, config=config, optimizer=optimizer)
     undo_ = partial(uninstall_, model, optimizer=optimizer)
-    trial = partial(_trial, edit_, undo_)
+    trial = partial(_trial, edit_, undo_)  # edits heads for the length of a measurement
 
     # Past the paper: of more candidates than k, accept those that cost least together.
     joint = None
     if config.jointly:
         texts = choosing, reporting, loss_before
         with timer("joint cost"):
-            joint = on_rank0(lambda: _jointly(model, fits, config, texts, trial, joint_progress, allow_empty))
+            joint = on_rank0(lambda: _cheapest_together(model, fits, config, texts, trial, joint_progress, allow_empty))
     accepted = fits if joint is None else joint.accepted
     ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
     heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
@@ -201,7 +201,7 @@ def _read(adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, allo
         warnings.warn(
             f"calibration has {length} tokens, the model takes up to {longest}: "
             f"{shorter if length < longest else longer}; calibrate on {longest} tokens unless this is intended",
-            **AT_CALLER,
+            **_AT_CALLER,
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
@@ -326,7 +326,7 @@ def accept_fits(
         if strict or not (len(order) or allow_empty):
             least = order.total if strict else 1
             raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
-        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **AT_CALLER)
+        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
@@ -426,7 +426,7 @@ def _on_all_ranks_(edit_: Callable[[HeadSet], None], undo_: Callable[[HeadSet], 
         raise
 
 
-def _jointly(
+def _cheapest_together(
     model: nn.Module,
     fits: Mapping[Head, FittedHead],
     config: FreezeConfig,
@@ -437,7 +437,7 @@ def _jointly(
 ) -> JointCost:
     """Return which of the fitted heads cost least together, within the budget; raise SelectionError where none is.
 
-    The texts are that by which heads are accepted, and another one with its loss, on which the budget must hold, too.
+    `texts` are the text by which heads are accepted, other text on which the budget must hold, and the loss there.
     """
     choosing, reporting, loss = texts
     most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
@@ -467,7 +467,7 @@ def _loss_with(model: nn.Module, heads: HeadSet, text: Any, before: float, trial
             f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}: {advice}, or pass "
             "accept_loss=True (--accept-loss)"
         )
-    warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **AT_CALLER)
+    warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **_AT_CALLER)
     return after
 
 

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 import saf
-from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance, exact_rotation
+from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import description_of, restore_
 from saf.heads import HeadLayout, HeadSet
@@ -76,8 +75,8 @@ def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_we
 @pytest.mark.parametrize("pruned", [(1, 3), (0, 1, 2)], ids=str)
 def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
     """The paper's layer: output, gradients to input, values and the four weights, beside float64 with zero outputs."""
-    layer = Layer.draw(Accuracy(frozen=()), torch.device("cpu"))
-    exact = seven(layer, pruned, torch.float64)
+    layer = Layer.draw(Accuracy(frozen=pruned), torch.device("cpu"))
+    exact = layer.eager(frozen=False, pruned=True)
     model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
     attention = model.attention_layers()[0]
     for role, weight in attention.weights().items():
@@ -103,24 +102,6 @@ def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
         error = distance(actual[name], oracle)["relative_l2"]
         beside = distance(ordinary[name], unpruned[name])["relative_l2"]
         assert error <= (1e-6 if lowered is None else 1.1 * beside), name
-
-
-def seven(layer: Layer, pruned: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The seven tensors of a layer, head by head, with the outputs of some heads multiplied by zero."""
-    leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in layer.weights.items()}
-    leaves["input"] = layer.x.to(dtype, copy=True).requires_grad_()
-    parts = {
-        role: F.linear(leaves["input"], leaves[role]).unflatten(-1, (-1, 64)).transpose(1, 2)
-        for role in ("query", "key", "value")
-    }
-    parts["value"].retain_grad()
-    query, key = (exact_rotation(parts[role]) for role in ("query", "key"))
-    scores = (query @ key.mT * 64**-0.5).masked_fill(torch.ones(129, 129).triu(1).bool(), -torch.inf)
-    gates = torch.tensor([0.0 if head in pruned else 1.0 for head in range(4)], dtype=dtype)[:, None, None]
-    output = F.linear((scores.softmax(-1) @ parts["value"] * gates).transpose(1, 2).flatten(2), leaves["output"])
-    output.backward(layer.upstream.to(dtype))
-    actual = {"output": output.detach(), "input": leaves["input"].grad, "value": parts["value"].grad}
-    return actual | {f"{role} projection": leaves[role].grad for role in layer.weights}
 
 
 def test_undoing_is_bit_exact_with_updates_between():
