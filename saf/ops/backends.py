@@ -35,32 +35,25 @@ def choose_backend(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
     check_name("backend", name, ("auto", *BACKENDS))
-    candidates = ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,)
     reasons = {}
-    for candidate in candidates:
-        if (reason := _unsupported_reason(BACKENDS[candidate], device, dtypes, trainable)) is None:
+    for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
+        backend = BACKENDS[candidate]
+        found = [reason for dtype in dtypes if (reason := backend.unsupported_reason(device, dtype))]
+        if trainable and not backend.trains:
+            found.insert(0, "it has no gradients for key and distance logits (trainable=True)")
+        if not found:
             return candidate
-        reasons[candidate] = reason
+        reasons[candidate] = found[0]
     if name == "auto":
         raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
     raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
 
 
-def _unsupported_reason(
-    backend: Backend, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool
-) -> str | None:
-    if trainable and not backend.trains:
-        return "it has no gradients for key and distance logits (trainable=True)"
-    return next(filter(None, (backend.unsupported_reason(device, dtype) for dtype in dtypes)), None)
-
-
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
     """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
     device, order = torch.device(device), ", ".join(AUTO_ORDER)
-    lines = [
-        f"rule: linear for layers with exponential patterns, else the first of {order}, that supports "
-        "the device and the dtype"
-    ]
+    rule = f"linear for layers with exponential patterns, else the first of {order}, that supports device and dtype"
+    lines = [f"rule: {rule}"]
     for name, backend in BACKENDS.items():
         reason = backend.unsupported_reason(device, dtype)
         how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
