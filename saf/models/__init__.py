@@ -1,7 +1,6 @@
-"""The paper's decoder and its presets.
+"""The paper's decoder, `gpt`, and what the package asks of any model, `adapter`.
 
-`config` holds shapes and presets, `gpt` the model from token ids to loss, `attention` a layer's projections and mixing,
-`rotary` its positions.
+`by_layer` compiles the decoder layer by layer; `description` holds frozen heads as plain data for files.
 """
 
 from saf.models.gpt import GPT, PRESETS, GPTConfig, preset
