@@ -240,11 +240,14 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
 def _check_text(data: TokenData, length: int, sequences: int, heldout: int = 0) -> None:
     """Raise DataError where a text is shorter than the sequences to calibrate on and, beside them, to hold out."""
     tokens = data.num_tokens(data.calibration_source)
-    if tokens // length >= sequences + heldout:
+    if (windows := tokens // length) >= sequences + heldout:
         return
-    few = tokens // length - heldout
+    fewer = ""
+    if windows - heldout > 1:
+        fewer = f"--sequences {windows - heldout}, "
+    elif windows > 3:
+        fewer = f"--sequences {windows - windows // 2} --heldout-sequences {windows // 2}, "
     beside = f" and {heldout} to measure the loss" if heldout else ""
-    fewer = f"--sequences {few}, " if few > 1 else ""
     raise DataError(
         f"{data.folder} must have {(sequences + heldout) * length:,} tokens ({sequences:,} sequences of {length:,} to "
         f"calibrate{beside}), got {tokens:,}: pass {fewer}a smaller --length or more text"
