@@ -21,6 +21,8 @@ from saf.ops import FrozenHeads
 
 Receiver = Callable[[Tensor, Tensor], None]
 """A function that `Site.capture` calls with the queries and keys of a pass."""
+PLAIN = "freeze and save before weights are quantised, after pruning masks and norms are made permanent"
+WHOLE = "calibrate, freeze and save before fully_shard or tensor parallelism"
 ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 """Rows taken out of a layer, on the CPU: by role, by head (`HeadLayout.rows`), by name: `weight`, moments."""
@@ -137,19 +139,14 @@ def check_plain_weights(site: Site) -> None:
     for role, (weight, _) in site.projections().items():
         check_unsharded(role, weight)
         if type(weight) is not nn.Parameter or id(weight) not in own:
-            raise UnsupportedError(
-                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
-                "save before weights are quantised, after pruning masks and norms are made permanent"
-            )
+            kind = type(weight).__name__
+            raise UnsupportedError(f"weights of a layer's {role} must be a parameter of its own, got {kind}: {PLAIN}")
 
 
 def check_unsharded(role: str, weight: Tensor) -> None:
     """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
     if type(weight).__name__ == "DTensor":
-        raise UnsupportedError(
-            f"the weights of a layer's {role} must be whole, got a process's share (DTensor): calibrate, freeze and "
-            "save before fully_shard or tensor parallelism"
-        )
+        raise UnsupportedError(f"weights of a layer's {role} must be whole, got a process's share (DTensor): {WHOLE}")
 
 
 class LanguageModel(ABC):
@@ -329,7 +326,7 @@ def adapter_for(model: nn.Module) -> Adapter:
     if (adapter := _find(inner)) is None:
         name = type(inner).__name__
         raise UnsupportedError(
-            f"{name} is not of a supported family; `saf doctor` lists them (docs/huggingface.md: add one)"
+            f"{name} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says how to add one"
         )
     adapter.check_attention()
     return adapter
