@@ -248,9 +248,7 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("prefill", {"rates": (1.5,)}, InputError, "rates"),
     ("prefill", {"kernels": ("cudn",)}, InputError, "attention kernel"),
     ("prefill", {"backends": ("toepliz",)}, InputError, "backend"),
-    ("prefill", {"precisions": ("fp8",)}, InputError, "precisions"),
     ("prefill", {"pairs": 0}, InputError, "pairs"),
-    ("prefill", {"compile": "layers"}, InputError, "for updates"),
     ("prefill", {"memory": True}, InputError, "CUDA alone"),
     ("prefill", {"graphs": "on"}, UnsupportedError, "CUDA"),
     ("update", {"parallel": "ddp"}, InputError, "group"),
@@ -260,7 +258,6 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("op", {"model": FOLDER, "layer": 1}, InputError, r"of \[0, 2\], got 1"),
     ("op", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
     ("op", {"layer": 0}, InputError, "left out of a preset"),
-    ("prefill", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
 ]
 
 

@@ -1,6 +1,5 @@
 """evaluate, compare, report, inspect and freeze on two real, tiny runs."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -138,8 +137,6 @@ def test_inspect_names_a_damaged_file(saf, arms, tmp_path):
 
 
 def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     from saf.saving import save
     from saf.train import load_model
 
@@ -149,15 +146,6 @@ def test_inspect_checks_the_patterns_of_a_saved_model(saf, saf_json, arms, tmp_p
     assert sum(layer["kinds"]["compact"] for layer in printed["patterns"]) == 2
     assert {layer["length"] for layer in printed["patterns"]} == {32}
     assert printed["patterns"] == saf_json("inspect", arms[1] / "checkpoints" / "step-24")["patterns"]
-    tensors = load_file(tmp_path / "saved" / "saf.safetensors")
-    tensors.pop(next(name for name in tensors if name.endswith(".rho")))
-    save_file(tensors, tmp_path / "saved" / "saf.safetensors")
-    state = read_json(tmp_path / "saved" / "saf.json")
-    del state["sha256"]
-    (tmp_path / "saved" / "saf.json").write_text(json.dumps(state))
-    code, _, err = saf("inspect", tmp_path / "saved")
-    assert code == 2
-    assert "the pattern of head" in err
 
 
 def test_a_frozen_checkpoint_evaluates_continues_and_compares(saf, saf_json, arms, tmp_path):

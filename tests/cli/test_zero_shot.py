@@ -1,12 +1,9 @@
 """`saf evaluate --tasks` and `saf compare` of what it wrote: a checkpoint of the project, a folder of transformers."""
 
-import sys
-
 import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
 
-import saf.hf as saf_hf
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
@@ -85,12 +82,3 @@ def test_flags_without_an_effect_are_refused(arms, files, saf, tmp_path):
     ):
         code, _, told = saf("evaluate", arms[0], *flags)
         assert (code, message in " ".join(told.split())) == (2, True)
-
-
-def test_a_missing_package_is_named_with_its_extra(arms, files, saf, monkeypatch):
-    monkeypatch.delitem(sys.modules, "saf.hf.lm_eval", raising=False)
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delattr(saf_hf, "lm_eval", raising=False)
-    code, _, told = saf("evaluate", arms[0], "--tasks", "sst2", "--task-data", files, "--limit", 1)
-    assert code == 2
-    assert "pip install 'saf[eval]'" in told

@@ -1,14 +1,14 @@
 """Benchmark records with invented times, made by the code that writes real ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from saf.bench import Speed, Update
+from saf.bench import Update
 from saf.bench.protocol import Arm, Case, Point, Session, compare
 
 POINT = Point(4096, 8, 4)
@@ -42,42 +42,23 @@ class _Timed:
         return [{"name": "sdpa_<forward>", "calls": 1, "ms": 2.5}]
 
 
-def record(
-    path: Path | None = None,
-    *,
-    times: Mapping[str, Sequence[float]] = TIMES,
-    points: Sequence[Point] = (POINT,),
-    settings: Speed | None = None,
-    others: Sequence[str] = (),
-    fields: Mapping[str, Any] | None = None,
-    variants: Sequence[str] = ("update",),
-    memory: Mapping[float, int] | None = None,
-) -> dict[str, Any]:
+def record(path: Path | None = None, *, times: Mapping[str, Sequence[float]] = TIMES) -> dict[str, Any]:
     """Return (and write) a record of arms that take `times`; an arm without any cannot run."""
-    settings = settings or Update(pairs=4, device="cpu")
+    settings = Update(pairs=4, device="cpu", kernels=("cudnn",), others=())
 
     def build(arm: Arm) -> _Timed:
         if arm.name not in times:
             raise RuntimeError(f"no way to run {arm.name}.")
         return _Timed(times[arm.name])
 
-    settings = replace(settings, kernels=("cudnn",), others=tuple(others))
     with Session(settings.kind, asdict(settings), MACHINE, out=path) as session:
-        for point in points:
-            case = Case(
-                name=point.name,
-                fields={"model": "124m", "point": point.to_dict(), **(fields or {})},
-                comparisons=settings.comparisons([0.25, 0.5]),
-                build=build,
-                variants=variants,
-                describe=lambda arm: {"heads": round(144 * arm.rate)},
-            )
-            compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
-        for rate, size in (memory or {}).items():
-            arm = Arm("cudnn", "toeplitz" if rate else None, rate)
-            change = 100 * (size / memory[0] - 1) if memory else None
-            entry = {"arm": arm.name, "backend": arm.backend, "rate": rate, "kind": "allocated"}
-            session.lists["memory"].append(
-                {"point": points[0].to_dict(), **entry, "bytes": size, "change_percent": change}
-            )
+        case = Case(
+            name=POINT.name,
+            fields={"model": "124m", "point": POINT.to_dict()},
+            comparisons=settings.comparisons([0.25, 0.5]),
+            build=build,
+            variants=("update",),
+            describe=lambda arm: {"heads": round(144 * arm.rate)},
+        )
+        compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
     return session.record
