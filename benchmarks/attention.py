@@ -39,7 +39,7 @@ class Attention(PassSpeed):
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         models, execution = self.plan(point), replace(self.execution, precision="fp32")
-        model = models.build(arm, self.weights(self.dtype)).eval()
+        model = models.build(arm, self.dtype_of(self.dtype)).eval()
         ((tokens, _),) = models.tokens(1, point.batch_size)
         layers = AttentionLayers(model, tokens.contiguous())
         del model

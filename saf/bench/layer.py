@@ -22,7 +22,7 @@ from saf.bench.models import (
     drawn_patterns,
 )
 from saf.bench.protocol import FLEX, FREE, Arm, Case, Point, Session
-from saf.bench.speed import DTYPES, Speed, require
+from saf.bench.speed import Speed, require
 from saf.bench.timing import GRAPH, REST_MS, event_block, kernels_of, launch_modes, repeats_within
 from saf.errors import AccuracyError, UnsupportedError
 from saf.heads import HeadLayout
@@ -67,18 +67,22 @@ class Op(Speed):
         super().check()
         require(self.pairs >= 1, f"pairs must be at least 1; got {self.pairs}")
         for point in self.parsed_points():
-            chosen = Layer(self, point, "layer", []).of_folder
-            require(
-                chosen is not None or self.layer is None, "layer must be left out of a preset, whose layers are alike"
-            )
+            self.folder_layer(point)
         launch_modes(self.graphs, self.execution.device)
+
+    def folder_layer(self, point: Point) -> FolderLayer | None:
+        """Return the layer of a folder's model; None for a preset."""
+        folder = self.plan(point).folder
+        require(folder is not None or self.layer is None, "layer must be left out of a preset, whose layers are alike")
+        return folder and folder.layer(self.layer)
 
     def cases(self, session: Session) -> Iterator[Case]:
         for point, part in product(self.parsed_points(), self.parts):
-            chosen = Layer(self, point, part, []).of_folder
-            rates = [chosen.layout.num_frozen / chosen.layout.num_heads] if chosen else list(self.rates or (0.25, 0.5))
+            chosen, rates = self.folder_layer(point), list(self.rates or (0.25, 0.5))
+            if chosen:
+                rates = [chosen.layout.num_frozen / chosen.layout.num_heads]
             for some in [[rate] for rate in dict.fromkeys(rates)] if part == "frozen" else [rates]:
-                layer = Layer(self, point, part, some)
+                layer = Layer(self, point, part, some, chosen)
                 if (reason := layer.unsupported_reason()) is None:
                     yield layer.case()
                 else:
@@ -96,6 +100,8 @@ class Layer:
     point: Point
     part: str
     rates: Sequence[float]
+    of_folder: FolderLayer | None
+    """The layer of a folder's model; None for a preset."""
 
     @property
     def device(self) -> torch.device:
@@ -105,12 +111,7 @@ class Layer:
     @cached_property
     def plan(self) -> ModelPlan:
         """The model that the layer is of."""
-        return ModelPlan(model=self.settings.model, length=self.point.length, device=self.device)
-
-    @cached_property
-    def of_folder(self) -> FolderLayer | None:
-        """The layer of a folder's model; None for a preset."""
-        return self.plan.folder and self.plan.folder.layer(self.settings.layer)
+        return self.settings.plan(self.point)
 
     @property
     def name(self) -> str:
@@ -120,8 +121,7 @@ class Layer:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the operands."""
-        usual = "bf16" if self.settings.cuda else "fp32"
-        return DTYPES[usual if self.settings.dtype == "auto" else self.settings.dtype]
+        return self.settings.dtype_of(self.settings.dtype)
 
     def unsupported_reason(self) -> str | None:
         """Return why this is not measured; None where it is."""

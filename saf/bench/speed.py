@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -105,6 +105,14 @@ class Speed:
     def cuda(self) -> bool:
         """Whether the device is CUDA."""
         return self.execution.device.type == "cuda"
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a name; "auto" is bf16 on CUDA and fp32 on a CPU."""
+        return DTYPES[("bf16" if self.cuda else "fp32") if name == "auto" else name]
+
+    def plan(self, point: Point) -> ModelPlan:
+        """Return the models of a point; raise InputError for an unknown model, or a context that it does not take."""
+        return ModelPlan(model=self.model, length=point.length, device=self.execution.device, seed=self.seed)
 
     def check(self) -> None:
         """Raise InputError for settings that would be ignored, or fail only after a while."""
@@ -221,14 +229,7 @@ class ModelSpeed(Speed):
             self.plan(point)
 
     def plan(self, point: Point) -> ModelPlan:
-        return ModelPlan(
-            model=self.model,
-            length=point.length,
-            device=self.execution.device,
-            seed=self.seed,
-            num_layers=self.num_layers,
-            placement=self.placement,
-        )
+        return replace(super().plan(point), num_layers=self.num_layers, placement=self.placement)
 
     def all_points(self) -> list[Point]:
         """Return the points with everything that varies filled in."""

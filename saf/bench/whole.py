@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.bench.protocol import Arm, Point, Subject
-from saf.bench.speed import DTYPES, ModelSpeed, require
+from saf.bench.speed import ModelSpeed, require
 from saf.bench.timing import CALL, GRAPH, SETTLE_MS, kernels_of, launch_modes, repeats_within, row_block, wall_block
 from saf.distributed import all_gather, rank_and_size
 from saf.errors import AccuracyError, InputError
@@ -165,9 +165,6 @@ class PassSpeed(ModelSpeed):
     settle_ms: float | None = None
     """Untimed passes before every timed block for about this long; by default 400 ms on CUDA, none on a CPU."""
 
-    def weights(self, name: str) -> torch.dtype:
-        return DTYPES[("bf16" if self.cuda else "fp32") if name == "auto" else name]
-
 
 BLOCK_MS = 200.0
 """Fewer repeats where a timed block would take longer than this, milliseconds."""
@@ -300,7 +297,7 @@ class Decode(PassSpeed):
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         models, generator = self.plan(point), torch.Generator().manual_seed(self.seed)
-        model = models.build(arm, self.weights(self.dtype)).eval()
+        model = models.build(arm, self.dtype_of(self.dtype)).eval()
         token = torch.randint(models.shape.vocab_size, (point.batch_size, 1), generator=generator).to(models.device)
         step = (GPTStep if models.own_decoder else TransformersStep)(model, token, point.length)
         execution = replace(self.execution, precision="fp32")
