@@ -1,4 +1,4 @@
-"""Collectors against dense computations: the running Q/K average, Eqs. (8) and (9), real gates, Eq. (19), outputs."""
+"""Inputs of scores against dense computations: the running Q/K average, Eqs. (8) and (9), real gates, Eq. (19), outputs."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What calibration and the collectors measure on the device is what they measure on the CPU."""
+"""What calibration and the inputs of scores measure on the device is what they measure on the CPU."""
 
 import pytest
 import torch
