@@ -1,4 +1,4 @@
-"""Inputs of scores against dense computations: the running Q/K average, Eqs. (8) and (9), real gates, Eq. (19), outputs."""
+"""Inputs of scores against dense computations: Q/K averages, Eqs. (8) and (9), real gates, Eq. (19), and outputs."""
 
 import json
 
