@@ -177,8 +177,8 @@ class OpenedModel:
     @property
     def checkpoints(self) -> dict[str, str | None]:
         """Hashes of the model and of the one it was frozen from, by role, for the head of a result."""
-        own, parent = {"model": self.source.hash}, self.source.parent
-        return own if parent is None else own | {PARENT: parent}
+        hashes: dict[str, str | None] = {"model": self.source.hash}
+        return hashes if (parent := self.source.parent) is None else hashes | {PARENT: parent}
 
     @property
     def longest(self) -> int:
