@@ -20,7 +20,7 @@ class Command:
     """Make a data folder of tokens from text: read, tokenise, divide into partitions, shuffle."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ("python",)
-    """Read these: files of text, JSON Lines, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
+    """Read these: files of text, JSON Lines, .csv, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
     folders of these, folders saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the
     text of Python's own library."""
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
@@ -58,7 +58,7 @@ def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:
     if skipped := index["left_out"]:
         more = f", the first {MAX_ROWS}; all in index.json" if len(skipped) > MAX_ROWS else ""
         files = [[row["file"], row["reason"]] for row in skipped[:MAX_ROWS]]
-        yield Table.of(f"Left out or cut: {len(skipped):,}{more}", ("file or folder", "why"), files)
+        yield Table.of(f"Left out: {len(skipped):,}{more}", ("file or folder", "why"), files)
     rows = []
     for name in PARTITIONS:
         part = index["partitions"][name]

@@ -4,6 +4,7 @@ An error names the file, and the line where there are lines. Records are streame
 and the Hugging Face hub are read by that package.
 """
 
+import csv
 import gzip
 import importlib
 import io
@@ -25,9 +26,9 @@ Records = Iterator[tuple[int, dict[str, Any]]]
 """Records of a file with their line or row numbers."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # Files of these suffixes must be readable. Any other file of a folder may turn out to be no text, and is then skipped.
-_TEXT_SUFFIXES = {".txt", *JSON_LINES, ".tsv", ".parquet"}
+_TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
 _COMPRESSED = (".gz", ".zst", ".xz")
-_EXPECTED = "a file of text, JSON Lines or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
+_EXPECTED = "a file of text, JSON Lines, .csv or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
 _BOM = "\ufeff".encode()
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 # Tests are repetitive, `encodings` is tables of code pages, and the help topics are read as text instead.
@@ -107,10 +108,10 @@ def read_records(path: Path, field: str) -> Records | None:
             return enumerate(_rows("parquet", str(path), data_files=str(path)), 1)
         case ".json":
             return _read_json(path, field)
-        case ".tsv":
-            return _read_tsv(path)
         case ".csv":
-            raise DataError(f"{path}: .csv is not read, for its dialects differ; save it as JSON Lines or .parquet")
+            return _read_table(path, strict=True)
+        case ".tsv":
+            return _read_table(path, delimiter="\t", quoting=csv.QUOTE_NONE)
         case suffix:
             return read_json_lines(path) if suffix in JSON_LINES else None
 
@@ -138,14 +139,22 @@ def _read_json(path: Path, field: str) -> Records | None:
     return None if is_text else enumerate(records, 1)
 
 
-def _read_tsv(path: Path) -> Records:
-    """Yield the rows of an unquoted table, whose first line names the columns; raise DataError for an uneven row."""
-    rows = ((number, line.rstrip("\r\n").split("\t")) for number, line in read_lines(path) if line.strip())
-    _, names = next(rows, (1, []))
-    for number, row in rows:
-        if len(row) != len(names):
-            raise DataError(f"{path}, line {number}: a row must have {len(names)} fields, got {len(row)}")
-        yield number, dict(zip(names, row, strict=True))
+def _read_table(path: Path, **dialect: Any) -> Records:
+    """Yield the rows of a table, whose first line names the columns; raise DataError for an uneven row."""
+    csv.field_size_limit(2**31 - 1)  # a field may be a book
+    reader = csv.reader((line for _, line in read_lines(path)), **dialect)
+    rows = filter(None, reader)  # without blank lines
+    try:
+        names = next(rows, [])
+        if len(set(names)) < len(names):
+            raise DataError(f"{path}, line 1: columns must have different names, got {', '.join(names)}")
+        for row in rows:
+            if len(row) != len(names):
+                fields = f"a row must have {len(names)} fields, got {len(row)}"
+                raise DataError(f"{path}, line {reader.line_num}: {fields}")
+            yield reader.line_num, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
 
 
 def _rows(path: str, place: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,8 @@ BOM = b"\xef\xbb\xbf"
 ROWS = [f'Grüße {n}: she said "{n}", and left;\ttwo\nlines ' + "and words " * (n % 7) for n in range(40)]
 FLAT = [row.replace("\n", " ").replace("\t", " ") for row in ROWS]
 TSV = BOM + "".join(f"{n}\t{row}\r\n" for n, row in [("id", "text"), *enumerate(FLAT)]).encode()
+QUOTED = ('{},"{}"\r\n'.format(n, row.replace('"', '""')) for n, row in enumerate(ROWS))
+CSV = BOM + f"id,text\r\n\r\n{''.join(QUOTED)}".encode()
 
 
 def zstd(data: bytes) -> bytes:
@@ -42,6 +44,8 @@ def read(path: Path, **options) -> list[str]:
         ("a.txt", BOM + ROWS[0].encode(), ROWS[:1]),
         ("a.tsv", TSV, FLAT),
         ("a.tsv", TSV.replace(b"\r", b""), FLAT),
+        ("a.csv", CSV, ROWS),
+        ("long.csv", b"text\n" + b"x y " * 34_000, ["x y " * 34_000]),
     ],
 )
 def test_files_are_read_by_the_convention_of_what_wrote_them(tmp_path, name, content, expected):
@@ -89,7 +93,9 @@ def test_a_parquet_file(tmp_path):
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, line 1: text must be a string, got int"),
         ("a.jsonl", b'{"text": "a\\ud800"}\n', "a.jsonl, line 1: text must be Unicode"),
         ("a.json", b"[" * 100_000, "a.json, line 1: not JSON"),
-        ("a.csv", b"text\nx", "a.csv: .csv is not read"),
+        ("a.csv", b"text\nwhole\nHello, world\n", "a.csv, line 3: a row must have 1 fields, got 2"),
+        ("a.csv", b'text\n"open', "a.csv, line 2: not a table"),
+        ("a.csv", b"text,text\none,two\n", "a.csv, line 1: columns must have different names"),
         ("a.tsv", b"id\ttext\n1\twhole\n2\tone\ttwo\n", "a.tsv, line 3"),
         ("a.tsv", b'id\ttext\n1\twhole\n2\t"two\nlines"\n', "a.tsv, line 4"),
         ("none.txt", None, "no such file or folder"),
@@ -122,7 +128,7 @@ def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path
     left_out = {Path(row["file"]).name: row["reason"] for row in TokenData.open(out).index["left_out"]}
     assert left_out == {
         "late.md": "not UTF-8 at byte 100,000 (line 1); convert it to UTF-8",
-        "table.csv": ".csv is not read, for its dialects differ; save it as JSON Lines or .parquet",
+        "table.csv": "line 2: no field 'text'; fields found: age, name; name one with --text-field",
         "table.tsv": "line 2: no field 'text'; fields found: age, name; name one with --text-field",
     }
     (source / "a.jsonl").write_text("{")  # this is meant to be text
