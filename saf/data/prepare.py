@@ -158,7 +158,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise DataError(f"{out}: a finished data folder is there; name another --out, or add --overwrite")
     if foreign := sorted({path.name for path in out.iterdir()} - files_of(index).keys()):
-        raise DataError(f"{out} also holds what `saf data prepare` did not write: {foreign[0]}; move it, or its kind")
+        raise DataError(f"{out} also holds {foreign[0]}, which its index.json does not name; remove such files first")
 
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:

@@ -4,12 +4,14 @@ Both are measured by perplexity, or by their accuracy: on questions, on queries 
 tasks. A record of accuracy has the paired change of each task.
 """
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from saf.errors import CompareError, InputError, SafWarning
 from saf.evaluate.answers import ZERO_SHOT_FILES, TaskAnswers, has_answers, paired_tasks, read_answers, read_zero_shot
@@ -116,7 +118,7 @@ def _measure_of(run: RecordedRun) -> str:
 
 
 def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
-    (record, losses), (other, frozen_losses) = (read_evaluation(run.folder) for run in (ordinary, frozen))
+    (record, losses), (other, frozen_losses) = map(_final_evaluation, (ordinary, frozen))
     if record["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
     peaks = (run.finished_result().get("peak_memory_bytes") for run in (ordinary, frozen))
@@ -125,6 +127,14 @@ def _compare_perplexity(ordinary: RecordedRun, frozen: RecordedRun, *, resamples
         **compare_update_times(ordinary, frozen),
         **dict(zip(("peak_memory_ordinary", "peak_memory_frozen"), peaks, strict=True)),
     }
+
+
+def _final_evaluation(run: RecordedRun) -> tuple[Record, Tensor]:
+    record, losses = read_evaluation(run.folder)
+    if not math.isclose(record["loss"], expected := run.finished_result()["report_loss"], rel_tol=1e-6):
+        ends = f"of the run's end, whose loss is {expected:.6f}, got one of {record['loss']:.6f}"
+        raise InputError(f"{run.folder / EVALUATION} must be {ends}; take all files of the run")
+    return record, losses
 
 
 def _task_answers(run: RecordedRun) -> TaskAnswers:

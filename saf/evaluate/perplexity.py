@@ -47,7 +47,7 @@ def evaluate_perplexity(
     after so many. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere; weights that are
     not float32 run in their own dtype, which the record names. `out` is a folder for `FILES`, which hold every token's
     log-probability with `tokens`, else only the losses of windows. `checkpoints` are hashes for the record's header: of
-    the model, and of its origin ("parent", "parent of parent").
+    the model, and of the one it was frozen from ("parent").
 
     Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
     token ids that the model does not have, DivergenceError for a log-probability that is not finite.

@@ -45,7 +45,7 @@ def seconds(value: float | None) -> str:
     if value is None:
         return MISSING
     if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
+        return f"{value * 1e6:.3g} µs" if value > 0 else "0 s"
     if value < 1:
         return f"{value * 1e3:.4g} ms"
     if value < 120:

@@ -7,6 +7,7 @@ that arms see the same examples in the same order.
 
 import hashlib
 import json
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,6 +63,8 @@ class Example:
             return "empty"
         if len(set(self.choices)) < max(2, len(self.choices)):
             return "fewer than two different choices"
+        if re.search("[\ud800-\udfff]", "".join((self.id, self.text, self.question, *self.choices))):
+            return "not Unicode"  # JSON's escapes can spell half of a surrogate pair
         return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
 
 

@@ -161,7 +161,7 @@ def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tm
     assert TokenData.open(out, verify=True).fingerprint == second.fingerprint != first.fingerprint
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     (out / "notes").mkdir()
-    with pytest.raises(DataError, match="also holds what `saf data prepare` did not write: notes;"):
+    with pytest.raises(DataError, match=r"also holds notes, which its index.json does not name"):
         prepare(source, out, **settings, overwrite=True)
     assert TokenData.open(out).fingerprint == second.fingerprint
 

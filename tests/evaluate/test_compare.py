@@ -10,7 +10,7 @@ from saf.evaluate.compare import compare_runs, compare_update_times, differences
 from saf.evaluate.tables import arm_names, arms_table, compare_all, pair_tables, verdict
 from saf.records.files import read_json
 from saf.records.run import RecordedRun
-from tests.report.synthetic import Shape, edit, write_pair
+from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 
 def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
@@ -54,14 +54,21 @@ def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
     assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
+def evaluated_earlier(ordinary, frozen):
+    again = write_run(ordinary.parent / "earlier", cost=0.01)
+    for name in ("evaluation.json", "log_probs.safetensors"):
+        (ordinary / name).write_bytes((again / name).read_bytes())
+
+
 @pytest.mark.parametrize(
     ("harm", "error", "words"),
     [
         (lambda _, frozen: edit(frozen / "evaluation.json", windows_hash="0" * 64), CompareError, "different windows"),
         (lambda _, frozen: edit(frozen / "result.json", arm="ordinary"), CompareError, "froze or pruned no heads"),
         (lambda _, frozen: (frozen / "result.json").unlink(), InputError, "has not ended"),
+        (evaluated_earlier, InputError, "must be of the run's end"),
     ],
-    ids=["windows", "ordinary", "unfinished"],
+    ids=["windows", "ordinary", "unfinished", "earlier"],
 )
 def test_what_cannot_be_compared_is_refused_even_when_differences_are_allowed(tmp_path, harm, error, words):
     ordinary, frozen = write_pair(tmp_path)

@@ -60,16 +60,18 @@ def test_examples_that_cannot_be_used_are_named_by_reason(tmp_path):
         own(4, answer=True),
         own(5, answer=1),
         {**own(6), "choices": ["yes", "yes"]},
+        {**own(7), "text": "half of a pair: \ud800"},
         {**own(8), "id": None, "question": None},
         {**own(9), "id": None},
     ]
     examples, left_out = read_examples(lines(tmp_path / "x.jsonl", bad), "jsonl")
-    assert [(each.id, each.answer) for each in examples] == [("q0", 0), ("q5", 1), ("line 9", 0), ("line 10", 0)]
+    assert [(each.id, each.answer) for each in examples] == [("q0", 0), ("q5", 1), ("line 10", 0), ("line 11", 0)]
     assert left_out == {
         "empty": ["q1"],
         "answer not among the choices": ["q2", "q4"],
         "duplicate id": ["q0"],
         "fewer than two different choices": ["q3", "q6"],
+        "not Unicode": ["q7"],
     }
 
 
