@@ -38,7 +38,8 @@ class QKGradient:
     def __init__(self, model: nn.Module):
         self.model = model
         # NaN until a head's first update, which the average starts from.
-        self._average = _missing(adapter_for(model).sites())
+        sites = adapter_for(model).sites()
+        self._average = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -157,14 +158,9 @@ def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _missing(sites: Sequence[Site]) -> Tensor:
-    """Return NaN for every head, `[L, H]` float64."""
-    return torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-
-
 def _live_only(values: Tensor, sites: Sequence[Site]) -> Tensor:
     """Return `[L, H]` with NaN where heads are frozen or pruned."""
-    result = _missing(sites)
+    result = torch.full_like(values, torch.nan)
     for layer, site in enumerate(sites):
         result[layer, site.layout.live] = values[layer, site.layout.live]
     return result

@@ -44,7 +44,7 @@ def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional
     """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
 
     `eta_abs` (by key) and `eta_rel` (by distance) have shape `[..., T]`, positive, each summing to T. Options go
-    to the fitter: `proportional` takes tolerance, max_sweeps; `adam` steps, learning_rate. Raises InputError
+    to the fitter: `proportional` takes tolerance, max_sweeps; `adam` steps. Raises InputError
     for marginals that no causal pattern has and for an unknown fitter or option; warns if `proportional` stops short.
 
     >>> import torch

@@ -11,23 +11,17 @@ STEPS, LEARNING_RATE = 400, 0.05
 """The paper's numbers."""
 
 
-def fit_adam(
-    eta_abs: Tensor,
-    eta_rel: Tensor,
-    *,
-    steps: int = STEPS,
-    learning_rate: float = LEARNING_RATE,
-) -> tuple[Tensor, Tensor, Tensor]:
+def fit_adam(eta_abs: Tensor, eta_rel: Tensor, *, steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """Return alpha, rho `[N, T]` and the steps taken `[N]` for targets `[N, T]` (of `check_targets`).
 
     Adam's defaults otherwise, no early stop. The gradient is fitted less target marginals over T, from tiles in
-    the log domain: an FFT loses rows with a small normaliser. Raises InputError for no steps, or steps of no length.
+    the log domain: an FFT loses rows with a small normaliser. Raises InputError for no steps.
     """
-    if steps < 1 or not learning_rate > 0:
-        raise InputError(f"steps must be at least 1 and learning_rate above 0, got {steps} and {learning_rate}")
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
     alpha, rho = initial_parameters(eta_rel)
     length = alpha.shape[-1]
-    optimizer = torch.optim.Adam([alpha, rho], lr=learning_rate, foreach=False)
+    optimizer = torch.optim.Adam([alpha, rho], lr=LEARNING_RATE, foreach=False)
     for _ in range(steps):
         log_row = -log_row_sums(alpha, rho)
         alpha.grad = ((log_column_sums(log_row, rho) + alpha).exp() - eta_abs) / length

@@ -88,7 +88,7 @@ def test_results_are_canonical_float64_alike_in_every_batch_and_leave_targets_al
     [
         ({"fitter": "fft"}, "one of proportional, adam, got 'fft'"),
         ({"steps": 5}, "takes tolerance, max_sweeps; got steps"),
-        ({"fitter": "adam", "tolerance": 1.0}, "takes steps, learning_rate; got tolerance"),
+        ({"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
         ({"fitter": "adam", "steps": 0}, "steps must be at least 1"),
     ],
 )
