@@ -78,6 +78,6 @@ def test_events_are_recorded_in_a_folder_that_is_there(wrong):
     model = make()
     report = package.freeze_(model, [tokens()], package.FreezeConfig(max_fit_kl=100))
     for path in (wrong[0], wrong[2]):
-        with pytest.raises(SafError, match="must be an existing folder"):
+        with pytest.raises(SafError, match="folder that holds it"):
             report.save(path)
     assert json.loads((wrong[3]).read_text()) == {}
