@@ -41,8 +41,6 @@ class Family:
     """The layer's module that follows the output projection."""
     norm_after: bool = False
     """Whether a norm follows the layer before its output is added to the residual stream."""
-    remark: str = ""
-    """Its limits in a line, for `saf doctor`."""
 
     def module(self, attention: Any, role: str) -> Any:
         """Return the module of a layer that holds the rows of a role."""
@@ -55,13 +53,11 @@ class Family:
 
 
 SEPARATE = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-WINDOW = "a sliding window has to be as long as the inputs, and wants a growing cache"
-WINDOWS = "layers with a sliding window stay ordinary, and want a growing cache"
 
 LLAMA = Family(name="Llama", attention="LlamaAttention", projections=SEPARATE)
-MISTRAL = Family(name="Mistral", attention="MistralAttention", projections=SEPARATE, remark=WINDOW)
-QWEN2 = Family(name="Qwen2", attention="Qwen2Attention", projections=SEPARATE, remark=WINDOWS)
-QWEN3 = Family(name="Qwen3", attention="Qwen3Attention", projections=SEPARATE, norms=True, remark=WINDOWS)
+MISTRAL = Family(name="Mistral", attention="MistralAttention", projections=SEPARATE)
+QWEN2 = Family(name="Qwen2", attention="Qwen2Attention", projections=SEPARATE)
+QWEN3 = Family(name="Qwen3", attention="Qwen3Attention", projections=SEPARATE, norms=True)
 
 GEMMA2 = Family(
     name="Gemma 2",
@@ -70,7 +66,6 @@ GEMMA2 = Family(
     soft_cap="attn_logit_softcapping",
     settings=(*SETTINGS, "query_pre_attn_scalar", "attn_logit_softcapping"),
     norm_after=True,
-    remark=WINDOWS,
 )
 # Gemma 3 has the field of the soft cap and does not read it.
 GEMMA3 = replace(
@@ -88,7 +83,6 @@ PHI3 = Family(
     attention="Phi3Attention",
     projections={"query_key_value": "qkv_proj", "output": "o_proj"},
     settings=(*SETTINGS, "partial_rotary_factor", "original_max_position_embeddings"),
-    remark=WINDOW,
 )
 
 
@@ -101,7 +95,6 @@ GPT2 = Family(
     dropout_setting="attn_pdrop",
     settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
     after="resid_dropout",
-    remark="has attention dropout unless opened with attn_pdrop=0",
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, PHI3, GEMMA2, GEMMA3)
