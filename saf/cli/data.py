@@ -39,19 +39,9 @@ class Command:
         return result
 
 
-FIRST = {
-    Command: ("sources", "out", "overwrite", "json", "settings"),
-    PrepareConfig: (
-        *("tokenizer", "vocab_size", "heldout", "heldout_fraction", "report_only", "calibration_from"),
-        *("split_characters", "text_field", "max_bytes", "seed"),
-    ),
-}
-"""The settings that `saf data prepare --help` shows."""
-
-
 def parse_words(words: Sequence[str]) -> Command:
     """Parse the command."""
-    return parse_one_of({"prepare": Command}, words, prog="saf data", first=FIRST)
+    return parse_one_of({"prepare": Command}, words, prog="saf data")
 
 
 def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:

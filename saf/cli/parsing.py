@@ -59,7 +59,7 @@ def parse(
         return tyro.cli(command, args=[*chosen, "--help"], **options)
 
 
-def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: First) -> Any:
+def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: First | None = None) -> Any:
     """Parse the words of one of several commands, which the first word names."""
     usage = [f"usage: {prog} COMMAND ...", ""]
     for name, kind in commands.items():
