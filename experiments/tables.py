@@ -493,13 +493,11 @@ def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.Da
     lines = []
     for each in recipe.measurements:
         for number in each.numbers if records.get(each.name) else ():
-            values = [value for record in records[each.name] for value in number.find(record)]
-            metric = Metric(number.title, number.places, number.signed)
-            ours = "not run"
-            if values and number.scientific:
-                ours = f"{Value(by_seed=dict(enumerate(values))).mean:.2e}".replace("e-0", "e-")
-            elif values:
-                ours = Value(by_seed=dict(enumerate(values))).text(metric)
+            numbers = [value for record in records[each.name] for value in number.find(record)]
+            value = Value(by_seed=dict(enumerate(numbers)))
+            ours = value.text(Metric(number.title, number.places, number.signed)) if numbers else "not run"
+            if numbers and number.scientific:
+                ours = f"{value.mean:.2e}".replace("e-0", "e-")
             lines.append([number.title, ours, number.paper or "–"])
     return pd.DataFrame(lines, columns=["", "ours", "paper"]).set_index("")
 

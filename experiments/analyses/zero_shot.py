@@ -123,7 +123,8 @@ def measure(settings: Settings) -> dict[str, Any]:
         checkpoints={"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)},
         data={name: text.fingerprint for name, text in texts.items()},
     )
-    study = Study(settings, longest, {"settings": head["settings"], **_origin(head)})
+    origin = {name: head["provenance"][name] for name in ("checkpoints", "data")}
+    study = Study(settings, longest, {"settings": head["settings"], **origin})
     ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
     pieces = study.elsewhere(others) if others else study.frozen()
     arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces]
@@ -147,10 +148,6 @@ def _texts(settings: Settings, opened: OpenedModel) -> dict[str, TokenData]:
     if (path := settings.other) is not None:
         texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
     return texts
-
-
-def _origin(head: Record) -> dict[str, Any]:
-    return {name: head["provenance"][name] for name in ("checkpoints", "data")}
 
 
 @dataclass(frozen=True)

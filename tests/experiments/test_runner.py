@@ -100,15 +100,6 @@ def test_jobs_run_in_processes_of_their_own_and_record_the_command_that_was_type
     assert {each["provenance"]["command"] for each in records} == {f"python -m experiments {' '.join(typed)}"}
 
 
-def test_matched_time_is_the_updates_that_the_speed_buys(inputs, tmp_path):
-    runs = plan([("4k-mean-25-time", 1337)], SMOKE, tmp_path)
-    run = runs["4k-mean-25-time", 1337]
-    execute(runs, inputs)
-    # Of 8 updates 4 are left halfway, and the smoke scale's speed is 1.25.
-    assert run.own_updates == 5
-    assert run.record()["updates"] == 4 + 5
-
-
 def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
     run = plan([("4k-mean-25-time", 1337)], scale_named("small-75M"), Path())["4k-mean-25-time", 1337]
     committed = json.loads(Path("results/small-75M/4k-mean-25-time/seed-1337.json").read_text())
