@@ -20,7 +20,7 @@ from saf.statistics import AttentionStatistics
 SCHEMA = "saf.freezing.recipe/1"
 _KNOWN = (
     *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
-    *("loss_before", "loss_after"),
+    *("loss_before", "loss_after", "worst_layer"),
 )
 """Values of a report that a model's configuration keeps."""
 
@@ -61,6 +61,9 @@ class FreezeReport:
     """Mean loss on the held-out text before the event, nats a token; None without such text."""
     loss_after: float | None = None
     """The same after it."""
+    worst_layer: tuple[int, float] | None = None
+    """Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
+    which share perplexity rises with them."""
     healing: Healing | None = None
     """Losses after training this model and the ordinary one alike; None without."""
 
@@ -110,6 +113,7 @@ class FreezeReport:
             "deferred": [list(head) for head in self.deferred],
             "joint_cost": self.joint_cost and self.joint_cost.to_dict(),
             "healing": self.healing and asdict(self.healing),
+            "worst_layer": self.worst_layer and list(self.worst_layer),
         }
         if self.loss_before is not None:
             values |= {"loss_before": self.loss_before, "loss_after": self.loss_after}
@@ -142,13 +146,15 @@ class FreezeReport:
 
     @property
     def cost(self) -> str:
-        """Return what the event cost on held-out text, and which layer has the worst fit."""
+        """Return what the event cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
         rise = "not measured: there is no held-out text"
         if self.loss_before is not None:
             losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
             rise = f"perplexity {signed(100 * self.perplexity_rise)} on held-out text ({losses})"
         layer = ""
-        if self.fit_kl:
+        if self.worst_layer is not None:
+            layer = f"; {worst_layer_words(self.worst_layer)}"
+        elif self.fit_kl:
             (worst, _), kl = max(self.fit_kl.items(), key=lambda each: each[1])
             layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats)"
         return f"Cost: {rise}{layer}."
@@ -187,6 +193,15 @@ class FreezeReport:
         text = io.StringIO()
         self.table().print(Console(width=100, file=text, highlight=False))
         return f"{self.cost}\n{text.getvalue().rstrip()}"
+
+
+def worst_layer_words(worst: Sequence[float]) -> str:
+    """Return in words which layer costs most, and by which share perplexity rises with its heads alone.
+
+    >>> worst_layer_words((0, 4.5))
+    'layer 0 costs most (its heads alone +450.0%)'
+    """
+    return f"layer {worst[0]} costs most (its heads alone {signed(100 * worst[1], 1)})"
 
 
 def healing_words(healing: Mapping[str, Any]) -> str:

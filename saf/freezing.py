@@ -44,6 +44,7 @@ from saf.heldout import (
     heldout_loss,
     perplexity_rise,
     within_budget,
+    worst_layer,
 )
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
@@ -121,7 +122,7 @@ def freeze_(
     # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
     options = {"collect": config.collect, "capture_bytes": capture_bytes, "progress": progress}
     statistics = on_rank0(lambda: calibrate(model, sequences, timer=timer, **options))
-    loss_before = loss_after = None
+    loss_before = loss_after = worst = None
     if reporting is not None:
         with timer("loss"):
             loss_before = loss_after = on_rank0(lambda: heldout_loss(model, reporting))
@@ -152,10 +153,10 @@ def freeze_(
 
     # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
     if len(heads) and loss_before is not None:
-        by_default = "accept" if optimizer is not None else "warn" if heldout is None else "refuse"
+        by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
         on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
         with timer("loss"):
-            loss_after = on_rank0(lambda: _loss_with(model, heads, reporting, loss_before, trial, on_rise))
+            loss_after, worst = on_rank0(lambda: _cost(model, heads, reporting, loss_before, trial, on_rise))
 
     # Line 21: install the patterns; value and output weights and the optimiser's state stay.
     if len(heads):
@@ -181,6 +182,7 @@ def freeze_(
         joint_cost=joint,
         loss_before=loss_before,
         loss_after=loss_after,
+        worst_layer=worst,
         seconds=on_rank0(lambda: timer.seconds),
     )
     if len(heads):
@@ -454,21 +456,31 @@ def _cheapest_together(
     return joint
 
 
-def _loss_with(model: nn.Module, heads: HeadSet, text: Any, before: float, trial: Trial, on_rise: str) -> float:
-    """Return the loss with the heads frozen; on a rise beyond the limit raise LossError, warn, or go on."""
+def _cost(
+    model: nn.Module, heads: HeadSet, text: Any, before: float, trial: Trial, on_rise: str
+) -> tuple[float, tuple[int, float] | None]:
+    """Return the loss with the heads frozen, and the worst layer of a rise beyond the limit that no training follows.
+
+    Such a rise raises LossError, warns, or is accepted.
+    """
     with trial(heads):
         after = heldout_loss(model, text)
     rise = perplexity_rise(before, after)
-    if rise <= MAX_RISE or on_rise == "accept":  # a rise that is NaN is never within the limit
-        return after
-    advice = "freeze fewer heads, choose them by joint cost (budget=0.01)"
+    if rise <= MAX_RISE or on_rise == "train":  # a rise that is NaN is never within the limit
+        return after, None
+    layer, alone = worst_layer(model, heads, text, trial)
+    advice = (
+        f"layer {layer} costs most (its {len(heads.in_layer(layer))} heads alone {alone:.1%}); freeze fewer there, "
+        "choose heads by joint cost (budget=0.01)"
+    )
     if on_rise == "refuse":
         raise LossError(
             f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}: {advice}, or pass "
             "accept_loss=True (--accept-loss)"
         )
-    warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **_AT_CALLER)
-    return after
+    if on_rise == "warn":
+        warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **_AT_CALLER)
+    return after, (layer, alone)
 
 
 def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:

@@ -1,4 +1,4 @@
-"""Held-out text shows what heads cost: its loss with them, and which heads cost least together.
+"""Held-out text shows what heads cost: its loss, the layer that costs most, and which heads cost least together.
 
 Heads that are harmless alone may be fatal together: on SmolLM2-135M the 14 heads of lowest variance cost 0.004 nats
 each, and 1.7 nats together. So `accept_jointly` takes heads one after another, each time the one that adds least to the
@@ -32,6 +32,8 @@ GUARD_SEQUENCES = 8
 """Sequences that the loss is measured on by default."""
 MAX_REFUSED = 8
 """Heads beyond the budget before a search by joint cost ends: the heads that follow cost more."""
+_BLAME_SEQUENCES = 4
+"""Sequences that the costliest layer is found on: one pass over them for every layer that lost heads."""
 _MOST_LOGITS = 2**28
 """Logits that a forward pass on a GPU may make: 1 GiB in float32."""
 
@@ -83,6 +85,17 @@ def perplexity_rise(before: float | None, after: float | None) -> float:
         return math.expm1(after - before)
     except OverflowError:
         return math.inf
+
+
+def worst_layer(model: nn.Module, heads: HeadSet, text: Iterable[Batch], trial: Trial) -> tuple[int, float]:
+    """Return the layer whose heads cost most together, the others live, and by which share perplexity rises."""
+    few, losses, layers = _rows(text)[:_BLAME_SEQUENCES], dict[int, float](), CachedLayers(model)
+    before = layers.loss(few)
+    for layer in sorted({layer for layer, _ in heads}):
+        with trial(HeadSet((layer, head) for head in heads.in_layer(layer))):
+            losses[layer] = layers.loss(few, changed=layer)
+    layer, loss = max(losses.items(), key=lambda item: (math.isnan(item[1]), item[1]))  # NaN costs more than any
+    return layer, perplexity_rise(before, loss)
 
 
 # --- joint cost: heads are accepted on the first half of the text, and must keep the budget on the second half, too

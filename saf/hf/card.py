@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from saf.errors import InputError
-from saf.freeze_report import healing_words
+from saf.freeze_report import healing_words, worst_layer_words
 from saf.frozen_state import OPENS, SCHEMA, STATE_FILE, TENSORS_FILE
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
@@ -113,6 +113,8 @@ def _event_line(event: dict[str, Any]) -> str:
         rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
         losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
         parts.append(f"held-out loss {losses} (perplexity {rise})")
+    if event.get("worst_layer"):
+        parts.append(worst_layer_words(event["worst_layer"]))
     if event.get("healing"):
         parts.append(healing_words(event["healing"]))
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"

@@ -15,6 +15,7 @@ from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, speed_caveat
 from saf.evaluate.recall import recall_tables
 from saf.evaluate.tables import ArmComparison, arm_colours, arm_names, arms_table, compare_all, pair_tables
+from saf.freeze_report import worst_layer_words
 from saf.frozen_state import STATE_FILE
 from saf.inspection import inspect
 from saf.records.events import EventRecord, read_events
@@ -174,8 +175,10 @@ def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[An
 
 
 def _losses(event: EventRecord) -> str | None:
-    before, after = (event.values.get(name) for name in ("loss_before", "loss_after"))
-    return None if before is None or after is None else f"{before:.4f} → {after:.4f} nats"
+    before, after, worst = (event.values.get(name) for name in ("loss_before", "loss_after", "worst_layer"))
+    if before is None or after is None:
+        return None
+    return f"{before:.4f} → {after:.4f} nats" + (f"; {worst_layer_words(worst)}" if worst else "")
 
 
 # --- tables

@@ -39,9 +39,13 @@ def test_a_destroyed_model_is_refused_and_kept_where_it_is_accepted(base, saf, s
     words = ("freeze", base / "model", "--data", base / "text.txt", "--rate", 1, *WORDS)
     code, out, told = saf(*words, "--out", tmp_path / "out")
     assert (code, out, (tmp_path / "out").exists()) == (2, "", False)
-    assert all(word in told for word in ("must rise by at most 5%", "--accept-loss"))
+    assert all(word in told for word in ("must rise by at most 5%", "costs most", "--accept-loss"))
     result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
     assert result["loss_after"] > result["loss_before"] + 0.05
+    layer, rise = result["worst_layer"]
+    words = f"layer {layer} costs most (its heads alone +{100 * rise:.1f}%)"
+    saf("report", tmp_path / "out", "--out", tmp_path / "page.html")
+    assert all(words in path.read_text() for path in (tmp_path / "out" / "README.md", tmp_path / "page.html"))
     assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
 
 

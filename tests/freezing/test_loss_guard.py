@@ -34,15 +34,20 @@ def trained(text):
 
 
 @pytest.mark.parametrize("settings", [{"max_fit_kl": 9}, {"operation": "prune"}], ids=["freeze", "prune"])
-def test_a_rise_without_training_is_refused_and_changes_nothing(text, settings):
+def test_a_rise_without_training_is_refused_names_the_worst_layer_and_changes_nothing(text, settings):
     model, config = fluent(), saf.FreezeConfig(rate=0.5, **settings)
     chosen = saf.freeze_(fluent(), [tokens()], config).heads
-    rise = math.expm1(loss_with(list(chosen), text, **settings) - loss(model, text))
+    together = {layer: loss_with([h for h in chosen if h[0] == layer], text, **settings) for layer, _ in chosen}
+    worst = max(together, key=together.__getitem__)
+    rises = [
+        math.expm1(each - loss(model, text)) for each in (loss_with(list(chosen), text, **settings), together[worst])
+    ]
     before = snapshot(model)
     with pytest.raises(LossError, match="accept_loss") as refused:
         saf.freeze_(model, [tokens()], config, heldout=[text[:3], text[3:]])
     percents = [float(word) / 100 for word in re.findall(r"([\d.]+)%", str(refused.value))]
-    assert percents == pytest.approx([0.05, rise], abs=6e-4)
+    assert percents == pytest.approx([0.05, *rises], abs=6e-4)
+    assert f"layer {worst} costs most" in str(refused.value)
     assert_equal(snapshot(model), before)
     assert torch.equal(model(text), fluent()(text))
     assert saf.freeze_(model, [tokens()], config).heads == chosen, "nothing is left of the refused event"
@@ -86,6 +91,11 @@ def test_a_model_of_transformers_is_measured_on_its_calibration_text():
     config = saf.FreezeConfig(rate=0.5, max_fit_kl=99)
     with pytest.warns(SafWarning, match="on the calibration text"):
         report = saf.freeze_(model, [ids], config)
+    layer, rise = report.worst_layer
+    own = saf.FreezeConfig(heads=tuple(head for head in report.heads if head[0] == layer), max_fit_kl=99)
+    alone = saf.freeze_(transformers_models.make("llama"), [ids], own, accept_loss=True)
+    assert alone.perplexity_rise == pytest.approx(rise, abs=1e-4)
+    assert f"layer {layer} costs most" in report.cost
     assert report.loss_before == pytest.approx(heldout_loss(transformers_models.make("llama"), [ids[:8]]))
     assert report.loss_after == pytest.approx(heldout_loss(model, [ids[:8]]))
     with pytest.raises(LossError):
