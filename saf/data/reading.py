@@ -5,6 +5,7 @@ and the Hugging Face hub are read by that package.
 """
 
 import csv
+import glob
 import gzip
 import importlib
 import io
@@ -105,7 +106,7 @@ def read_records(path: Path, field: str) -> Records | None:
     """
     match bare_suffix(path):
         case ".parquet":
-            return enumerate(_rows("parquet", str(path), data_files=str(path)), 1)
+            return enumerate(_rows("parquet", str(path), data_files=glob.escape(str(path))), 1)
         case ".json":
             return _read_json(path, field)
         case ".csv":

@@ -67,7 +67,8 @@ def test_compressed_files(tmp_path, suffix):
 
 def test_a_parquet_file(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "a.parquet"
+    path = tmp_path / "[1]*" / "a.parquet"
+    path.parent.mkdir()
     parquet.write_table(arrow.table({"id": range(40), "body": ROWS}), path, row_group_size=7)
     assert read(path, text_field="body") == ROWS
     with pytest.raises(DataError, match=r"a.parquet, row 1: no field 'text'; fields found: body, id"):
