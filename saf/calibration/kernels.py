@@ -7,8 +7,8 @@ and D1 are channels in two steps of powers of two, D of them in use. Logarithms 
 # The device language's constants and ranges are not what their annotations say.
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from saf.ops.live import score_scale
 from saf.statistics import FLOOR
 
 SCRATCH_BYTES = 1 << 28
-"""Memory for the sums of tiles; as many heads as fit are measured together, one at least."""
+"""Memory for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least."""
 FLOAT32_BYTES = 160 << 10
 """Shared memory of a program in float32 at 256 channels, the largest of all."""
 
@@ -95,63 +95,76 @@ def measure_by_kernel(
     marginals sum over rows before r(i) is known, so the rows of a block are divided by the middle of their
     normalisers: a relative error of at most T * 1e-9 / 2, which is 8e-6 at 16K and far less for most heads.
     """
-    _, heads, length, dim = query.shape
+    count, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
-    size = max(1, scratch_bytes // (4 * blocks * length * (3 * ratio + 2)))  # heads whose sums over tiles are held
-    groups = [slice(first, first + size) for first in range(0, heads, size)]
-    to_binary = score_scale(scale, dim) / math.log(2)
-    parts = [_measure(query[:, some], key, list(kv_head)[some], to_binary, config) for some in groups]
-    return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _measure(query: Tensor, key: Tensor, kv_head: list[int], scale: float, config: TileConfig) -> LayerStatistics:
-    """Measure some heads: sums over tiles, then over the tiles' sums; F is the floored mean."""
-    count, heads, length, dim = query.shape
-    rows, width, device = config.block_m, config.block_k, query.device
-    blocks, ratio, constants = cdiv(length, rows), rows // width, tile_constants(config, length, dim)
-    kv = torch.tensor(kv_head, dtype=torch.int32, device=device)
+    kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
     operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
-    strides = *query.stride()[:3], *key.stride()[:3]
-    launch(
-        lse_kernel, (blocks * count * heads,), *operands, heads, length, scale, *strides, **constants,
-        num_warps=config.num_warps, device=device,
-    )  # fmt: skip
+    sizes = heads, length, score_scale(scale, dim) / math.log(2), *query.stride()[:3], *key.stride()[:3]
+    options = tile_constants(config, length, dim) | {"num_warps": config.num_warps, "device": query.device}
+    launch(lse_kernel, (blocks * count * heads,), *operands, *sizes, **options)
+    options |= {"maxnreg": config.max_registers} if config.max_registers else {}
 
-    below, across = ratio * blocks * (blocks - 1) // 2, ratio * blocks
-    scalar = torch.zeros(2, heads, below + across, device=device)  # squared deviations; A log2(A / mean)
-    row = torch.zeros(2, heads, across, blocks * rows, device=device)  # F; F log2 F
-    column = torch.zeros(heads, blocks, length, device=device)  # F, summed over the rows of a block
-    diagonal = torch.zeros(heads, blocks, ratio + 1, across, width, device=device)  # F, summed over one distance
-    options = {"maxnreg": config.max_registers} if config.max_registers else {}
-    for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
-        if tiles:
-            launch(
-                tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal,
-                count, heads, length, scale, FLOOR, offset, below + across, *strides,
-                **constants, DIAGONAL=diagonals, num_warps=config.num_warps, device=device, **options,
-            )  # fmt: skip
-
-    deviation, divergence = scalar.sum(-1, dtype=torch.float64)
-    normaliser, plogp = row[..., :length].sum(2, dtype=torch.float64)
-    weight = 1 / _middle(normaliser, rows)
-    by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
-    # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
-    lined = by_distance.new_zeros(heads, across + ratio + 1, width)
-    for turn in range(ratio + 1):
-        lined[:, turn : turn + across] += by_distance[:, turn]
+    scores = query.new_zeros(2, heads, dtype=torch.float64)
+    entropy = query.new_zeros(heads, dtype=torch.float64)
+    etas = query.new_zeros(2, heads, blocks * config.block_m, dtype=torch.float64)
+    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks whose sums are held
+    for first in range(0, blocks, size):
+        band = range(first, min(first + size, blocks))
+        scalar, (normaliser, plogp), column, diagonal = _sum_tiles(band, operands, sizes, config, options)
+        scores += scalar
+        entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
+        weight = 1 / _middle(normaliser, config.block_m)
+        etas[0, :, :length] += (column * weight[..., None]).sum(1)
+        by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
+        # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
+        lined = by_distance.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
+        for turn in range(ratio + 1):
+            lined[:, turn : turn + band.stop * ratio] += by_distance[:, turn]
+        etas[1, :, : band.stop * config.block_m] += lined[:, ratio:-1].flatten(1)
     return LayerStatistics(
-        variance=deviation / (max(count - 1, 1) * length**2),  # Eq. (1)
-        forward_kl=divergence * (math.log(2) / (count * length)),  # Eq. (2)
-        eta_abs=(column * weight[..., None]).sum(1),  # Eq. (S.4)
-        eta_rel=lined[:, ratio : ratio + across].flatten(1)[:, :length],
-        row_entropy=(normaliser.log2() - plogp / normaliser).sum(-1) * (math.log(2) / length),
+        variance=scores[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
+        forward_kl=scores[1] * (math.log(2) / (count * length)),  # Eq. (2)
+        eta_abs=etas[0, :, :length],  # Eq. (S.4)
+        eta_rel=etas[1, :, :length],
+        row_entropy=entropy * (math.log(2) / length),
     )
 
 
+def _sum_tiles(
+    band: range,
+    operands: tuple[Tensor, ...],
+    sizes: tuple[int | float, ...],
+    config: TileConfig,
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum the tiles of a band of row blocks; F is the floored mean, R = block_m / block_k, J the key blocks up to it.
+
+    Returns sums by head, of squared deviations and of A log2(A / mean) `[2, heads]`, and by row, of F and of F log2 F
+    `[2, heads, rows]`, both float64; and F summed over the rows of a block `[heads, blocks, T]` and over those of one
+    distance `[heads, blocks, R + 1, J, block_k]`.
+    """
+    count, heads, length, _ = operands[0].shape
+    rows, ratio, blocks, device = config.block_m, config.block_m // config.block_k, len(band), operands[0].device
+    across, keys = ratio * blocks, ratio * band.stop
+    below = sum(ratio * block for block in band)
+    scalar = torch.zeros(2, heads, below + across, device=device)
+    row = torch.zeros(2, heads, keys, blocks * rows, device=device)
+    column = torch.zeros(heads, blocks, length, device=device)
+    diagonal = torch.zeros(heads, blocks, ratio + 1, keys, config.block_k, device=device)
+    for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
+        if tiles:
+            launch(
+                tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal, count, FLOOR,
+                band.start, blocks, keys, offset, below + across, *sizes, **options, DIAGONAL=diagonals,
+            )  # fmt: skip
+    row = row[..., : length - band.start * rows]
+    return scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal
+
+
 def _middle(normaliser: Tensor, size: int) -> Tensor:
-    """Return the middle of the normalisers `[heads, T]` of each block of rows."""
+    """Return the middle of the normalisers `[heads, rows]` of each block of rows."""
     missing = -normaliser.shape[-1] % size
     edge = normaliser[:, -1:].expand(-1, missing)
     low, high = torch.cat([normaliser, edge], 1).unflatten(1, (-1, size)).aminmax(dim=-1)
@@ -166,7 +179,7 @@ TINY = tl.constexpr(1e-37)
 """Lower bound of the arguments of logarithms, just above the smallest normal float32."""
 NOTHING = tl.constexpr(-126.0)
 """A number below the logarithm of TINY."""
-UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "offset", "num_tiles"]
+UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "first", "num_m", "num_k", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 
 
@@ -257,12 +270,13 @@ def _products(
 
 
 @triton.jit
-def _place(t, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
-    """Find row and key block of tile t: on the diagonal, or else wholly below it."""
+def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
+    """Find row and key block of tile t from row block `first` on: on the diagonal, or else wholly below it."""
     if DIAGONAL:
-        i_m = t // RATIO
-        i_k = t
+        i_m = first + t // RATIO
+        i_k = first * RATIO + t
     else:
+        t += RATIO * (first * (first - 1) // 2)
         pair = t // RATIO
         i_m = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
         i_m = tl.where(i_m * (i_m - 1) // 2 > pair, i_m - 1, i_m)
@@ -273,20 +287,19 @@ def _place(t, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
 
 @triton.jit
 def _write_marginals(
-    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_m, i_k, o_m, o_k,
-    BM: tl.constexpr, BK: tl.constexpr,
+    b_mean, inside, row_ptr, column_ptr, diagonal_ptr, H, T, floor, first, num_m, num_k,
+    i_h, i_m, i_k, o_m, o_k, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
     RATIO: tl.constexpr = BM // BK
-    num_m = tl.cdiv(T, BM)
-    num_k = num_m * RATIO
+    i_band = i_m - first
     # A comparison, not a maximum, which would turn NaN into the floor.
     b_f = tl.where(b_mean < floor, floor, b_mean)
-    p_row = row_ptr + (i_h * num_k + i_k) * (num_m * BM) + o_m
+    p_row = row_ptr + (i_h * num_k + i_k) * (num_m * BM) + (o_m - first * BM)
     tl.store(p_row + tl.cast(H, tl.int64) * num_k * (num_m * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
     b_f = tl.where(inside, b_f, 0.0)
     tl.store(p_row, tl.sum(b_f, 1))
-    tl.store(column_ptr + (i_h * num_m + i_m) * T + o_k, tl.sum(b_f, 0), mask=o_k < T)
+    tl.store(column_ptr + (i_h * num_m + i_band) * T + o_k, tl.sum(b_f, 0), mask=o_k < T)
 
     # Row r of the skewed tile holds at c the entry whose distance is c modulo BK.
     o_r = tl.arange(0, BM)[:, None]
@@ -296,7 +309,7 @@ def _write_marginals(
     turn = (o_r - o_source - o_c) // BK + 1
     place = i_m * RATIO - i_k + RATIO - 1
     for at in tl.static_range(RATIO + 1):
-        p = diagonal_ptr + (((i_h * num_m + i_m) * (RATIO + 1) + at) * num_k + place) * BK + tl.arange(0, BK)
+        p = diagonal_ptr + (((i_h * num_m + i_band) * (RATIO + 1) + at) * num_k + place) * BK + tl.arange(0, BK)
         tl.store(p, tl.sum(tl.where(turn == at, b_f, 0.0), 0))
 
 
@@ -321,21 +334,22 @@ def _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, stride):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def tile_kernel(
     q_ptr, k_ptr, kv_ptr, lse_ptr, scalar_ptr, row_ptr, column_ptr, diagonal_ptr,
-    B, H, T, scale, floor, offset, num_tiles,
+    B, floor, first, num_m, num_k, offset, num_tiles, H, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
 
+    The tiles are those of the band of `num_m` row blocks from `first` on, with the `num_k` key blocks up to its end.
     Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
-    of rows F and F log F of the floored mean, `row [2, H, key blocks, T]`; of its columns,
+    of rows F and F log F of the floored mean, `row [2, H, key blocks, rows]`; of its columns,
     `column [H, row blocks, T]`; and of its diagonals likewise, `diagonal [H, row blocks, RATIO + 1, key blocks, BK]`.
     """
     RATIO: tl.constexpr = BM // BK
     t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
-    i_m, i_k = _place(t, DIAGONAL, RATIO)
+    i_m, i_k = _place(t, first, DIAGONAL, RATIO)
     m0 = i_m * BM
     k0 = i_k * BK
     o_m = m0 + tl.arange(0, BM)
@@ -378,6 +392,6 @@ def tile_kernel(
     p_scalar = scalar_ptr + i_h * num_tiles + offset + t
     b_mean = _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, tl.cast(H, tl.int64) * num_tiles)
     _write_marginals(
-        b_mean, past & (o_m < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, i_h, i_m, i_k, o_m, o_k,
-        BM, BK,
+        b_mean, past & (o_m < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, first, num_m, num_k,
+        i_h, i_m, i_k, o_m, o_k, BM, BK,
     )  # fmt: skip

@@ -22,7 +22,7 @@ CASES = {
     "T1": {"count": 3, "length": 1, "dim": 16},
     "half": {"count": 3, "length": 70, "dim": 16, "dtype": "float16"},
     "sharper": {"count": 5, "length": 70, "dim": 16, "spread": 200.0},
-    "one-head-a-time": {"count": 2, "length": 97, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
+    "bands": {"count": 2, "length": 97, "dim": 16, "blocks": (32, 32), "options": {"scratch_bytes": 1}},
     "far-apart": {"count": 4, "length": 37, "dim": 16, "blocks": (32, 16), "far": True},
     "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3},
 }
