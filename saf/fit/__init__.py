@@ -1,6 +1,6 @@
 """`fit_compact` fits compact patterns, Eq. (3), to a target's key and distance marginals by minimising Eq. (4).
 
-A fitter is one file (`proportional`, `adam`) and one line of `FITTERS`; `objective` has their loss and the
+A fitter is one file (`proportional`, `adam`, `dense`) and one line of `FITTERS`; `objective` has their loss and the
 measures of a fit. `exponential` fits patterns that run in linear time.
 """
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from saf.errors import SafWarning, check_keywords, check_name
 from saf.fit.adam import fit_adam
+from saf.fit.dense import fit_dense
 from saf.fit.exponential import ExponentialFit, fit_exponential, fit_exponential_heads
 from saf.fit.objective import TOLERANCE, Certificate, certify, check_targets, fit_kl, fit_loss, marginals
 from saf.fit.proportional import fit_proportional
@@ -36,6 +37,7 @@ __all__ = [
 FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "proportional": fit_proportional,
     "adam": fit_adam,
+    "dense": fit_dense,
 }
 """A fitter takes checked targets `[N, T]` and keyword options; it returns alpha, rho `[N, T]` and its steps `[N]`."""
 
@@ -45,7 +47,8 @@ def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional
 
     `eta_abs` (by key) and `eta_rel` (by distance) have shape `[..., T]`, positive, each summing to T. Options go
     to the fitter: `proportional` takes tolerance, max_sweeps; `adam` steps. Raises InputError
-    for marginals that no causal pattern has and for an unknown fitter or option; warns if `proportional` stops short.
+    for marginals that no causal pattern has and for an unknown fitter or option; warns if a fitter other than `adam`
+    stops short.
 
     >>> import torch
     >>> fit_compact(torch.tensor([1.5, 0.5]), torch.tensor([1.5, 0.5])).dense()

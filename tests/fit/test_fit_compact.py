@@ -11,11 +11,10 @@ from saf.errors import InputError
 from saf.fit import FITTERS, fit_compact, fit_kl, fit_with_certificate, marginals
 from saf.fit.objective import fit_loss, initial_parameters
 from saf.patterns import CompactPattern
-from tests.fit.dense_fitter import fit_dense
 from tests.fit.dense_target import DenseTarget, floored, random_target
 
 # How far each fitter may stay above the minimum (nats per row), and its marginals from the targets (L1 per row).
-ACCURACY = {"proportional": (1e-6, 1e-4), "adam": (2e-3, 0.05)}
+ACCURACY = {"proportional": (1e-6, 1e-4), "adam": (2e-3, 0.05), "dense": (1e-10, 1e-9)}
 
 
 def loss(pattern, target):
@@ -24,11 +23,17 @@ def loss(pattern, target):
 
 @pytest.mark.parametrize(
     ("fitter", "length", "scale"),
-    [("proportional", 1, 0.5), ("proportional", 70, 0.5), ("proportional", 70, 3.0), ("adam", 70, 3.0)],
+    [
+        ("proportional", 1, 0.5),
+        ("proportional", 70, 0.5),
+        ("proportional", 70, 3.0),
+        ("adam", 70, 3.0),
+        ("dense", 70, 3.0),
+    ],
 )
 def test_every_fitter_finds_the_optimum_and_its_marginals(fitter, length, scale):
     target = random_target(3, length=length, scale=scale, sequences=4)
-    best = fit_dense(target.eta_abs, target.eta_rel)
+    best = fit_compact(target.eta_abs, target.eta_rel, fitter="dense")
     pattern = fit_compact(target.eta_abs, target.eta_rel, fitter=fitter)
     nats, l1 = ACCURACY[fitter]
     kl, least = target.kl(pattern.dense()), target.kl(best.dense())
@@ -39,12 +44,14 @@ def test_every_fitter_finds_the_optimum_and_its_marginals(fitter, length, scale)
             assert (fitted / eta - 1).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("fitter", ["proportional", "dense"])
 @given(seed=st.integers(0, 2**31), length=st.integers(2, 48), scale=st.floats(0.1, 3))
-def test_a_planted_pattern_is_recovered_up_to_its_gauge(seed, length, scale):
+def test_a_planted_pattern_is_recovered_up_to_its_gauge(fitter, seed, length, scale):
     generator = torch.Generator().manual_seed(seed)
     parameters = scale * torch.randn(2, length, dtype=torch.float64, generator=generator)
     planted = CompactPattern.from_parameters(*parameters)
-    fitted = fit_compact(*marginals(planted), tolerance=1e-9, max_sweeps=5000)
+    options = {"tolerance": 1e-9, "max_sweeps": 5000} if fitter == "proportional" else {}
+    fitted = fit_compact(*marginals(planted), fitter=fitter, **options)
     torch.testing.assert_close(fitted.dense(), planted.dense(), rtol=0, atol=1e-5)
     dense = planted.dense()
     entropy = -torch.xlogy(dense, dense).sum(-1).mean(-1)
@@ -86,7 +93,7 @@ def test_results_are_canonical_float64_alike_in_every_batch_and_leave_targets_al
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fitter": "fft"}, "one of proportional, adam, got 'fft'"),
+        ({"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
         ({"steps": 5}, "takes tolerance, max_sweeps; got steps"),
         ({"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
         ({"fitter": "adam", "steps": 0}, "steps must be at least 1"),
@@ -143,7 +150,7 @@ def test_a_certificate_has_the_residuals_of_the_dense_pattern_and_stopping_short
 def test_the_residual_times_the_distance_bounds_the_gap_of_the_loss():
     """Eq. (S.12)."""
     target = random_target(4, length=60, scale=2.0)
-    best = fit_dense(target.eta_abs, target.eta_rel)
+    best = fit_compact(target.eta_abs, target.eta_rel, fitter="dense")
     for sweeps in (1, 2, 4):
         pattern, certificate = fit_with_certificate(target.eta_abs, target.eta_rel, max_sweeps=sweeps)
         distance = torch.maximum((pattern.alpha - best.alpha).abs(), (pattern.rho - best.rho).abs()).max()
