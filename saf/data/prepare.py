@@ -347,7 +347,7 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     for name, count, share in zip(PARTITIONS, counts, (not config.report_only, *config.shares), strict=True):
         if share > 0 and count == 0:
             few = f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out"
-            raise DataError(f"{few}; give more (a file of text is one), --split-characters, or --report-only")
+            raise DataError(f"{few}; give more (a file of text is one), --split-characters or --heldout-fraction")
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
         message = f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in "
