@@ -122,7 +122,8 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
     if questions[0] != questions[1]:
         counts = " and ".join(str(len(each)) for each in questions)
         raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
-    change = paired_hits(*([int(record["right"]) for record in records] for records in (ordinary, frozen)))
+    before, after = ([int(record["right"]) for record in records] for records in (ordinary, frozen))
+    change = paired_hits(before, after)
     return {**change, "p_value": mcnemar(change["gained"], change["lost"])}
 
 
