@@ -18,7 +18,7 @@ from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.events import head_counts, heads_in_words, total_in_words
 from saf.records.table import Table, seconds, signed
 from saf.schedules import OneTime, Schedule
-from saf.tasks import FinetuneSettings
+from saf.tasks import FinetuneSettings, TextTask
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
 from saf.train.config import recorded_config
 
@@ -138,6 +138,9 @@ def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
     changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
     if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
         raise InputError("--schedule has no effect without a number of heads: add --freeze.rate, or leave it out")
+    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
+    if flags.task != TextTask.name and of_text:
+        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
     if "freeze" in changes:
         changes["freeze"] = _frozen(flags.freeze)
     return changes

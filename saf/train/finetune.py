@@ -133,10 +133,10 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
             choice = choose_epochs(config, resume=resume)
             if "stopped_at" in choice:
                 return choice
-            epochs = int(choice["epochs"])
+            epochs, resume = int(choice["epochs"]), False
         if epochs is not None:
             config = replace(config, updates=updates_of_epochs(config, epochs)[0])
-        return pretrain(config, resume=resume and begun)
+        return pretrain(config, resume=resume)
 
 
 def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def test_a_run_that_goes_on_keeps_its_schedule(text_data, tmp_path):
     ("words", "told"),
     [
         (["--schedule.at", "0.25"], "--schedule has no effect"),
+        (["--task", "mqar", "--sampler", "random"], "sampler has an effect on text alone"),
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
         (["--rewarm", "3"], "rewarm must be fewer updates than all, and 0 where"),
     ],

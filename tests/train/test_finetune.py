@@ -135,6 +135,9 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     whole = command("chosen", "--peak-lr", "1e-3")
     named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
     words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
+    for epochs in (["--epochs", "2"], []):
+        assert main([*words, *epochs, "--resume"]) == 2
+        assert "holds no run to resume" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         die_at(patch, Run, "run_update", 6)
         with pytest.raises(Killed):
