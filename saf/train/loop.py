@@ -39,7 +39,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         CheckpointError: A damaged checkpoint.
         DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
         OSError: The disk is full; checkpoints up to there are whole.
-        SafError: Another process of the group ended.
+        RuntimeError: Another process of the group ended.
     """
     with process_group(config.device), _few_host_threads(config.device), ExitStack() as locks:
         with StopRequest() as stop:

@@ -152,6 +152,8 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings, monkeypatch):
     pretrain(config)
     with pytest.raises(InputError, match="holds a run already"):
         pretrain(config)
+    with pytest.raises(InputError, match="must be another folder than the data's"):
+        pretrain(replace(config, out=config.data))
     finish = loop.finish
 
     def another(run):

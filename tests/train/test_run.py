@@ -382,6 +382,8 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
         ({"kernel": "cudnn"}, "needs a CUDA device"),
         ({"graphs": "on"}, "need a CUDA device"),
+        ({"batch_size": 2**40}, "training needs about"),
+        ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
         ({"model_overrides": {"vocab_size": 8}}, "vocab_size must be at least"),
     ],
@@ -406,6 +408,9 @@ def test_parents_that_cannot_be_continued_are_refused(settings, finished):
             continue_from(folder / "step-6", out="x", **changes)
     with pytest.raises(InputError, match="batch_size x accumulation must be"):
         pretrain(continue_from(folder / "step-6", out=settings("other").out, batch_size=3))
+    late = continue_from(folder / "step-6", out="x", freeze=FREEZE, schedule=OneTime(at=10), update_budget=4)
+    with pytest.raises(InputError, match="must be before update 10, where update_budget ends"):
+        pretrain(late)
     with pytest.raises(InputError, match="updates must be above the 12"):
         pretrain(continue_from(folder / "step-12", out=settings("late").out))
     assert not Path(settings("late").out).exists()
