@@ -252,5 +252,8 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     tokens = data.tokens(source)
     if (windows := len(tokens) // length) < count:
         few = f"the {source} partition has {windows} of its {len(tokens):,} tokens"
-        raise DataError(f"calibration needs {count} windows of length {length}, {few}; ask for fewer or give more text")
+        raise DataError(
+            f"calibration needs {count} windows of length {length}, {few}; ask for fewer (--sequences, of a run "
+            "--calibration-sequences) or give more text"
+        )
     return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)

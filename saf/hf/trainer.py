@@ -388,9 +388,9 @@ def _follow_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any
     adapter = adapter_for(model)
     if adapter.heads(*EDITED):
         uninstall_(model, optimizer=trainer.optimizer)
-    if (folder / STATE_FILE).is_file():
+    # Not by the files about heads: an earlier training may have left its own in the folder.
+    if saved := read_json(folder / "config.json", error=CheckpointError).get("saf"):
         restore_(model, *read_description(folder))
-        saved = read_json(folder / "config.json", error=CheckpointError).get("saf") or {}
         (mark_of(adapter.model.config) or {}).update(saved)
     if (inner := unwrap_optimizer(trainer.optimizer)) is not None:
         for site in adapter.sites():

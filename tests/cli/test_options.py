@@ -16,12 +16,12 @@ from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict
 --exclude 0:1 1:11 --match variance --whole-groups --seed 7 --backend toeplitz --fitter-options steps 20
---pattern-options scale 4 bounds [0.1,10]"""
+--pattern-options scale 4"""
 WORDS = TEXT.split()
 CONFIG = FreezeConfig(
     **{"rate": 0.5, "score": "random", "pattern": "dirichlet", "fitter": "adam", "max_fit_kl": 0.3, "strict": True},
     **{"exclude": ((0, 1), (1, 11)), "match": "variance", "whole_groups": True, "seed": 7, "backend": "toeplitz"},
-    **{"fitter_options": {"steps": 20}, "pattern_options": {"scale": 4, "bounds": [0.1, 10]}},
+    **{"fitter_options": {"steps": 20}, "pattern_options": {"scale": 4}},
 )
 
 
@@ -57,8 +57,8 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
     train = ["pretrain", "--data", text_data, "--out", tmp_path / "out", "--device", "cpu", "--length", "32"]
     event = ["freeze", arms[0], "--out", tmp_path / "out"]
     for words, message in (
-        ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "ask for fewer"),
-        ([*event, "--sequences", 10**6], "ask for fewer"),
+        ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "--calibration-sequences"),
+        ([*event, "--sequences", 10**6], "ask for fewer (--sequences"),
         ([*train, "--length", 10**6], "a window of length"),
         ([*train, "--batch-size", "0"], "--batch-size must be at least 1"),
         ([*train, "--sampler", "shuffled", "--task", "mqar", "--model", "small"], "model must be one of"),
