@@ -350,6 +350,7 @@ def join_trainers() -> None:
 
     for name, before in _BEFORE.items():
         setattr(Trainer, name, _preceded(getattr(Trainer, name), before))
+    Trainer.create_model_card = _with_section(Trainer.create_model_card)
 
 
 def _preceded(ordinary: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
@@ -359,6 +360,18 @@ def _preceded(ordinary: Callable[..., Any], before: Callable[..., None]) -> Call
         return ordinary(self, *arguments, **options)
 
     return method
+
+
+def _with_section(ordinary: Callable[..., None]) -> Callable[..., None]:
+    @wraps(ordinary)
+    def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
+        """Write the Trainer's card, which replaces that of `save_pretrained`, and the section about heads."""
+        ordinary(self, *arguments, **options)
+        model = _uncompiled(self.model)
+        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and mark_of(model.config) is not None:
+            write_section(Path(self.args.output_dir), section(adapter_for(model)))
+
+    return create_model_card
 
 
 def _callbacks(trainer: Any) -> list[FreezeCallback]:

@@ -302,6 +302,9 @@ class Hub:
         done.set_result(None)
         return done
 
+    def card(self):
+        return (self.folder / "README.md").read_text()
+
     def open(self):
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder)
 
@@ -317,11 +320,14 @@ def hub(hf, tmp_path, monkeypatch):
 PUSHES = {"push_to_hub": True, "hub_model_id": "me/frozen", "hub_always_push": True}
 
 
-def test_what_a_trainer_pushes_has_the_files_about_heads(hf, hub, tmp_path):
+def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(hf, hub, tmp_path):
     folder = tmp_path / "run"
     made = trainer(hf, folder, callback(), **PUSHES)
     made.train()
     assert hub.opened == [0, 0, 4, 4]
+    made.push_to_hub()  # writes a card of the Trainer's own
+    assert "generated_from_trainer" in hub.card()
+    assert hub.card().count("## Frozen attention heads") == 1
     assert same(hub.open(), made.model)
 
 
