@@ -122,10 +122,10 @@ def package_version(name: str) -> str | None:
 
 def command() -> str:
     """Return the command line, with only the last names of absolute paths, which are one machine's own."""
-    path = Path(sys.argv[0] or "python")
+    path, module = Path(sys.argv[0] or "python"), sys.modules["__main__"].__spec__
     words = [path.name]
-    if path.name == "__main__.py":
-        words = ["python", "-m", path.parent.name]
+    if module is not None:
+        words = ["python", "-m", module.name.removesuffix(".__main__")]
     elif path.suffix == ".py":
         words = ["python", path.name if path.is_absolute() else path.as_posix()]
     for word in sys.argv[1:]:

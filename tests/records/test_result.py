@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -47,15 +48,17 @@ def test_every_result_of_the_repository_is_read():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("module", "words", "expected"),
     [
-        ("/env/bin/saf pretrain --parent=/scratch/new/a --out new/b", "saf pretrain --parent=a --out new/b"),
-        ("/env/saf/__main__.py pretrain", "python -m saf pretrain"),
-        ("tools/parity.py --out /scratch/new/event.json", "python tools/parity.py --out event.json"),
+        (None, "/env/bin/saf pretrain --parent=/scratch/new/a --out new/b", "saf pretrain --parent=a --out new/b"),
+        ("saf.__main__", "/env/saf/__main__.py pretrain", "python -m saf pretrain"),
+        ("benchmarks.decode", "/new/benchmarks/decode.py --out a", "python -m benchmarks.decode --out a"),
+        (None, "tools/parity.py --out /scratch/new/event.json", "python tools/parity.py --out event.json"),
     ],
 )
-def test_the_command_names_no_folder_of_one_machine(monkeypatch, words, expected):
+def test_the_command_names_no_folder_of_one_machine(monkeypatch, module, words, expected):
     monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and ModuleSpec(module, None))
     assert command() == expected
 
 

@@ -141,7 +141,7 @@ def two(rank: int, folder: str, settings: dict) -> None:
 
 
 def four(rank: int, config: TrainConfig) -> None:
-    """Go on on four ranks where two were stopped; each reads its own of their shards."""
+    """Go on on four ranks where two were stopped."""
     pretrain(replace(config, parallel="fsdp", **STORIES["pruned"]), resume=True)
 
 
