@@ -55,7 +55,7 @@ class TransformersSite(Site):
         return weights | {name + BIAS: (bias, 0) for name, bias in inputs.items() if bias is not None}
 
     def check(self, layout: HeadLayout) -> None:
-        self._adapter.check_dropout()
+        self._adapter.check_layers()
         name = f"layer {self.attention.layer_idx}"
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
@@ -195,10 +195,16 @@ class TransformersAdapter(TransformersModel, Adapter):
         values = self.model.config.to_dict()
         return json.loads(json.dumps({name: values[name] for name in self.known.settings if name in values}))
 
-    def check_dropout(self) -> None:
-        """Raise UnsupportedError where any layer has attention dropout, which `attend` does not compute."""
-        if rates := [rate for attention in self._attention if (rate := self.known.dropout_rate(attention))]:
-            raise UnsupportedError(no_dropout(rates[0], self.known.dropout_setting))
+    def check_layers(self) -> None:
+        """Raise UnsupportedError where any layer computes what `edited_forward` would silently leave out."""
+        for attention in self._attention:
+            if rate := self.known.dropout_rate(attention):
+                raise UnsupportedError(no_dropout(rate, self.known.dropout_setting))
+            if rate := getattr(attention, "residual_dropout", 0):
+                raise UnsupportedError(no_dropout(rate, "residual_dropout"))
+            norm = getattr(attention, "q_norm", None)
+            if norm is not None and not (self.known.norms and norm.weight.numel() == attention.head_dim):
+                raise UnsupportedError(f"{type(attention).__name__} must have no norm of queries, or one of each head")
 
     def choose_function(self) -> None:
         """Attend through `attend` while heads are edited, and as before once none is.

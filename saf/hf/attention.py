@@ -176,8 +176,8 @@ def _mix(
 
 
 def no_dropout(rate: float, setting: str) -> str:
-    """Say that attention dropout cannot be."""
-    return f"with frozen heads attention dropout must be 0, got {rate:g}: open the model with {setting}=0"
+    """Return the message for an attention layer with dropout."""
+    return f"with frozen heads dropout of attention layers must be 0, got {rate:g}: open the model with {setting}=0"
 
 
 def edited_forward(

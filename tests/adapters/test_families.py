@@ -203,7 +203,15 @@ def dropout(model):
     model.model.layers[0].self_attn.attention_dropout = 0.1
 
 
-@pytest.mark.parametrize("change", [other_function, other_projection, dropout])
+def residual_dropout(model):
+    model.model.layers[0].self_attn.residual_dropout = 0.1  # of Starcoder2, a bare `F.dropout` behind its output
+
+
+def norm_of_all_queries(model):
+    model.model.layers[0].self_attn.q_norm = torch.nn.RMSNorm(48)  # of OLMo 2
+
+
+@pytest.mark.parametrize("change", [other_function, other_projection, dropout, residual_dropout, norm_of_all_queries])
 def test_layers_that_cannot_be_frozen_are_refused_and_unchanged(change):
     model = make("llama")
     change(model)
