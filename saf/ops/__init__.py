@@ -3,9 +3,12 @@
 `attention` checks a call and decides how it is computed. `frozen_heads` holds patterns as a backend prepared them;
 `backend` is what a backend must offer, `backends` the list of them. A folder each: `toeplitz`, the default; `linear`,
 exponential patterns; `fused`, the paper's execution; `decode`, few queries after a cache. In each, `op.py` registers
-the operators, P V and what else runs as one, each with its `gradient`: `value_gradient` computes dV = P^T dO of frozen
-heads. `kernels.py` imports Triton, and the first call that runs a kernel imports it. `reference` is the oracle, `live`
-ordinary attention, `decoder` the loss and GELU.
+the operators: P V and what else runs as one. `kernels.py` imports Triton, and the first call that runs a kernel imports
+it. `reference` is the oracle, `live` ordinary attention, `decoder` the loss and GELU.
+
+The gradient of frozen heads to values is dV = P^T dO: `value_gradient` in toeplitz/op.py and linear/op.py,
+`operand_gradients` in fused/op.py, `logit_gradients` in toeplitz/op.py where patterns are trained (by
+`pattern_gradient`), autograd's own in `reference` and for stored matrices (`dense_product`).
 """
 
 from saf.ops.attention import (

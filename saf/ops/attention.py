@@ -3,7 +3,7 @@
 `mixed_attention` returns all heads, `attention_parts` live and frozen ones apart, `attention_products` their product
 with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all heads, of
 few queries or few tokens or by a backend that mixes live heads too; otherwise live heads by SDPA, and frozen heads by
-their backend, whose `forward` has the gradient of a frozen head beside it (`value_gradient` in toeplitz/op.py).
+their backend. Gradients are listed in saf/ops/__init__.py.
 """
 
 from collections.abc import Sequence

@@ -49,8 +49,8 @@ class Backend(ABC):
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         """Return `P V` (Eq. 3), `[B, F, T, D]`: frozen slot f mixes head `heads[f]` of `value [B, H, T, D]`.
 
-        Sequences begin at `left_pad [B]`; outputs before it are zero. The gradient to value is P^T dO: `value_gradient`
-        of the operator that it calls, in the same file; of stored matrices autograd's own (`dense_product`).
+        Sequences begin at `left_pad [B]`; outputs before it are zero. saf/ops/__init__.py says where the gradient to
+        `value` is computed.
         """
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:

@@ -156,8 +156,8 @@ def _keep_trainable(ctx, inputs, output) -> None:
 
 def logit_gradients(ctx, gradient: Tensor, *_):
     """Return the gradients to values, alpha and rho."""
-    value_gradient, alpha, rho = pattern_gradient(gradient, *ctx.saved_tensors, ctx.positions)
-    return value_gradient, alpha.to(ctx.dtype), rho.to(ctx.dtype)
+    to_value, to_alpha, to_rho = pattern_gradient(gradient, *ctx.saved_tensors, ctx.positions)
+    return to_value, to_alpha.to(ctx.dtype), to_rho.to(ctx.dtype)
 
 
 def _trainable_like(value, alpha, rho) -> tuple[Tensor, ...]:
