@@ -191,7 +191,7 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     if call.position.count * group > MOST_ROWS >= group:  # not few
         return None
     # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-    tables = ([part.tables for part in fixed if "row_heads" in part.tables] or [{}])[0]
+    tables = ([part.tables for part in fixed if "frozen_read" in part.tables] or [{}])[0]
     if call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)):
         tables = {}
     args = call.query, call.key, call.value, call.live_slots, call.frozen_slots, tables

@@ -71,7 +71,7 @@ def decode_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.
     tables = made["distance"], made["key_scale"], made["row_scale"]
     maps = decode_tables((0, 1, 2, 0), 2, torch.device(device))
     value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
-    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (maps["row_heads"], maps["row_readers"])
+    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (maps["frozen_read"], maps["frozen_readers"])
     first = torch.tensor(30, device=device)
     return {
         "flash_decode": [

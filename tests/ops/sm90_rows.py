@@ -136,7 +136,7 @@ def linear_rows() -> dict[str, Row]:
         inner = {"D": 64, "C": CHUNK, "P": 16, "BN": STEP_COLUMNS, "REACH": 3, "POWERS": TURNS}
         inner |= {"PADDED": True, "PRECISION": "ieee", "num_warps": 4}
         rows[f"linear fill {NAMES[dtype]}"] = Row(fill_kernel, inner | {"EVEN_N": True}, dtype)
-        rows[f"linear step {NAMES[dtype]}"] = Row(step_kernel, inner | {"MOVES": True}, dtype)
+        rows[f"linear step {NAMES[dtype]}"] = Row(step_kernel, inner | {"ON_DEVICE": True}, dtype)
         constants = {"P": 16, "BN": SCAN_COLUMNS, "POWERS": TURNS, "num_warps": 4}
         rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
     return rows
@@ -172,7 +172,7 @@ def decode_rows() -> dict[str, Row]:
     for dtype, dims in DECODE.items():
         for dim in dims:
             for live, group, even in ((9, 1, True), (9, 4, False), (0, 1, True)):
-                how = {"even": even, "ordered": even, "moves": True, "padded": True}
+                how = {"even": even, "ordered": even, "on_device": True, "padded": True}
                 keys = keys_at_once(dim, dtype.itemsize, SHARED_MEMORY)
                 constants = decode_constants(live, live // group, group, 3, group, 1, dim, **how, keys=keys)
                 rows[f"decode {NAMES[dtype]} D{dim} {live}x{group}"] = Row(flash_decode_kernel, constants, dtype)

@@ -1,4 +1,9 @@
-"""The flash-decoding kernel of live and frozen heads, the kernel that merges its stretches of keys, their launches."""
+"""The flash-decoding kernel of live and frozen heads, the kernel that merges its parts of the keys, their launches.
+
+Pointers are called as the arguments of `decode_heads` in `op`. Of the constants of `flash_decode_kernel`, EVEN says
+that as many live slots read each KV head, in order; ORDERED that these are the first value heads; ON_DEVICE that
+`first_ptr` holds the position of the first query, otherwise `place` is it; PADDED that sequences begin at `pad_ptr`.
+"""
 
 from typing import Any
 
@@ -17,8 +22,9 @@ KEYS, WARPS, STAGES = 128, 4, 3
 each. Chosen, not measured against others."""
 FEWEST_KEYS = 32
 """Keys of a matrix product at least."""
-HELD = {2: 24 << 10, 4: 48 << 10}
-"""Bytes that a program holds beside its stages, by those of a value: above what compiling for 9.0 shows."""
+RESERVED = {2: 24 << 10, 4: 48 << 10}
+"""Shared memory (bytes) that a program needs besides its stages, by the bytes of a value: at least what compiling for
+9.0 shows."""
 BLOCK_ROWS = 16
 """Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
 PARTS = 32
@@ -28,12 +34,12 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _begin(first_ptr, pad_ptr, place, i_b, MOVES: tl.constexpr, PADDED: tl.constexpr):
-    """Return the place of the first query, and the first real position of its sequence."""
+def _begin(first_ptr, pad_ptr, place, i_b, ON_DEVICE: tl.constexpr, PADDED: tl.constexpr):
+    """Return the position of the first query, and the first real position of its sequence."""
     first = place
-    if MOVES:
+    if ON_DEVICE:
         first = tl.load(first_ptr).to(tl.int32)
-    pad = place * 0
+    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
     if PADDED:
         pad = tl.load(pad_ptr + i_b).to(tl.int32)
     return first, pad
@@ -41,37 +47,38 @@ def _begin(first_ptr, pad_ptr, place, i_b, MOVES: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def _sum_frozen(
-    v_ptr, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr, sums_ptr, first, pad, i_part, i_block,
-    T, stretch, v_stride_h, v_stride_t, table_stride,
+    v_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr, row_scale_ptr, sums_ptr, first, pad,
+    i_part, i_block, T, part_keys, v_stride_h, v_stride_t, table_stride,
     ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the values of one stretch of keys for the frozen slots that read one value head of one sequence.
+    """Sum the values of one part of the keys for the frozen slots that read one value head of one sequence.
 
     A row of the product is a query of one of these slots: P(i - s, j - s), rounded to the values' dtype, where s is the
     sequence's first real position. Values and sums begin with those of the sequence, sums with the first frozen slot.
     """
     i_g = i_block // BLOCKS
     o_m = (i_block % BLOCKS) * BM + tl.arange(0, BM)
-    slot = tl.load(slots_ptr + i_g * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
+    slot = tl.load(frozen_readers_ptr + i_g * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
     query = first + o_m % ROWS
     real = (slot >= 0) & (query >= pad)
-    b_after = tl.load(after_ptr + slot * table_stride + query - pad, mask=real, other=0.0).to(tl.float32)
+    b_row_scale = tl.load(row_scale_ptr + slot * table_stride + query - pad, mask=real, other=0.0).to(tl.float32)
 
     o_d = tl.arange(0, DP)
-    head = tl.load(heads_ptr + i_g).to(tl.int64)
+    head = tl.load(frozen_read_ptr + i_g).to(tl.int64)
     p_v = v_ptr + head * v_stride_h + o_d[None, :]
     acc = tl.zeros((BM, DP), dtype=tl.float32)
-    lo = tl.maximum(i_part * stretch, pad // BK * BK)
-    hi = tl.minimum(tl.minimum(i_part * stretch + stretch, first + ROWS), T)
+    lo = tl.maximum(i_part * part_keys, pad // BK * BK)
+    hi = tl.minimum(tl.minimum(i_part * part_keys + part_keys, first + ROWS), T)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
         inside = (o_k >= pad) & (o_k < hi)
         lag = query[:, None] - o_k[None, :]
         seen = real[:, None] & inside[None, :] & (lag >= 0)
-        b_far = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
-        b_before = tl.load(before_ptr + slot[:, None] * table_stride + (o_k - pad)[None, :], mask=seen, other=0.0)
-        b_weight = b_far * b_before * b_after[:, None]
+        b_distance = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
+        p_key_scale = key_scale_ptr + slot[:, None] * table_stride + (o_k - pad)[None, :]
+        b_key_scale = tl.load(p_key_scale, mask=seen, other=0.0)
+        b_weight = b_distance * b_key_scale * b_row_scale[:, None]
         p_k = p_v + o_k.to(tl.int64)[:, None] * v_stride_t
         b_v = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
         acc = add_product(acc, b_weight, b_v, PRECISION)
@@ -82,22 +89,22 @@ def _sum_frozen(
 
 @triton.jit
 def _sum_live(
-    q_ptr, k_ptr, v_ptr, readers_ptr, sums_ptr, logs_ptr, first, pad, i_part, i_g, T, stretch,
+    q_ptr, k_ptr, v_ptr, live_readers_ptr, sums_ptr, logs_ptr, first, pad, i_part, i_g, T, part_keys,
     q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
     ROWS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one stretch of keys with the live slots that read one KV head of one sequence.
+    """Attend over one part of the keys with the live slots that read one KV head of one sequence.
 
-    A row is a query of one of these slots. What is stored is normalised over the stretch, with the base-2 logarithm of
-    its sum of exponentials, minus infinity where the stretch has no key for a query.
+    A row is a query of one of these slots. What is stored is normalised over the part, with the base-2 logarithm of its
+    sum of exponentials, minus infinity where the part has no key for a query.
     """
     o_m = tl.arange(0, BM)
     member = o_m // ROWS
     if EVEN:
         slot = tl.where(member < GROUP, i_g * GROUP + member, -1).to(tl.int64)
     else:
-        slot = tl.load(readers_ptr + i_g * GROUP + member, mask=member < GROUP, other=-1).to(tl.int64)
+        slot = tl.load(live_readers_ptr + i_g * GROUP + member, mask=member < GROUP, other=-1).to(tl.int64)
     real = slot >= 0
     row = o_m % ROWS
     query = first + row
@@ -108,8 +115,8 @@ def _sum_live(
     acc = tl.zeros((BM, DP), dtype=tl.float32)
     peak = tl.full((BM,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BM,), dtype=tl.float32)
-    lo = tl.maximum(i_part * stretch, pad // BK * BK)
-    hi = tl.minimum(tl.minimum(i_part * stretch + stretch, first + ROWS), T)
+    lo = tl.maximum(i_part * part_keys, pad // BK * BK)
+    hi = tl.minimum(tl.minimum(i_part * part_keys + part_keys, first + ROWS), T)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
         inside = (o_k >= pad) & (o_k < hi)
@@ -134,39 +141,39 @@ def _sum_live(
     tl.store(logs_ptr + slot * ROWS + row, b_log, mask=real)
 
 
-@triton.jit(do_not_specialize=["place", "T", "stretch", "lowest"])
+@triton.jit(do_not_specialize=["place", "T", "part_keys", "lowest"])
 def flash_decode_kernel(
-    q_ptr, k_ptr, v_ptr, own_ptr, readers_ptr, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr,
-    first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, stretch, lowest, scale,
+    q_ptr, k_ptr, v_ptr, live_read_ptr, live_readers_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr,
+    key_scale_ptr, row_scale_ptr, first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, part_keys, lowest, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     table_stride, sums_stride_part, sums_stride_b, logs_stride_part, logs_stride_b,
     LIVE: tl.constexpr, KV: tl.constexpr, LIVE_GROUP: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr,
     FROZEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, MOVES: tl.constexpr, PADDED: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ON_DEVICE: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take one stretch of keys of one KV head that live slots read, or of one value head that frozen slots read."""
+    """Take one part of the keys of one KV head that live slots read, or of one value head that frozen slots read."""
     i_part = tl.program_id(0)
     i_g = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
-    first, pad = _begin(first_ptr, pad_ptr, place, i_b, MOVES, PADDED)
+    first, pad = _begin(first_ptr, pad_ptr, place, i_b, ON_DEVICE, PADDED)
     p_v = v_ptr + i_b * v_stride_b
     p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
     if i_g < KV:
         own = i_g
         if not ORDERED:
-            own = tl.load(own_ptr + i_g)
+            own = tl.load(live_read_ptr + i_g)
         _sum_live(
             q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b + i_g.to(tl.int64) * k_stride_h,
-            p_v + own.to(tl.int64) * v_stride_h, readers_ptr, p_sums,
-            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, pad, i_part, i_g, T, stretch,
+            p_v + own.to(tl.int64) * v_stride_h, live_readers_ptr, p_sums,
+            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, pad, i_part, i_g, T, part_keys,
             q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
             ROWS, LIVE_GROUP, EVEN, D, DP, BM, BK, PRECISION, STAGES,
         )  # fmt: skip
     elif FROZEN > 0:
         _sum_frozen(
-            p_v + lowest.to(tl.int64) * v_stride_h, heads_ptr, slots_ptr, distance_ptr, before_ptr, after_ptr,
-            p_sums + LIVE * ROWS * D, first, pad, i_part, i_g - KV, T, stretch,
+            p_v + lowest.to(tl.int64) * v_stride_h, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr,
+            row_scale_ptr, p_sums + LIVE * ROWS * D, first, pad, i_part, i_g - KV, T, part_keys,
             v_stride_h, v_stride_t, table_stride,
             ROWS, GROUP, BLOCKS, D, DP, BM, BK, PRECISION, STAGES,
         )  # fmt: skip
@@ -177,7 +184,7 @@ def merge_kernel(
     sums_ptr, logs_ptr, out_ptr, parts, sums_stride_part, logs_stride_part,
     LIVE: tl.constexpr, FROZEN: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Write one head of one query: a live head's stretches weighed by their exponentials, a frozen one's added up."""
+    """Write one head of one query: a live head's parts weighed by their exponentials, a frozen one's added up."""
     i_b = (tl.program_id(0) // ROWS).to(tl.int64)
     i_row = tl.program_id(0) % ROWS
     i_h = tl.program_id(1)
@@ -188,8 +195,8 @@ def merge_kernel(
         p_logs = logs_ptr + (i_b * LIVE + i_h) * ROWS + i_row
         peak = tl.full((), float("-inf"), dtype=tl.float32)
         total = tl.zeros((), dtype=tl.float32)
-        for first in range(0, parts, BP):
-            o_p = first + tl.arange(0, BP)
+        for p0 in range(0, parts, BP):
+            o_p = p0 + tl.arange(0, BP)
             b_log = tl.load(p_logs + o_p.to(tl.int64) * logs_stride_part, mask=o_p < parts, other=float("-inf"))
             higher = tl.maximum(peak, tl.max(b_log, 0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -202,8 +209,8 @@ def merge_kernel(
             peak = higher
         b_sum = b_sum / tl.where(total == 0.0, 1.0, total)
     else:
-        for first in range(0, parts, BP):
-            o_p = first + tl.arange(0, BP)
+        for p0 in range(0, parts, BP):
+            o_p = p0 + tl.arange(0, BP)
             p_own = p_sums + o_p.to(tl.int64)[:, None] * sums_stride_part + o_d[None, :]
             b_sum += tl.sum(tl.load(p_own, mask=(o_p < parts)[:, None] & (o_d < D)[None, :], other=0.0), 0)
     p_out = out_ptr + ((i_b * ROWS + i_row) * (LIVE + FROZEN) + i_h) * D + o_d
@@ -217,14 +224,14 @@ def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
     ([128, 128, 64], 64)
     """
     keys = KEYS
-    while keys > FEWEST_KEYS and 4 * keys * padded_channels(dim) * itemsize + HELD[itemsize] > shared:
+    while keys > FEWEST_KEYS and 4 * keys * padded_channels(dim) * itemsize + RESERVED[itemsize] > shared:
         keys //= 2
     return keys
 
 
 def decode_constants(
     live: int, kv: int, group: int, frozen: int, readers: int, rows: int, dim: int, *, even: bool = True,
-    ordered: bool = True, moves: bool, padded: bool, precision: str = "ieee", keys: int = KEYS,
+    ordered: bool = True, on_device: bool, padded: bool, precision: str = "ieee", keys: int = KEYS,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the constants of `flash_decode_kernel` for `live` slots of `kv` KV heads, `group` of each at most.
 
@@ -233,7 +240,7 @@ def decode_constants(
     return {
         "LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen, "ROWS": rows,
         "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim,
-        "DP": padded_channels(dim), "BM": BLOCK_ROWS, "BK": keys, "MOVES": moves, "PADDED": padded,
+        "DP": padded_channels(dim), "BM": BLOCK_ROWS, "BK": keys, "ON_DEVICE": on_device, "PADDED": padded,
         "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
     }  # fmt: skip
 
@@ -247,9 +254,9 @@ def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, An
 
 def sum_parts(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
-    read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
-    row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float, *,
-    precision: str,
+    frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
+    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
+    parts: int, scale: float, *, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the outputs of each part, `[parts, B, H, rows, D]`, and live heads' logarithms, `[parts, B, L, rows]`."""
     (batch, live, rows, dim), kv, length = query.shape, key.shape[1], value.shape[-2]
@@ -258,16 +265,17 @@ def sum_parts(
     logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
     constants = decode_constants(
-        live, kv, group, frozen, 0 if readers is None else readers.shape[1], rows, dim, even=live_readers is None,
-        ordered=live_read is None, moves=first is not None, padded=left_pad is not None, precision=precision, keys=keys,
+        live, kv, group, frozen, 0 if frozen_readers is None else frozen_readers.shape[1], rows, dim,
+        even=live_readers is None, ordered=live_read is None, on_device=first is not None, padded=left_pad is not None,
+        precision=precision, keys=keys,
     )  # fmt: skip
-    groups = 0 if read is None else read.shape[0] * constants["BLOCKS"]
-    stretch = cdiv(cdiv(length, parts), keys) * keys
-    optional = live_read, live_readers, read, readers, distance, key_scale, row_scale, first, left_pad
+    groups = 0 if frozen_read is None else frozen_read.shape[0] * constants["BLOCKS"]
+    part_keys = cdiv(cdiv(length, parts), keys) * keys
+    optional = live_read, live_readers, frozen_read, frozen_readers, distance, key_scale, row_scale, first, left_pad
     launch(
         flash_decode_kernel, (parts, kv + groups, batch), query, key, value,
         *[value if one is None else one for one in optional],  # absent ones are never read
-        sums, logs, place, length, stretch, lowest, scale * LOG2E, *strides(query, key, value),
+        sums, logs, place, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
         0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
         device=value.device, **constants,
     )  # fmt: skip

@@ -17,35 +17,37 @@ from saf.ops.operator import has_tangent, operator, product_precision, uses_trit
 from saf.ops.positions import CachePosition
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of values: float32 keys and values of a stretch do not fit into a multiprocessor's shared memory together."""
+"""Of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory."""
 MOST_ROWS = 16
 """Rows of one product, the queries of a KV head: the fewest that tensor cores take. More of them read keys again."""
-STRETCH = 256
+PART_KEYS = 256
 """Keys of a part at least: fewer would be read faster than their sums are written and added up."""
 PROGRAMS = 528
 """Parts of all heads together, about: four for each multiprocessor of an H200, so that all of them read memory."""
 
 
 def decode_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.device) -> Tables:
-    """Return which frozen slots read which value head, `U` heads in all, int32.
+    """Return which slots read which value head, int32, as the launch takes it (`decode_heads`).
 
-    `row_readers [U, G]` holds the slots that read each head, -1 for none; `row_heads [U]` these heads as a layer has
-    them, `row_cached_heads [U]` as a cache of fixed size does (`cached_order`), both counted from the first one read.
-    Of live slots, where the layer's are known, `row_live_readers [K, G]` and `row_live_heads [K]` say the same for the
-    KV heads that they read, which a cache of fixed size has first. They belong to the tables of the layer: maps made
-    during a pass would lie in the memory of the graph that captures it, and be overwritten.
+    Frozen slots read U value heads, G slots one of them at most: `frozen_readers [U, G]` are the slots of each, filled
+    up with -1; `frozen_read [U]` the heads as a layer orders them, `frozen_read_cached [U]` as a cache of fixed size
+    does (`cached_order`), both counted from the first one read. Where the layer's live slots are known, `live_readers`
+    and `live_read` are the same for them, by the layer's order.
+
+    These maps are made before any pass: made during one, they would lie in the memory of the graph that captures it,
+    and be overwritten.
     """
     slots = tuple(range(frozen)) if kv_head is None else kv_head
     live, read = slots[: len(slots) - frozen], slots[len(slots) - frozen :]
     cached = tuple(map(cached_order(slots, frozen).index, read))
     groups = _readers(read)
     maps = {
-        "row_readers": groups,
-        "row_heads": [read[group[0]] - min(read) for group in groups],
-        "row_cached_heads": [cached[group[0]] - min(cached) for group in groups],
+        "frozen_readers": groups,
+        "frozen_read": [read[group[0]] - min(read) for group in groups],
+        "frozen_read_cached": [cached[group[0]] - min(cached) for group in groups],
     }
     if live:
-        maps |= {"row_live_readers": _readers(live), "row_live_heads": sorted(set(live))}
+        maps |= {"live_readers": _readers(live), "live_read": sorted(set(live))}
     return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()}
 
 
@@ -75,7 +77,7 @@ def unsupported_reason(
         return "gives no derivatives in forward mode: take kernel 'math'"
     if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return "gives no gradients: call the model under torch.no_grad()"
-    if frozen_slots and "row_readers" not in tables:
+    if frozen_slots and "frozen_readers" not in tables:
         return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
     return None
 
@@ -90,24 +92,27 @@ def flash_decode(
     frozen head; `tables` are those of the layer. Positions that the device alone knows are those of a cache of fixed
     size, whose value heads lie in `cached_order`.
     """
-    used, moves = sorted(set(live_slots)), isinstance(position.first, Tensor)
+    used, on_device = sorted(set(live_slots)), isinstance(position.first, Tensor)
     even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
     # A cache of fixed size has first what live heads read.
-    live_read = None if moves or used == list(range(len(used))) else tables["row_live_heads"]
-    names = ("row_cached_heads" if moves else "row_heads", "row_readers", "distance", "key_scale", "row_scale")
-    read, readers, *patterns = (tables[name] if frozen_slots else None for name in names)
+    live_read = None if on_device or used == list(range(len(used))) else tables["live_read"]
+    read_name = "frozen_read_cached" if on_device else "frozen_read"
+    names = (read_name, "frozen_readers", "distance", "key_scale", "row_scale")
+    frozen_read, frozen_readers, *patterns = (tables[name] if frozen_slots else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
-    parts = max(1, min(-(-value.shape[-2] // STRETCH), PROGRAMS // max(1, groups)))  # an empty batch has no groups
+    parts = max(1, min(-(-value.shape[-2] // PART_KEYS), PROGRAMS // max(1, groups)))  # an empty batch has no groups
     first = position.first
     return decode_heads(
-        *map(unit_stride, (query, key, value)), live_read, None if even else tables["row_live_readers"],
-        largest_group(live_slots), read, readers, min(frozen_slots) if frozen_slots else 0, *patterns,
+        *map(unit_stride, (query, key, value)), live_read, None if even else tables["live_readers"],
+        largest_group(live_slots), frozen_read, frozen_readers, min(frozen_slots) if frozen_slots else 0, *patterns,
         first if isinstance(first, Tensor) else None, 0 if isinstance(first, Tensor) else first, position.left_pad,
         parts, score_scale(scale, query.shape[-1]),
     )  # fmt: skip
 
 
-def _heads_like(query, key, value, live_read, live_readers, group, read, readers, lowest, distance, *_) -> Tensor:
+def _heads_like(
+    query, key, value, live_read, live_readers, group, frozen_read, readers, lowest, distance, *_
+) -> Tensor:
     batch, live, rows, dim = query.shape
     return value.new_empty(batch, rows, live + (0 if distance is None else distance.shape[0]), dim).transpose(1, 2)
 
@@ -115,23 +120,25 @@ def _heads_like(query, key, value, live_read, live_readers, group, read, readers
 @operator("flash_decode", fake=_heads_like)
 def decode_heads(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
-    read: Tensor | None, readers: Tensor | None, lowest: int, distance: Tensor | None, key_scale: Tensor | None,
-    row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None, parts: int, scale: float,
+    frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
+    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
+    parts: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Return all heads, `[B, L + F, rows, D]` in the dtype of `value`, from so many `parts` of the keys.
 
-    `live_read [K]` names the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read
-    each, None for `group` one after another. `read [U]` names those of frozen slots, counted from `lowest`,
-    `readers [U, G]` the slots of each; `distance`, `key_scale`, `row_scale` `[F, >=T]` hold the patterns; all of these
-    are None without frozen heads. Queries begin at `first` (`[]`, on the device) or else at `place`.
+    `live_read [K]` are the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read
+    each, G at most and -1 beyond, None where `group` read each, one after another. `frozen_read [U]` are the value
+    heads of frozen slots, counted from `lowest`, `frozen_readers [U, G]` the slots of each; `distance`, `key_scale`,
+    `row_scale` `[F, >=T]` are the patterns; all of these are None without frozen heads. The first query stands at
+    `first` (`[]`, on the device), or at `place` where that is None.
     """
     from saf.ops.decode.kernels import merge, sum_parts
 
-    out = _heads_like(query, key, value, live_read, live_readers, group, read, readers, lowest, distance)
+    out = _heads_like(query, key, value, live_read, live_readers, group, frozen_read, frozen_readers, lowest, distance)
     if out.numel():
         sums, logs = sum_parts(
-            query, key, value, live_read, live_readers, group, read, readers, lowest, distance, key_scale, row_scale,
-            first, place, left_pad, parts, scale, precision=product_precision(value.dtype),
+            query, key, value, live_read, live_readers, group, frozen_read, frozen_readers, lowest, distance, key_scale,
+            row_scale, first, place, left_pad, parts, scale, precision=product_precision(value.dtype),
         )  # fmt: skip
         merge(sums, logs, out)
     return out

@@ -420,7 +420,7 @@ def step_kernel(
     sums_ptr, out_ptr, rows, place, N, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
     before_stride_h, after_stride_h,
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
-    PADDED: tl.constexpr, MOVES: tl.constexpr, PRECISION: tl.constexpr,
+    PADDED: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute some rows one after another, from position `place` or `first_ptr` on, and write each into the state."""
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -436,7 +436,7 @@ def step_kernel(
     p_tile = p_ring[None, :] + o_t[:, None] * D
     p_sums = sums_ptr + ((o_seq * tl.num_programs(0) + i_h) * (4 * P * D) + o_d)[None, :] + o_p[:, None] * D
     m_p = m_n[None, :]
-    first = tl.load(first_ptr).to(tl.int32) if MOVES else place
+    first = tl.load(first_ptr).to(tl.int32) if ON_DEVICE else place
     for row in range(0, rows):
         chunk, t = (first + row) // C, (first + row) % C
         p_now, p_earlier = p_sums + (chunk % 2) * 2 * P * D, p_sums + ((chunk + 1) % 2) * 2 * P * D
@@ -508,12 +508,13 @@ def step(
     """Write the rows of values `x [B, H, rows, D]`, which stand from position `first` on, into `out` and the state."""
     batch, _, rows, dim = x.shape
     heads, reach, chunk, _ = tables.near.shape
-    columns, moves = batch * dim, isinstance(first, Tensor)
+    columns, on_device = batch * dim, isinstance(first, Tensor)
     pad = before if left_pad is None else left_pad  # never read then
     launch(
-        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables, first if moves else before,
-        ring, sums, out, rows, 0 if moves else first, columns, *strides(x, out), before.stride(0), after.stride(0),
+        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
+        first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),
+        before.stride(0), after.stride(0),
         D=dim, C=chunk, P=tables.write.shape[1] // 2, BN=STEP_COLUMNS, REACH=reach, POWERS=tables.turns.shape[1],
-        PADDED=left_pad is not None, MOVES=moves, PRECISION=precision, num_warps=4,
+        PADDED=left_pad is not None, ON_DEVICE=on_device, PRECISION=precision, num_warps=4,
         device=x.device,
     )  # fmt: skip

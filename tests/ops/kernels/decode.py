@@ -24,7 +24,7 @@ class Case:
     fixed: bool = True
     """Whether the cache has a fixed size, so that only the device knows where queries stand."""
     pads: tuple[int, ...] | None = None
-    stretch: int = 128
+    part_keys: int = 128
     """Keys of a part at least."""
 
 
@@ -33,7 +33,7 @@ CASES: dict[str, Case | int] = {
     "a row in 16 bits": Case(dtype="float16"),
     "the first row": Case(end=1),
     "a growing cache": Case(end=300, fixed=False),
-    "one part": Case(stretch=512),
+    "one part": Case(part_keys=512),
     "no frozen head": Case(slots=(0, 1, 2, 3), heads=()),
     "no live head, groups": Case(slots=(), heads=(1, 0, 1, 2, 1), rows=7, dim=24, pads=(0, 1, 200)),
     "no live head, growing": Case(slots=(), heads=(0, 1), rows=2, end=300, fixed=False),
@@ -54,7 +54,7 @@ def run(case: Case | int, device: str) -> list[str]:
     from saf.ops.heads import cached_order
     from saf.ops.positions import CachePosition
 
-    op.STRETCH, op.uses_triton = case.stretch, lambda device, dtype: True
+    op.PART_KEYS, op.uses_triton = case.part_keys, lambda device, dtype: True
     op.DTYPES = (torch.float32, torch.float16)  # of so few channels float32 fits
     launches: list[int] = []
     kernel = torch.ops.saf.flash_decode.default
@@ -91,7 +91,7 @@ def run(case: Case | int, device: str) -> list[str]:
     real = torch.tensor([[first + row >= pad for row in range(case.rows)] for pad in pads], device=device)
     mask = real[:, None, :, None]
     checks = {
-        f"launches of {launches} parts": len(launches) == 1 and (launches[0] == 1) == (case.stretch > LENGTH),
+        f"launches of {launches} parts": len(launches) == 1 and (launches[0] == 1) == (case.part_keys > LENGTH),
         "not finite": bool(found.isfinite().all()),
         "not stored as [B, T, H, D]": found.transpose(1, 2).is_contiguous(),
     }
