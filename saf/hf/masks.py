@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from saf.errors import InputError, UnsupportedError
 from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.operator import is_capturing
-from saf.ops.positions import CachePosition, assert_later, left_padding
+from saf.ops.positions import CachePosition, device_assert, left_padding
 
 _SLIDING = "sliding_attention"
 _OWN_ROWS = "pad each document in a row of its own"
@@ -147,14 +147,14 @@ def _check_length(length: Any, config: Any) -> None:
 
 def _padded(attention_mask: Tensor) -> Tensor | None:
     """Return a mask `[B, T]` where it has padding on the left, else None. It waits for the device, once a pass."""
-    return None if left_padding(attention_mask, parts=True) is None else attention_mask
+    return None if left_padding(attention_mask, allow_empty=True) is None else attention_mask
 
 
 def _in_fixed_cache(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> PassMask:
     """Return what the queries of a pass see in a cache of fixed size with `kv_length` places."""
     if not isinstance(q_offset, Tensor):
         return PassMask(None if attention_mask is None else _padded(attention_mask), fills=True)
-    start = None if attention_mask is None else left_padding(attention_mask, wait=False, parts=True)
+    start = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
     # The cache counts on in the tensor that holds its length.
     return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, start))
 
@@ -191,7 +191,7 @@ def check_positions(seen: PassMask, position_ids: Tensor | None, cu_seq_lens: Te
         # Padding on the right, which no mask shows here, has one position throughout; a document goes on counting.
         counts = counts.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
     if compiling:
-        assert_later(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_OWN_ROWS}")
+        device_assert(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_OWN_ROWS}")
     elif not counts.all():
         raise UnsupportedError(
             "packed documents (position_ids that start again) take no attention_mask and no cache: leave the mask out "

@@ -1,4 +1,8 @@
-"""Positions of a batch: left padding, and where the queries of a pass stand, in a cache of fixed size too."""
+"""Positions of a batch: left padding, and `CachePosition`, where the queries of a pass stand among the keys.
+
+A cache of fixed size is allocated once for all T positions, such as `StaticCache` of transformers; one that grows ends
+with the last query.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -8,12 +12,13 @@ from torch import Tensor
 
 from saf.errors import InputError
 
-SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+_SIGNED_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+"""Of positions: differences of unsigned ones would wrap around."""
 
 
 def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
-    """Raise InputError unless `left_pad` is a position of each row, `[B]`; values are looked at on a CPU alone."""
-    if left_pad.shape != (batch,) or left_pad.dtype not in SIGNED:
+    """Raise InputError unless `left_pad` is a position of each row, `[B]`; its values are checked on a CPU only."""
+    if left_pad.shape != (batch,) or left_pad.dtype not in _SIGNED_INTEGERS:
         got = f"{left_pad.dtype} {list(left_pad.shape)}"
         raise InputError(f"left padding must be integers [{batch}], one a row; got {got}")
     if torch.compiler.is_compiling() or left_pad.device.type != "cpu":
@@ -22,27 +27,27 @@ def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
         raise InputError(f"left padding must be positions 0 to {length - 1}; got {left_pad.tolist()}")
 
 
-def assert_later(condition: Tensor, message: str) -> None:
-    """Let the device raise a RuntimeError where `condition` is false: for compiled code, which cannot look at it."""
+def device_assert(condition: Tensor, message: str) -> None:
+    """Let the device raise a RuntimeError where `condition` is false: compiled code cannot branch on its value."""
     torch._assert_async(condition, message)  # type: ignore[attr-defined]
 
 
-def left_padding(attention_mask: Tensor, *, wait: bool = True, parts: bool = False) -> Tensor | None:
+def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool = False) -> Tensor | None:
     """Return the first real position of each row of a 0/1 mask `[B, T]`; None where no row is padded on the left.
 
     Padding on the right needs no care: real tokens never see what follows them. Raises InputError for padding between
-    real tokens, and for rows without any, unless the mask may be of `parts` of prompts: there the last token of such a
-    row counts as real. In compiled code, and where the host may not `wait` for the device, the device raises a
-    RuntimeError instead, and positions are returned in any case.
+    real tokens, and for rows of padding alone unless `allow_empty`, for prompts that are read chunk by chunk: the last
+    token of such a row counts as real. In compiled code, and where the host may not `wait` for the device, the device
+    raises a RuntimeError instead, and positions are returned in any case.
     """
     first = first_real(attention_mask)
     real = attention_mask.bool()
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == ((position >= first[:, None]) & (position < (first + real.sum(1))[:, None]))).all()
-    usable = usable if parts else usable & real.any(1).all()
+    usable = usable if allow_empty else usable & real.any(1).all()
     message = "attention_mask must have padding at the ends of each row only, and a real token in it; pad on the left"
     if torch.compiler.is_compiling() or not wait:
-        assert_later(usable, message)
+        device_assert(usable, message)
     elif not usable:
         raise InputError(message)
     elif not first.any():
@@ -74,14 +79,15 @@ def _shift_rows(x: Tensor, by: Tensor) -> Tensor:
 class CachePosition(NamedTuple):
     """Where the queries of a pass stand among T positions: `count` of them, one after another, from `first` on.
 
-    In a cache of fixed size only the device knows where that is, so that a CUDA graph of one step serves the next.
-    Positions behind the last query are not filled yet and count for nothing; value heads lie in `cached_order` there.
+    `first` is a tensor exactly for a cache of fixed size: only the device knows its value, so that a CUDA graph of one
+    step serves the next. Such a cache is not filled behind the last query, and has its value heads in the order of
+    `saf.ops.heads.cached_order`.
 
     Attributes:
-        first: position of the first query; in a cache of fixed size a tensor of one integer, `[]`.
+        first: position of the first query, a number; in a cache of fixed size an integer tensor `[]`.
         count: how many queries.
         left_pad: `[B]` first real position of each row of the batch, or None.
-        visible: in a cache of fixed size, which positions each query sees, bool `[B or 1, 1, Tq, T]`; None elsewhere.
+        visible: in a cache of fixed size, which positions each query sees, bool `[B or 1, 1, Tq, T]`; otherwise None.
     """
 
     first: int | Tensor
@@ -91,7 +97,7 @@ class CachePosition(NamedTuple):
 
     @classmethod
     def of(cls, first: Tensor, rows: int, length: int, left_pad: Tensor | None = None) -> "CachePosition":
-        """Return the positions of `rows` queries from `first` on, in a cache of `length` places, for all its layers."""
+        """Return the positions of `rows` queries from `first` on, in a cache of fixed size `length`."""
         key = torch.arange(length, device=first.device)
         query = (key[:rows] + first)[:, None]
         visible = (key <= query)[None, None]
@@ -103,13 +109,13 @@ class CachePosition(NamedTuple):
 
     @property
     def real(self) -> Tensor | None:
-        """Return which queries in a cache of fixed size are no padding, `[B, Tq]`; None without any."""
+        """Return which queries are real tokens, `[B, Tq]`; None without padding."""
         if self.left_pad is None:
             return None
         return torch.arange(self.count, device=self.left_pad.device) + self.first >= self.left_pad[:, None]
 
     def blocks(self, most: int) -> "Iterator[CachePosition]":
-        """Yield the same queries, at most `most` at a time; of none one block of none."""
+        """Yield the same queries, at most `most` at a time; without any, one empty block."""
         for row in range(0, max(1, self.count), most):
             yield CachePosition(self.first + row, min(most, self.count - row), self.left_pad)
 
