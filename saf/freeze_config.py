@@ -56,9 +56,9 @@ class FreezeConfig:
     before."""
     count: int | None = None
     """Freeze this number of heads, whatever rate is."""
-    score: str | Score = "variance"
+    score: str | Score = field(default="variance", metadata={"one_of": SCORES})
     """Freeze the heads with the lowest values of this score; in Python it may be a function of the statistics."""
-    pattern: str = "mean"
+    pattern: str = field(default="mean", metadata={"one_of": TARGETS})
     """Replace a frozen head's attention by this pattern."""
     storage: Storage = "compact"
     """Keep patterns as fitted key and distance logits (compact), as sums of damped cosines, which take linear time

@@ -94,7 +94,10 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
         elif default is tyro.MISSING or default is None or default in ((), {}):
             behaviour = "(required)" if default is tyro.MISSING else "(optional)"
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
-        members.append(StructFieldSpec(each.name, hint, default, docs.get(each.name)))
+        text = docs.get(each.name)
+        if (names := each.metadata.get("one_of")) and not first:  # of a registry
+            text = f"{text} One of {', '.join(names)}."
+        members.append(StructFieldSpec(each.name, hint, default, text))
     return StructConstructorSpec(kind, tuple(members))
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from saf.cli import COMMANDS
 from saf.hf.families import FAMILIES
+from saf.scores import SCORES
+from saf.targets import TARGETS
 
 
 def test_help_lists_every_command_and_fits_80_columns(saf):
@@ -30,6 +32,11 @@ def test_help_has_two_tiers(saf, words):
     count = [len(re.findall(r"^[|│ ]+--", text, re.MULTILINE)) for text in (first, every)]
     assert 10 < count[0] <= 0.7 * count[1]
     assert "--help-all" in first
+
+
+def test_the_whole_help_names_scores_and_patterns(saf):
+    words = saf("freeze", "--help-all")[1].replace(",", " ").replace(".", " ").split()
+    assert {*SCORES, *TARGETS} <= {*words}
 
 
 def test_an_unknown_command_is_explained(saf):
