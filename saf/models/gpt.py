@@ -200,7 +200,7 @@ class Attention(LayoutMixin):
         self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.live = LiveAttention()
-        # A module from the left_pad: programs compiled before any head was frozen serve after all are live again.
+        # A module from the start: programs compiled before any head was frozen serve after all are live again.
         self.register_module("frozen", None)
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 

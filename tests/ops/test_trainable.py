@@ -308,3 +308,13 @@ def test_logits_that_are_not_finite_are_not_held():
     alpha[0, 4] = torch.nan
     row_scale = compact_tables(*balance(alpha, torch.zeros(2, 30)), torch.float32)[2]
     assert row_scale.isnan().all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_the_rounded_tables_sum_to_one(dtype, generator):
+    """To a rounding of float32, whatever rounding exp(rho) to 16 bits took from them."""
+    alpha, rho = logits("bump", 200, generator)
+    distance, key_scale, row_scale = (x[0].double() for x in compact_tables(*balance(alpha, rho / 9), dtype))
+    lag = torch.arange(200)[:, None] - torch.arange(200)
+    executed = torch.where(lag >= 0, distance[lag.clamp(min=0)], 0) @ key_scale
+    torch.testing.assert_close(executed * row_scale, torch.ones(200).double(), rtol=0, atol=2.0**-22)
