@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +49,7 @@ from saf.heldout import (
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
-from saf.patterns import Pattern
+from saf.patterns import CompactPattern, Pattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
 from saf.selection import Chooser
 from saf.statistics import AttentionStatistics
@@ -137,6 +137,9 @@ def freeze_(
     # Lines 7 to 20: fit head after head until k are within the tolerance; fewer are refused or warned of.
     fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
     fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
+    if config.storage == "exponential":
+        with timer("fit"):
+            fits = on_rank0(partial(fit_exponential_forms, fits, config, adapter.device))
     edit_ = partial(_edit_, model, fits=fits, config=config, optimizer=optimizer)
     undo_ = partial(uninstall_, model, optimizer=optimizer)
     trial = partial(_trial, edit_, undo_)  # edits heads for the length of a measurement
@@ -292,6 +295,8 @@ class FittedHead:
     """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
     certificate: dict[str, Any] | None = None
     """The fit's `Certificate` in plain values; None without a fit."""
+    marginals: Tensor | None = None
+    """With exponential storage, those of the target by key and by distance, `[2, T]`; None otherwise."""
     exponential: dict[str, Any] | None = None
     """With exponential storage, the numbers of `saf.fit.ExponentialFit` and the pattern's kind; None otherwise."""
 
@@ -370,20 +375,32 @@ def _fit(
         return [*map(FittedHead, exact.canonical().singles())]
     # Lines 11 and 12: the floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
     goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
-    of_compact, of_exponential = split_options(config.fitter, config.fitter_options, config.storage)
+    options, _ = split_options(config.fitter, config.fitter_options, config.storage)
     # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
-    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **of_compact)
-    kls, certificates = fit_kl(compact, *goal).tolist(), certificate.to_dicts()
-    if config.storage == "compact":
-        return [*map(FittedHead, compact.to(device="cpu").singles(), kls, certificates)]
-    fits = []
-    for number, fit in enumerate(fit_exponential_heads(compact, *goal[:2], **of_exponential)):
-        # A head whose exponential pattern is outside the tolerance falls back to its compact one.
-        kl = kls[number] if fit.pattern.kind == "compact" else kls[number] + fit.extra_kl
-        pattern, kl = (fit.pattern, kl) if kl <= config.max_fit_kl else (compact[number], kls[number])
-        numbers = {name: value for name, value in vars(fit).items() if name != "pattern"} | {"kind": pattern.kind}
-        fits.append(FittedHead(pattern.to(device="cpu"), kl, certificates[number], numbers))
-    return fits
+    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **options)
+    fits = [compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()]
+    if config.storage == "exponential":
+        fits.append(torch.stack(goal[:2], 1).cpu().unbind())
+    return [*map(FittedHead, *fits)]
+
+
+def fit_exponential_forms(
+    fits: Mapping[Head, FittedHead], config: FreezeConfig, device: torch.device
+) -> dict[Head, FittedHead]:
+    """Return accepted heads with exponential patterns; a head whose one is outside the tolerance stays compact."""
+    if not fits:
+        return {}
+    patterns: Any = [fit.pattern for fit in fits.values()]
+    compact = CompactPattern.stack(patterns).to(device=device)
+    marginals = torch.stack([fit.marginals for fit in fits.values() if fit.marginals is not None], 1).to(device)
+    _, options = split_options(config.fitter, config.fitter_options, config.storage)
+    forms = {}
+    for (head, fit), form in zip(fits.items(), fit_exponential_heads(compact, *marginals, **options), strict=True):
+        kl = fit.fit_kl if form.pattern.kind == "compact" else fit.fit_kl + form.extra_kl
+        pattern, kl = (form.pattern.to(device="cpu"), kl) if kl <= config.max_fit_kl else (fit.pattern, fit.fit_kl)
+        numbers = {name: value for name, value in vars(form).items() if name != "pattern"} | {"kind": pattern.kind}
+        forms[head] = replace(fit, pattern=pattern, fit_kl=kl, marginals=None, exponential=numbers)
+    return forms
 
 
 # --- joint cost, the guard and installation
