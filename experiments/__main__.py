@@ -1,5 +1,6 @@
 """`python -m experiments`: list the recipes of the paper's tables, run what they lack, and show them."""
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from experiments.recipe import Recipe, answering, names, recipe
 from experiments.results import document, recipe_parts, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
-from experiments.tables import RecipeTable, latex, read_records
+from experiments.tables import RecipeTable, check_recipe, latex, read_records
 from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
@@ -52,7 +53,9 @@ class Experiments:
     jobs: int = 1
     """Runs at a time, each in a process of its own and on one GPU, by turns; a single one runs in this process."""
     dry_run: bool = False
-    """List runs, tokens and memory; make nothing."""
+    """List runs, tokens and memory with their totals; make nothing."""
+    tokens_per_second: float | None = None
+    """Rate of ordinary training by which --dry-run turns tokens into hours; docs/experiments.md says how to read it."""
     show: bool = False
     """Show the tables of what is there, committed results with --out results, and make nothing."""
     tables: Path | None = None
@@ -67,12 +70,14 @@ class Experiments:
             return 0
         scale = scale_named(self.scale)
         chosen = {name: recipe(name) for word in self.recipes for name in answering(word)}
+        for name, each in chosen.items():
+            check_recipe(name, each)
         if self.show:
             self._show(chosen)
             return 0
         runs = plan(self._wanted(scale, chosen), scale, self.out)
         if self.dry_run:
-            _list(runs)
+            _list(runs, self.tokens_per_second)
             return 0
         inputs = Inputs(data=self.data, tasks=self.tasks, questions=self.questions)
         if scale.base == "smoke":
@@ -142,17 +147,26 @@ class Experiments:
                     write_atomically(Path(self.tables or "") / file, content.encode())
 
 
-def _list(runs: dict[Key, Run]) -> None:
+def _list(runs: dict[Key, Run], rate: float | None) -> None:
+    """Print the missing runs and their totals; `rate` is in tokens a second."""
     missing = [run for run in runs.values() if run.record() is None]
+    pretrained = [run for run in missing if run.arm.task is None]
     print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}")
     for run in missing:
-        size = (
-            f"{run.own_updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}"
-            if run.arm.task is None
-            else run.arm.task
-        )
-        print(f"{run.title:52} {size}")
+        task, updates = run.arm.task, run.own_updates
+        print(f"{run.title:52} {task or f'{updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}'}")
     print(f"{len(runs)} runs, {len(missing)} of them missing")
+    by_context: dict[int, list[int]] = {}
+    for run in pretrained:
+        by_context.setdefault(int(run.settings["length"]), []).append(run.tokens)
+    totals = {f"at {context:,} tokens of context": tokens for context, tokens in sorted(by_context.items())}
+    if len(totals) != 1:
+        totals["in all"] = [run.tokens for run in pretrained]
+    for where, tokens in totals.items():
+        hours = "" if rate is None else f", {sum(tokens) / rate / 3600:,.1f} hours at {rate:,.0f} tokens a second"
+        print(f"pretraining {where}: {len(tokens)} runs, {sum(tokens):,} tokens{hours}")
+    if tuned := len(missing) - len(pretrained):
+        print(f"finetuning: {tuned} runs, whose tokens are known once their epochs are chosen")
 
 
 @dataclass(kw_only=True)
@@ -203,10 +217,15 @@ def main(words: list[str]) -> int:
     commands: dict[str, Any] = {"results": Results, "keep": Keep}
     command, rest = (commands[words[0]], words[1:]) if words[:1] and words[0] in commands else (Experiments, words)
     try:
-        return tyro.cli(command, args=rest, prog="python -m experiments").run()
+        code = tyro.cli(command, args=rest, prog="python -m experiments").run()
+        sys.stdout.flush()
+        return code
     except (InputError, SafError) as error:
         say(f"error: {error}")
         return 2
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

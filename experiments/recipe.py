@@ -17,6 +17,8 @@ from experiments.measurements import Measurement
 from experiments.paper import NUMBERED, Source
 from saf.errors import InputError, did_you_mean
 
+COLUMNS = ("arm", "label", "reference", "against")
+"""Columns of a table of rows, beside companions and metrics."""
 COMPANIONS = ("tokens", "raw", "exchange")
 """Arms that complete a row's numbers: at matched tokens, on the raw clock, and an ordinary one with more tokens."""
 
@@ -50,7 +52,7 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     """
     table = []
     for cells in _joined_lines(text, *more):
-        own = {name: cells.pop(name) for name in ("arm", "label", "reference", "against") if name in cells}
+        own = {name: cells.pop(name) for name in COLUMNS if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
         table.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
     return tuple(table)
@@ -61,6 +63,8 @@ def _joined_lines(*texts: str) -> list[dict[str, str]]:
     tables = []
     for text in texts:
         head, *lines = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
+        if wrong := [line for line in lines if len(line) != len(head)]:
+            raise InputError(f"a row must have the {len(head)} cells of {' | '.join(head)}, got {' | '.join(wrong[0])}")
         tables.append([{name: cell for name, cell in zip(head, line, strict=True) if cell} for line in lines])
     return [{name: cell for part in parts for name, cell in part.items()} for parts in zip(*tables, strict=True)]
 
@@ -137,14 +141,17 @@ def names() -> list[str]:
 
 
 def answering(word: str) -> list[str]:
-    """Return the recipes that a word names: its name, the paper's label of what it shows, or a number as in table-8."""
+    """Return the recipes that a word names: its name, the paper's label of what it shows, or a number as in table-8.
+
+    Recipes that repeat the paper's own numbers come first.
+    """
     labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
     if not labels:
         return [word]
-    matches = [name for name, each in all_recipes().items() if labels & {*each.labels}]
+    matches = {name: each for name, each in all_recipes().items() if labels & {*each.labels}}
     if not matches:
         raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
-    return matches
+    return sorted(matches, key=lambda name: matches[name].source is None)
 
 
 def recipe(name: str) -> Recipe:

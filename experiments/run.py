@@ -28,7 +28,7 @@ from experiments.inputs import Inputs
 from experiments.scales import BRANCHES, Scale
 from saf.checkpoint import Checkpoint, latest, load_model, step_name
 from saf.cli.output import say
-from saf.errors import InputError, SafError
+from saf.errors import InputError, SafError, did_you_mean
 from saf.evaluate.answers import has_answers, read_answers
 from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
@@ -155,8 +155,32 @@ def _is_fitted(event: Settings) -> bool:
     return unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None
 
 
+_OWN_SETTINGS = ("epochs", "match_speed", "match_speed_source", "match_charge_seconds")
+"""Settings of arms that are the runner's."""
+
+
+def _check_settings(run: Run) -> None:
+    """Raise InputError for settings of an arm that there are not, before its parent is trained."""
+    settings = [*_OWN_SETTINGS, *(each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind))]
+    event = run.changes.get("freeze", {})
+    for title, own, known in (
+        ("", run.changes, settings),
+        ("freeze.", event, [each.name for each in fields(FreezeConfig)]),
+    ):
+        for name in own:
+            if name not in known:
+                raise InputError(f"arm {run.arm.name!r} has no setting {title}{name}{did_you_mean(name, known)}")
+    heads: dict[str, Any] = {"heads": ((0, 0),)} if "heads" in run.needs else {}
+    FreezeConfig(**event, **heads)
+    if "schedule" in run.changes:
+        schedule_from_dict(run.changes["schedule"])
+
+
 def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
-    """Return the runs of arms and seeds with all that they need, what is needed first."""
+    """Return the runs of arms and seeds with all that they need, what is needed first.
+
+    Raises InputError for an arm that there is not, or one with settings that no run takes.
+    """
     runs: dict[Key, Run] = {}
 
     def add(name: str, seed: int) -> Run:
@@ -167,7 +191,8 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
                 # Where the task's seed varies, the pretrained parent is that of the first seed.
                 fixed = role == "parent" and arm.varies == "task" and arm_at(other, scale.base).task is None
                 needs[role] = add(other, scale.seeds[0] if fixed else seed)
-            runs[arm.name, seed] = Run(arm=arm, scale=scale, seed=seed, root=root, needs=needs)
+            runs[arm.name, seed] = run = Run(arm=arm, scale=scale, seed=seed, root=root, needs=needs)
+            _check_settings(run)
         return runs[arm.name, seed]
 
     for name, seed in wanted:
@@ -180,7 +205,7 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
 
 def config_of(run: Run, inputs: Inputs) -> TrainConfig:
     """Return the configuration of a run whose needs have ended."""
-    others = ("freeze", "schedule", "mqar", "epochs", "match_speed", "match_speed_source", "match_charge_seconds")
+    others = ("freeze", "schedule", "mqar", *_OWN_SETTINGS)
     own: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in run.changes.items()

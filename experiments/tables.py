@@ -18,9 +18,9 @@ import torch
 from scipy.special import stdtrit
 
 from experiments.arms import ARMS
-from experiments.recipe import Recipe, Row
+from experiments.recipe import COLUMNS, COMPANIONS, Recipe, Row
 from experiments.scales import scale_named
-from saf.errors import CompareError
+from saf.errors import CompareError, InputError, did_you_mean
 from saf.evaluate.paired import block_length, bootstrap_means, mean_and_standard_error
 from saf.records.result import read_result
 
@@ -255,6 +255,33 @@ METRICS = {
 }
 
 
+_COMPARING = {
+    "reference": ("delta", "delta_seeds", "extra", "points", "speedup", "peak_change"),
+    "against": ("difference", "relative", "time_ratio", "time_difference", "points_against"),
+}
+"""Metrics by the column of rows that they need."""
+
+
+def check_recipe(name: str, recipe: Recipe) -> None:
+    """Raise InputError for metrics and columns that there are not, and metrics that no row can have."""
+    for metric in (*recipe.metrics, *recipe.headline):
+        if metric not in METRICS:
+            raise InputError(f"recipe {name!r} has an unknown metric {metric!r}{did_you_mean(metric, METRICS)}")
+    columns = [each for row in recipe.rows for each in row.paper if each not in recipe.metrics]
+    if columns:
+        near = did_you_mean(columns[0], [*COLUMNS, *COMPANIONS, *recipe.metrics])
+        raise InputError(f"recipe {name!r} has a column {columns[0]!r} that is none of its metrics{near}")
+    for column, metrics in _COMPARING.items():
+        needing = [metric for metric in metrics if metric in recipe.metrics]
+        if needing and not any(getattr(row, column) for row in recipe.rows):
+            raise InputError(
+                f"recipe {name!r} has the metric {needing[0]!r} and no row with {column!r}; add the column"
+            )
+    changing = {row.arm for row in recipe.rows if row.reference}
+    if "difference" in recipe.metrics and not changing & {row.against for row in recipe.rows}:
+        raise InputError(f"recipe {name!r}: 'difference' needs a row of the arm of 'against', with a reference")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """One number of one row, over seeds."""
@@ -455,12 +482,14 @@ class RecipeTable:
             notes.append("(low to high) is 95% of a paired bootstrap over held-out windows or questions, of one seed.")
         missing = [row.label for row in self.recipe.rows if row not in self.ran()]
         if missing and self.recipe.metrics:
-            notes.append(f"Not run: {len(missing)} of {len(self.recipe.rows)} rows.")
+            few = scale_named(self.scale).base == "smoke" and self.recipe.smoke is not None
+            why = "; the smoke scale runs only some arms" * few
+            notes.append(f"Not run: {len(missing)} of {len(self.recipe.rows)} rows{why}.")
         checks = [run["checks"] for run in self._own() if "checks" in run]
         if wrong := [each for each in checks if not all(each[n] == value for n, value in CHECKS.items() if n in each)]:
             notes.append(f"WRONG HEADS: {len(wrong)} runs froze or pruned other heads than they record: {wrong[0]}.")
         if dirty := sum(str(run["provenance"].get("commit")).endswith(("+", "None")) for run in self._own()):
-            notes.append(f"DRAFT: {dirty} runs are of a tree that no commit holds.")
+            notes.append(f"DRAFT: {dirty} runs were made by edited code, or outside a git checkout: no commit has it.")
         devices = sorted({run["provenance"].get("device") or "an unknown device" for run in self._own()})
         return [*notes, f"Runs on {', '.join(devices)}."] if devices else notes
 

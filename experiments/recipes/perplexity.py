@@ -362,7 +362,7 @@ def _answer_rows(k: str) -> tuple[Row, ...]:
 
 RECIPES["answer"] = Recipe(
     title="Freezing, pruning and ordinary attention near convergence",
-    source=Source("tab:equal-time-controls", "the question is the paper's; its models are of 124M and 2.46B tokens"),
+    also=("tab:equal-time-controls",),
     rows=(*_answer_rows("16k"), *_answer_rows("4k")),
     metrics=(
         *("perplexity", "delta", "difference", "extra", "tokens", "own_exchange", "paper_exchange", "exchange"),
@@ -391,6 +391,7 @@ RECIPES["answer"] = Recipe(
         "16k-ordinary-more",
     ),
     notes=(
+        "The question is that of the paper's tab:equal-time-controls, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
         "(results/bench/linear.json); an event and its compilation cost 28.3 of the paper's 187.65 minutes' seconds.",
         "The difference is from the frozen arm of the same rate and clock; below zero is better than freezing.",

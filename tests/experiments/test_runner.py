@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,6 @@ from experiments.run import config_of, execute, plan, train
 from experiments.scales import scale_named
 from experiments.tables import CHECKS
 from saf.errors import InputError
-from saf.freeze_config import FreezeConfig
-from saf.schedules import schedule_from_dict
-from saf.tasks import FinetuneSettings
-from saf.train import TrainConfig
 
 SMOKE = scale_named("smoke")
 
@@ -63,6 +59,20 @@ def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_o
     assert "peak_lr" in outcome.failed["wrong (seed 1337)"]
     assert "needs" in outcome.failed["child (seed 1337)"]
     assert runs["good", 1337].record() is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peek_lr": 1.0}, "did you mean 'peak_lr'"),
+        ({"freeze": {"rats": 0.3}}, "did you mean 'rate'"),
+        ({"freeze": {"score": "forward_lk"}}, "did you mean 'forward_kl'"),
+        ({"schedule": {"name": "gradul"}}, "gradual"),
+    ],
+)
+def test_settings_that_no_run_takes_are_refused_before_the_parent_trains(settings, message, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=message):
+        runs_of({"wrong": Arm(name="wrong", parent="4k-ordinary", settings=settings)}, tmp_path, monkeypatch)
 
 
 def test_a_run_of_other_settings_is_refused(inputs, tmp_path, monkeypatch):
@@ -111,15 +121,9 @@ def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
 
 @pytest.mark.parametrize("name", ["paper", "small-75M", "smoke"])
 def test_every_arm_has_settings_that_a_run_takes(name):
-    """Where no parent's checkpoint is there to build the whole configuration from, its parts."""
+    """`plan` checks them; where no parent's checkpoint is needed, the whole configuration is built."""
     scale = scale_named(name)
-    known = {each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind)}
-    known |= {"epochs", "match_speed", "match_speed_source", "match_charge_seconds"}  # the runner's own
     for run in plan([(arm, 1337) for arm in ARMS], scale, Path()).values():
-        assert run.changes.keys() <= known, run.title
-        FreezeConfig(**run.changes.get("freeze", {}), **({"heads": ((0, 0),)} if "heads" in run.needs else {}))
-        if "schedule" in run.changes:
-            schedule_from_dict(run.changes["schedule"])
         if run.arm.parent is None and "heads" not in run.needs:
             config = config_of(run, Inputs(data=Path("text")))
             assert config.updates == run.updates
@@ -134,6 +138,10 @@ def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
     lines = {line.split(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "2,457,600,000" in lines["4k-ordinary"]  # 5,000 updates of 491,520 tokens
     assert "1,228,800,000" in lines["4k-mean-25"]
+    assert main([*asked, "--arms", "8k-mean-25", "4k-mean-25", "--tokens-per-second", "1e6"]) == 0
+    *_, short, _, total = capsys.readouterr().out.splitlines()
+    assert "at 4,096 tokens of context: 2 runs, 3,686,400,000 tokens, 1.0 hours" in short
+    assert "in all: 4 runs, 7,372,800,000 tokens, 2.0 hours" in total
     assert not list(tmp_path.iterdir())
 
 

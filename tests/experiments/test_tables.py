@@ -12,8 +12,8 @@ from scipy import stats
 
 from experiments.paper import Source
 from experiments.recipe import Recipe, names, recipe, rows
-from experiments.tables import METRICS, RecipeTable, read_records
-from saf.errors import CompareError
+from experiments.tables import METRICS, RecipeTable, check_recipe, read_records
+from saf.errors import CompareError, InputError
 from saf.evaluate.paired import delta_of_windows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,22 @@ RECIPE = Recipe(
         *("exchange", "heads", "minutes", "recall 512 8"),
     ),
 )
+
+
+@pytest.mark.parametrize(
+    ("table", "metrics", "message"),
+    [
+        ("arm | label\n a | b", ("perplexty",), "did you mean 'perplexity'"),
+        ("arm | label | refrence\n a | b | c", ("heads",), "did you mean 'reference'"),
+        ("arm | label | minutes\n a | b | 1", ("heads",), "none of its metrics"),
+        ("arm | label\n a | b", ("delta",), "no row with 'reference'"),
+        ("arm | label | reference\n a | b | c", ("difference",), "no row with 'against'"),
+        ("arm | label | reference | against\n a | b | c | d", ("difference",), "the arm of 'against'"),
+    ],
+)
+def test_a_recipe_that_could_not_be_shown_is_refused(table, metrics, message):
+    with pytest.raises(InputError, match=message):
+        check_recipe("mine", Recipe(title="Mine", rows=rows(table), metrics=metrics))
 
 
 def record(loss: float, *, updates: int = 100, seconds: float = 60.0, windows: int = 40, **others) -> dict:
