@@ -1,9 +1,10 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
-The file follows the algorithm, whose line numbers are in comments: scores (lines 4 to 6), fits and their
-acceptance (7 to 20), installation (21). The caller trains before (1 to 3) and after (22 to 26). Settings and the order
-of heads are in saf/freeze_config.py, the record of an event in saf/freeze_report.py, and what heads cost on held-out
-text in saf/heldout.py.
+Where its lines are: scores, 4 to 6, in `freeze_`; the order of heads and which are accepted, 7 to 10 and 16 to 20, in
+`accept_fits` with `Chooser` of saf/selection.py; the mean pattern and its marginals, 11 and 12, in calibration (line 4
+reads all it takes); the fit, 13 to 15, in `_fit`; the installation, 21, at the end of `freeze_`. The caller trains
+before, 1 to 3, and after, 22 to 26. Settings are in saf/freeze_config.py, the record of an event in
+saf/freeze_report.py, what heads cost on held-out text in saf/heldout.py.
 """
 
 import math
@@ -140,11 +141,11 @@ def freeze_(
     if config.storage == "exponential":
         with timer("fit"):
             fits = on_rank0(partial(fit_exponential_forms, fits, config, adapter.device))
+
+    # Past the paper: of more candidates than k, accept those that cost least together.
     edit_ = partial(_edit_, model, fits=fits, config=config, optimizer=optimizer)
     undo_ = partial(uninstall_, model, optimizer=optimizer)
     trial = partial(_trial, edit_, undo_)  # edits heads for the length of a measurement
-
-    # Past the paper: of more candidates than k, accept those that cost least together.
     joint = None
     if config.jointly:
         texts = choosing, reporting, loss_before
@@ -301,42 +302,6 @@ class FittedHead:
     """With exponential storage, the numbers of `saf.fit.ExponentialFit` and the pattern's kind; None otherwise."""
 
 
-def accept_fits(
-    order: Chooser,
-    fit: Callable[[HeadSet], Mapping[Head, FittedHead]],
-    config: FreezeConfig,
-    *,
-    allow_empty: bool = False,
-) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
-    """Fit heads in order until k are within the tolerance, or none is left; return these and the rejected ones.
-
-    Candidates are fitted as many at a time as are still missing. The heads of a KV group are accepted together.
-    """
-    strict = config.strict or config.heads is not None
-    fits: dict[Head, FittedHead] = {}
-    rejected: dict[Head, FittedHead] = {}
-    # Lines 7 to 10, and 19 for the next heads: none is proposed once k are accepted.
-    while (proposed := order.propose()) and not (rejected and strict):
-        fits |= fit(HeadSet(head for unit in proposed for head in unit))
-        for unit in proposed:
-            # Line 16. Not "> max_fit_kl": a KL that is NaN never passes.
-            missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
-            rejected |= missed
-            if not missed:
-                order.accept(unit)  # lines 17 and 18
-    fewer = not order.attained(len(order))
-    if fewer and (strict or not len(order) or not config.jointly):  # line 20
-        reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
-        if rejected:
-            listed = ", ".join(f"{head}: {fit.fit_kl:.3f}" for head, fit in sorted(rejected.items())[:4])
-            reason = f"{len(rejected)} do not fit within max_fit_kl={config.max_fit_kl} nats ({listed})"
-        if strict or not (len(order) or allow_empty):
-            least = order.total if strict else 1
-            raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
-        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
-    return {head: fits[head] for head in HeadSet(order)}, rejected
-
-
 def fit_heads(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -382,6 +347,42 @@ def _fit(
     if config.storage == "exponential":
         fits.append(torch.stack(goal[:2], 1).cpu().unbind())
     return [*map(FittedHead, *fits)]
+
+
+def accept_fits(
+    order: Chooser,
+    fit: Callable[[HeadSet], Mapping[Head, FittedHead]],
+    config: FreezeConfig,
+    *,
+    allow_empty: bool = False,
+) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
+    """Fit heads in order until k are within the tolerance, or none is left; return these and the rejected ones.
+
+    Candidates are fitted as many at a time as are still missing. The heads of a KV group are accepted together.
+    """
+    strict = config.strict or config.heads is not None
+    fits: dict[Head, FittedHead] = {}
+    rejected: dict[Head, FittedHead] = {}
+    # Lines 7 to 10, and 19 for the next heads: none is proposed once k are accepted.
+    while (proposed := order.propose()) and not (rejected and strict):
+        fits |= fit(HeadSet(head for unit in proposed for head in unit))
+        for unit in proposed:
+            # Line 16. Not "> max_fit_kl": a KL that is NaN never passes.
+            missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
+            rejected |= missed
+            if not missed:
+                order.accept(unit)  # lines 17 and 18
+    fewer = not order.attained(len(order))
+    if fewer and (strict or not len(order) or not config.jointly):  # line 20
+        reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
+        if rejected:
+            listed = ", ".join(f"{head}: {fit.fit_kl:.3f}" for head, fit in sorted(rejected.items())[:4])
+            reason = f"{len(rejected)} do not fit within max_fit_kl={config.max_fit_kl} nats ({listed})"
+        if strict or not (len(order) or allow_empty):
+            least = order.total if strict else 1
+            raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
+        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
+    return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
 def fit_exponential_forms(
