@@ -22,15 +22,15 @@ class InputError(SafError, ValueError):
 
 
 class DataError(SafError, ValueError):
-    """Text, token shards or a tokenizer cannot be used."""
+    """Text, a folder of tokens or a tokenizer cannot be used."""
 
 
 class CheckpointError(SafError):
-    """A checkpoint or sidecar is missing, damaged or of another model."""
+    """A checkpoint, or saved frozen heads (saf.json, saf.safetensors), are missing, damaged or of another model."""
 
 
 class SelectionError(SafError, ValueError):
-    """A number of heads cannot be attained."""
+    """Fewer heads than requested can be frozen or pruned."""
 
 
 class LossError(SafError, ValueError):

@@ -128,7 +128,7 @@ class FreezeReport:
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
 
-        Dense patterns are left out; they are in the model's own checkpoint or sidecar.
+        Dense patterns are left out: the model's own files have them (saf.safetensors, or a checkpoint).
         """
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}

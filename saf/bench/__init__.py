@@ -3,7 +3,8 @@
     >>> record = saf.bench.measure(saf.bench.Prefill(model="path/to/folder", points=("4096x8",)))  # doctest: +SKIP
     >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
-`Update`, `Prefill`, `Decode` and `Op` are their settings; `saf.bench.protocol` describes the record.
+The point "4096x8" is a context of 4,096 tokens times 8 sequences. `Update`, `Prefill`, `Decode` and `Op` are the
+settings of the four, `Speed` is their base class; `saf.bench.protocol` describes the record.
 """
 
 from saf.bench.layer import Op

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import Slots, capture, check_vocabulary, evaluation_mode
+from saf.calibration.capture import CapturedSlots, capture, check_vocabulary, evaluation_mode
 from saf.calibration.collect import COLLECTIONS, Collection, latter_half
 from saf.calibration.measure import LayerStatistics, measure_layer
 from saf.calibration.plan import (
@@ -121,7 +121,7 @@ def _measure(
     """Yield the plan's layers with the fields of their `LayerStatistics`, on the CPU."""
     sites = adapter.sites()
     for group in plan.groups:
-        slots = {layer: Slots.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
+        slots = {layer: CapturedSlots.of(sites[layer], plan.heads.in_layer(layer)) for layer in group}
         with timer("capture"):
             captured = capture(adapter, slots, plan.sequences.ids)
         for layer in group:

@@ -58,7 +58,7 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
     return chosen
 
 
-class Slots(NamedTuple):
+class CapturedSlots(NamedTuple):
     """The live queries and keys of a layer to copy, and the copied key that each copied query reads."""
 
     queries: list[int]
@@ -66,7 +66,7 @@ class Slots(NamedTuple):
     kv_head: list[int]
 
     @classmethod
-    def of(cls, site: Site, heads: Sequence[int]) -> "Slots":
+    def of(cls, site: Site, heads: Sequence[int]) -> "CapturedSlots":
         """Return the slots for measuring `heads` of a layer."""
         queries = [site.layout.live.index(head) for head in heads]
         read = [site.layout.key_head[slot] for slot in queries]
@@ -74,7 +74,9 @@ class Slots(NamedTuple):
         return cls(queries, keys, [keys.index(key) for key in read])
 
 
-def capture(adapter: Adapter, slots: Mapping[int, Slots], ids: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+def capture(
+    adapter: Adapter, slots: Mapping[int, CapturedSlots], ids: Sequence[Tensor]
+) -> dict[int, tuple[Tensor, Tensor]]:
     """Run the model over all batches; return rotated queries `[N, heads, T, D]` and keys `[N, K, T, D]` by layer.
 
     Each is copied to its place at once, so that no more is held than the result and one forward pass. T is the

@@ -1,4 +1,4 @@
-"""`plan_calibration` divides memory: which layers' queries and keys are held at a time, and what a collection takes."""
+"""`plan_calibration` divides memory: which layers are captured in one pass, and whether what is collected fits."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from saf.calibration.capture import Slots, measurable_heads
+from saf.calibration.capture import CapturedSlots, measurable_heads
 from saf.calibration.collect import COLLECTIONS, Collection
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError
@@ -80,11 +80,11 @@ def plan_calibration(
             f"{length} tokens; pass sequences of one length, or collect the mean"
         )
     layer_bytes = _layer_bytes(adapter, chosen, count * length)
-    layers, together = list(layer_bytes), _layers_at_a_time(adapter.device, layer_bytes, capture_bytes)
+    layers, per_group = list(layer_bytes), _layers_at_a_time(adapter.device, layer_bytes, capture_bytes)
     return CalibrationPlan(
         heads=chosen,
         sequences=sequences,
-        groups=[layers[first : first + together] for first in range(0, len(layers), together)],
+        groups=[layers[first : first + per_group] for first in range(0, len(layers), per_group)],
         layer_bytes=layer_bytes,
         collected_bytes=collected,
     )
@@ -95,7 +95,7 @@ def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int
     sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device.type
     if dtype == torch.float32 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    slots = {layer: Slots.of(sites[layer], heads.in_layer(layer)) for layer in sorted({at for at, _ in heads})}
+    slots = {layer: CapturedSlots.of(sites[layer], heads.in_layer(layer)) for layer in sorted({at for at, _ in heads})}
     return {
         layer: tokens * (len(each.queries) + len(each.keys)) * sites[layer].head_dim * dtype.itemsize
         for layer, each in slots.items()
@@ -117,8 +117,8 @@ def _layers_at_a_time(device: torch.device, layer_bytes: dict[int, int], capture
         )
     if capture_bytes is not None:
         return max(1, capture_bytes // largest)
-    usual = sum(layer_bytes.values()) if most is None else int(SHARE * most)
-    return max(1, (min(usual, CPU_BYTES) if device.type == "cpu" else usual) // largest)
+    default = sum(layer_bytes.values()) if most is None else int(SHARE * most)
+    return max(1, (min(default, CPU_BYTES) if device.type == "cpu" else default) // largest)
 
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:

@@ -62,7 +62,7 @@ EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
     words = list(sys.argv[1:] if words is None else words)
-    if (code := _answer(words)) is not None:
+    if (code := _help_or_version(words)) is not None:
         return code
     name, *rest = words
     for logger in NOISY:
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SafError as error:
         if not error.printed_elsewhere:
             _wait_for_rank0_to_print()
-            print(f"saf {name}: {_in_flags(str(error), module) if module else error}", file=sys.stderr)
+            print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -96,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def _answer(words: Sequence[str]) -> int | None:
+def _help_or_version(words: Sequence[str]) -> int | None:
     """Print the help or the version, or refuse an unknown command, and return the exit code; None for a command."""
     if words[:1] in (["-V"], ["--version"]):
         from saf import __version__
@@ -121,19 +121,25 @@ def unless_command(words: Sequence[str], commands: Iterable[str], *, prog: str, 
 
 
 def _parsed(module: Any, words: list[str]) -> Any:
-    """Return the command, or the exit code after its help or words that tyro refused, which rank 0 alone explains."""
-    with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as refused:
+    """Return the command, or an exit code: after the help, or where tyro refused the words.
+
+    Every rank parses them, and rank 0 alone explains; other ranks keep tyro's message, for when rank 0 has none.
+    """
+    with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as message:
         try:
             return module.parse_words(words)
         except SystemExit as stop:
-            if refused and stop.code:
+            if message and stop.code:
                 _wait_for_rank0_to_print()
-                print(refused.getvalue(), file=sys.__stderr__)
+                print(message.getvalue(), file=sys.__stderr__)
             return int(stop.code or 0)
 
 
-def _in_flags(text: str, module: Any) -> str:
-    """Write a command's own settings in an error, `batch_size`, as its flags; names of one word may be any words."""
+def _settings_as_flags(text: str, module: Any) -> str:
+    """Write the settings in an error as the command's flags, `batch_size` as `--batch-size`.
+
+    Settings of one word stay: `length` may be an ordinary word.
+    """
     kinds = get_args(module.Command) or (module.Command,)
     names = {each.name for kind in kinds for each in fields(kind)}
     flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
@@ -141,7 +147,10 @@ def _in_flags(text: str, module: Any) -> str:
 
 
 def _wait_for_rank0_to_print() -> None:
-    """Let rank 0 print an error that all ranks under torchrun have."""
+    """Let rank 0 alone print an error that all ranks under torchrun meet, such as a setting.
+
+    Other ranks wait here: torchrun ends them once rank 0 has printed it and ended.
+    """
     if "RANK" in os.environ:
         from saf.distributed import wait_for_rank0_to_print
 
@@ -149,7 +158,7 @@ def _wait_for_rank0_to_print() -> None:
 
 
 def _end_in_group(code: int) -> None:
-    """End a process at once that is in a group with others: the threads of a broken group would abort it."""
+    """End a process of a group at once: at an ordinary exit, the threads of a group that lost a rank would abort it."""
     if "torch" not in sys.modules:  # it takes seconds to load
         return
     from saf.distributed import rank_and_size

@@ -10,7 +10,7 @@ import tyro
 
 from saf.checkpoint import is_same_checkpoint
 from saf.cli.parsing import parse
-from saf.cli.pretrain import FIRST_OF_FREEZING, Start, TrainFlags, changes_of, show_result
+from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
 from saf.tasks.multiple_choice import is_json_lines
@@ -63,13 +63,13 @@ def parse_words(words: Sequence[str]) -> Command:
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
     words = _task_of_file(words)
-    start = Start.of(words)
-    begins = start.out is not None and (start.parent is not None or start.resume)
+    early = EarlyFlags.of(words)
+    begins = early.out is not None and (early.parent is not None or early.resume)
     if {"-h", "--help", "--help-all"} & set(words) and not begins:
         return parse(Command, words, prog="saf finetune", first=FIRST)
     if not begins:
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
-    base = _base(start)
+    base = _base(early)
     names, of_examples = ([each.name for each in fields(kind)] for kind in (TrainConfig, FinetuneSettings))
     before = TrainConfig(**{name: base[name] for name in names if name in base})
     examples = FinetuneSettings(**{name: base[name] for name in of_examples if name in base})
@@ -101,24 +101,24 @@ def _task_of_file(words: Sequence[str]) -> list[str]:
     return words
 
 
-def _base(start: Start) -> dict[str, Any]:
+def _base(early: EarlyFlags) -> dict[str, Any]:
     """Return the settings that flags change: those of the run to resume, of the run to be like, or of the task."""
-    assert start.out is not None
-    if start.resume:  # the run may still be choosing its epochs
-        recorded = recorded_config(start.out) if start.resumed else choosing(start.out)
+    assert early.out is not None
+    if early.resume:  # the run may still be choosing its epochs
+        recorded = recorded_config(early.out) if early.resumed else choosing(early.out)
         if recorded is not None:
-            if start.parent is not None and not (recorded.parent and is_same_checkpoint(start.parent, recorded.parent)):
-                raise InputError(f"the run in {start.out} began at {recorded.parent}; got parent {start.parent}")
+            if early.parent is not None and not (recorded.parent and is_same_checkpoint(early.parent, recorded.parent)):
+                raise InputError(f"the run in {early.out} began at {recorded.parent}; got parent {early.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
-    if start.parent is None:
-        raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --parent")
-    checkpoint = start.checkpoint()
-    if start.like is not None:
-        base = settings_like(start.like, parent=checkpoint, out=start.out)
-        if start.task not in (None, base["task"]):
-            raise InputError(f"{start.like} was finetuned on {base['task']}; leave --task {start.task} out")
-    elif start.task is None:
+    if early.parent is None:
+        raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --parent")
+    checkpoint = early.checkpoint()
+    if early.like is not None:
+        base = settings_like(early.like, parent=checkpoint, out=early.out)
+        if early.task not in (None, base["task"]):
+            raise InputError(f"{early.like} was finetuned on {base['task']}; leave --task {early.task} out")
+    elif early.task is None:
         raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
     else:
-        base = finetune_defaults(checkpoint, task=start.task, out=start.out)
+        base = finetune_defaults(checkpoint, task=early.task, out=early.out)
     return {**base, "parent": str(checkpoint.path)}

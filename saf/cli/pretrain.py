@@ -13,7 +13,7 @@ from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.evaluate.recall import gate_problem, recall_tables
+from saf.evaluate.recall import recall_tables, unlearnt_reason
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.events import head_counts, heads_in_words, total_in_words
 from saf.records.table import Table, seconds, signed
@@ -46,8 +46,8 @@ class TrainFlags(TrainConfig):
     """Print the result as JSON instead of a table."""
 
     def __post_init__(self):
-        """Leave checks to `parse_words`: tyro makes instances of defaults, too."""
-        self.config: TrainConfig = self
+        """Check nothing, unlike `TrainConfig`: tyro makes instances before all words are read."""
+        self.config: TrainConfig = self  # until `parse_words` sets the checked settings
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -78,26 +78,26 @@ def parse_words(words: Sequence[str]) -> Command:
         CheckpointError: The parent is no whole checkpoint.
         InputError: There is no run to resume, or a setting that cannot be used.
     """
-    start = Start.of(words)
+    early = EarlyFlags.of(words)
     before = None
-    if start.resumed and start.out is not None:
-        before = recorded_config(start.out)
-    elif start.parent and start.out:
-        before = continue_from(start.checkpoint(), out=start.out)
-    elif start.resume and not start.data:
-        raise InputError(f"{start.out} holds no run to resume; check --out, or start a new run with --data")
+    if early.resumed and early.out is not None:
+        before = recorded_config(early.out)
+    elif early.parent and early.out:
+        before = continue_from(early.checkpoint(), out=early.out)
+    elif early.resume and not early.data:
+        raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --data")
     default, first = before and Command.of(before), {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     changes = changes_of(flags, default or TrainFlags(data="", out=""))
     if before is None:
         flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
-    if not start.resumed or (before.parent and start.parent and is_same_checkpoint(start.parent, before.parent)):
+    if not early.resumed or (before.parent and early.parent and is_same_checkpoint(early.parent, before.parent)):
         changes.pop("parent", None)  # the same one, written another way
-    if start.resumed:
+    if early.resumed:
         flags.config = replace(before, **changes)
     else:
-        flags.config = continue_from(start.checkpoint(), **{"out": flags.out, **changes})
+        flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
     return flags
 
 
@@ -105,21 +105,21 @@ def parse_words(words: Sequence[str]) -> Command:
 
 
 @dataclass(kw_only=True)
-class Start:
-    """The flags that decide where the defaults of all others come from."""
+class EarlyFlags:
+    """Flags that are read before all others, because they decide where the defaults of these come from."""
 
     out: Path | None = None
     data: Path | None = None
     parent: Path | None = None
     task: str | None = None
-    like: Path | None = None
+    like: Path | None = None  # of `saf finetune` alone
     resume: bool = False
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> "Start":
+    def of(cls, words: Sequence[str]) -> "EarlyFlags":
         """Read these flags alone."""
-        start, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
-        return start
+        early, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
+        return early
 
     @property
     def resumed(self) -> bool:
@@ -180,18 +180,18 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
 
 def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
-    timing, recall, taken = result["update_seconds"], result.get("recall"), result.get("taken")
+    timing, recall, chosen = result["update_seconds"], result.get("recall"), result.get("taken")
     perplexity, entropy = result.get("report_perplexity"), result.get("unigram_entropy")
     peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
     everything, warm = (seconds(result["time"][clock]["seconds"]) for clock in ("everything", "warm"))
     parent = ", its parent's part included" if result["time"]["parent_parts"] else ""
     rows = {
         "accuracy": _accuracy(result) if result.get("accuracy") is not None else None,
-        "taken, by choice": taken and ", ".join(f"{choice}: {count:,}" for choice, count in taken.items()),
+        "answers chosen": chosen and ", ".join(f"{choice}: {count:,}" for choice, count in chosen.items()),
         "perplexity, report": perplexity and f"{perplexity:.4f}",
         "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
         "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
-        "not to be compared": recall and gate_problem(recall),
+        "not to be compared": recall and unlearnt_reason(recall),
         "unigram entropy": entropy and f"{entropy:.4f} nats",
         "loss, training": train_loss and f"{train_loss:.4f} nats per token",
         "update, median": timing
@@ -205,6 +205,7 @@ def result_table(result: dict[str, Any]) -> Table:
 
 
 def _accuracy(result: dict[str, Any]) -> str:
+    """Return the accuracy in words; "judged_by" says whether test or development questions measured it."""
     words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
     return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
 

@@ -18,7 +18,7 @@ from saf.evaluate.answers import ZERO_SHOT_FILES, TaskAnswers, has_answers, pair
 from saf.evaluate.paired import RESAMPLES, delta_of_windows
 from saf.evaluate.passes import PARENT
 from saf.evaluate.perplexity import EVALUATION, read_evaluation
-from saf.evaluate.recall import gate_problem, paired_tests, read_recall
+from saf.evaluate.recall import paired_tests, read_recall, unlearnt_reason
 from saf.heads import EDITED
 from saf.machine import untimed_updates
 from saf.records.files import read_json, read_lines, write_json
@@ -145,7 +145,7 @@ def _compare_recall(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
     if lines := list(_difference_lines(left, right, _QUERIES)):
         raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
-    problem = gate_problem(ordinary.finished_result()["recall"])
+    problem = unlearnt_reason(ordinary.finished_result()["recall"])
     return {**paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
 
 

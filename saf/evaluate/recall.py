@@ -71,11 +71,8 @@ def read_recall(run: RecordedRun) -> list[dict[str, Any]]:
     return tests
 
 
-def gate_problem(recall: Mapping[str, Any]) -> str | None:
-    """Say that a model did not learn the task, so that none is to be compared with it; None where it did.
-
-    `recall` is the entry of a run's result.
-    """
+def unlearnt_reason(recall: Mapping[str, Any]) -> str | None:
+    """Return why no run is to be compared with one of this `recall` in its result; None where it learnt the task."""
     if (share := recall["development"]["accuracy"]) >= GATE:
         return None
     return f"the task is not learnt: {100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"

@@ -68,7 +68,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> Path:
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """Replace a JSON-lines file by one of these records."""
-    return write_atomically(path, b"".join(map(_line, records)))
+    return write_atomically(path, b"".join(map(_json_line, records)))
 
 
 def append_line(path: Path, record: Mapping[str, Any], *, wait: bool = True) -> None:
@@ -79,14 +79,14 @@ def append_line(path: Path, record: Mapping[str, Any], *, wait: bool = True) -> 
             if file.read() != b"\n":  # a crash or a full disk cut the last line short
                 write_lines(path, read_lines(path))
                 return append_line(path, record, wait=wait)
-        file.write(_line(record))
+        file.write(_json_line(record))
     if wait:
         flush(path)
         flush(path.parent)
     return None
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def _json_line(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(to_json(record), allow_nan=False) + "\n").encode()
 
 
@@ -198,7 +198,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def entries_hash(entries: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a record's entries, its own "hash" left out."""
+    """Return the SHA-256 of a record's entries but "hash", under which the record itself keeps it."""
     hashed = {key: value for key, value in entries.items() if key != "hash"}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -257,7 +257,8 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         restore_replaced_(path)
-        # A failed write names no file, and safetensors' errors have their number in the text alone.
+        # A failed write names no file: raise it again with the folder. Where safetensors wrote, the error's number is
+        # in its text alone, such as "(os error 28)".
         of_files = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
         if code := of_files and re.search(r"(?:os error |Errno )(\d+)", str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
@@ -311,13 +312,13 @@ def remove_leftovers_(folder: Path) -> None:
 
 
 @contextmanager
-def locked(file: Path, busy: SafError) -> Iterator[None]:
-    """Hold a lock file, which is removed in the end; raise `busy` while another process holds it."""
+def locked(file: Path, error: SafError) -> Iterator[None]:
+    """Hold a lock file, which is removed in the end; raise `error` while another process holds it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         lock = FileLock(file).acquire(timeout=0)
     except Timeout:
-        raise busy from None
+        raise error from None
     with lock:
         try:
             yield

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from saf.tasks.base import Task
 from saf.tasks.mqar import MQARSettings, MQARTask
-from saf.tasks.multiple_choice import LAYOUTS, FinetuneSettings, FinetuneTask
+from saf.tasks.multiple_choice import EXAMPLE_FORMATS, FinetuneSettings, FinetuneTask
 from saf.tasks.text import TextTask
 
 TASKS: dict[str, Callable[..., Task]] = {
     TextTask.name: TextTask,
     MQARTask.name: MQARTask,
-    **dict.fromkeys(LAYOUTS, FinetuneTask),
+    **dict.fromkeys(EXAMPLE_FORMATS, FinetuneTask),  # one task for each format of files of examples
 }
 """What opens a task, by its name: called with a run's settings and `length=`, the tokens of a sequence."""
 

@@ -130,22 +130,23 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
         )
 
 
-LAYOUTS: Mapping[str, tuple[str, Callable[[int, dict[str, Any]], Iterator[Example]]]] = {
+EXAMPLE_FORMATS: Mapping[str, tuple[str, Callable[[int, dict[str, Any]], Iterator[Example]]]] = {
     "jsonl": ("text", _own),
     "sst2": ("sentence", _sst2),
     "boolq": ("question", _boolq),
     "quality": ("article", _quality),
 }
-"""By the name of a task: a field of its files' records, and what makes examples of a record and its line number."""
+"""The formats of files of examples, each a task of this name: a field by which records of the format are known, and the
+function that makes examples of a record and its line number."""
 
 
-def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut]:
-    """Read the examples of a file, compressed or not, in one of `LAYOUTS`, and the ids of those that cannot be used.
+def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
+    """Read the examples of a file, compressed or not, in a task's format, and the ids of those that cannot be used.
 
     Raises DataError when there is no such file, a line cannot be read, or no example can be used.
     """
     path, examples, left_out, seen = Path(path), list[Example](), LeftOut(list), set[str]()
-    field, examples_of = LAYOUTS[layout]
+    field, examples_of = EXAMPLE_FORMATS[task]
     for number, record in read_records(path, field) or read_json_lines(path):
         try:
             for example in examples_of(number, record):
@@ -156,7 +157,7 @@ def read_examples(path: Path | str, layout: str) -> tuple[list[Example], LeftOut
                 else:
                     left_out[reason].append(example.id)
         except (KeyError, TypeError, AttributeError) as error:
-            problem = f"no example of {layout} ({type(error).__name__}: {error}): {str(record)[:160]}"
+            problem = f"no example of {task} ({type(error).__name__}: {error}): {str(record)[:160]}"
             raise DataError(f"{path}, line {number}: {problem}") from error
     if not examples:
         raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
@@ -312,7 +313,7 @@ class FinetuneSettings:
 
 
 class FinetuneTask(Task):
-    """Answer questions with choices; the settings' `task` names the layout of their files.
+    """Answer questions with choices; the settings' `task` names the format of their files.
 
     `length` is the longest example, training and test, and no more than the settings' or the model's tokens.
     """

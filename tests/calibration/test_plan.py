@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from saf.calibration import calibrate, heads_at_a_time, plan, plan_calibration
-from saf.calibration.capture import Slots, capture
+from saf.calibration.capture import CapturedSlots, capture
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT, preset
@@ -24,7 +24,7 @@ def test_queries_and_keys_take_the_planned_bytes(heads, lower):
     with torch.autocast("cpu", torch.bfloat16, enabled=lower), torch.no_grad():
         plan = plan_calibration(small, [tokens()], heads=heads)
         adapter, layers = adapter_for(small), plan.groups[0]
-        slots = {layer: Slots.of(adapter.sites()[layer], plan.heads.in_layer(layer)) for layer in layers}
+        slots = {layer: CapturedSlots.of(adapter.sites()[layer], plan.heads.in_layer(layer)) for layer in layers}
         captured = capture(adapter, slots, [tokens()[:2], tokens()[2:]])
     held = {layer: sum(part.untyped_storage().nbytes() for part in parts) for layer, parts in captured.items()}
     assert held == plan.layer_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.recall import gate_problem
+from saf.evaluate.recall import unlearnt_reason
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
@@ -144,7 +144,7 @@ def test_calibration_fills_the_context_and_never_sees_training_or_tests(task, se
 def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
     execution = Execution.of("cpu")
     report = task.report(model, execution, folder=tmp_path, checkpoints={})
-    assert "the task is not learnt" in gate_problem(report["recall"])
+    assert "the task is not learnt" in unlearnt_reason(report["recall"])
     tests = [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]]
     assert tests == [(24, 4, 24), (32, 3, 18)]
     written = read_json(tmp_path / "recall.json")
