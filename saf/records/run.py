@@ -276,13 +276,18 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
 
     Raises InputError where there is no such head.
     """
-    path = Path(path)
+    path, states = Path(path), []
     if path.suffix == ".jsonl":
         heads = heads_in_force(read_events(path))
-    elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.RUN:
-        heads = RecordedRun.open(path).edited_heads
+    elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
+        heads, states = [], [path / "saf.json"]
     else:
-        layers = enumerate(read_json(path / "saf.json")["layers"])
+        run = RecordedRun.open(path)
+        heads = run.edited_heads
+        if run.result is None:  # its events do not name its parent's heads
+            states = sorted(path.glob("checkpoints/step-*/saf.json"), key=lambda each: natural_order(each.parent.name))
+    if states:
+        layers = enumerate(read_json(states[-1])["layers"])
         heads = [
             [layer, head] for layer, each in layers for kind in STATE_AFTER.values() for head in each.get(kind, ())
         ]

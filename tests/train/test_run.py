@@ -18,12 +18,12 @@ from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
-from saf.records.run import RecordedRun
+from saf.records.run import RecordedRun, heads_of_record
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
-from tests.train.helpers import brisk, events_of, killed_and_resumed
+from tests.train.helpers import Killed, brisk, die_at, events_of, killed_and_resumed
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 HALF = FreezeConfig(rate=0.5, max_fit_kl=10.0)
@@ -317,6 +317,15 @@ def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, fini
         assert result["arm"] == "frozen"
     pair = [RecordedRun.open(settings(name).out) for name in ("updates", "time")]
     assert differences(*pair) == []
+
+
+def test_heads_of_a_run_that_has_not_ended_are_its_parents_too(settings, finished, monkeypatch):
+    frozen = finished(settings(freeze=FREEZE), "frozen")
+    branch = continue_from(frozen / "checkpoints" / "step-12", out=settings("branch").out, updates=20, save_every=2)
+    die_at(monkeypatch, Run, "run_update", 4)
+    with pytest.raises(Killed):
+        pretrain(branch)
+    assert heads_of_record(branch.out) == heads_of_record(frozen) == read_events(frozen)[0].heads
 
 
 # --- failures
