@@ -35,7 +35,7 @@ from saf.records.files import (
 from saf.records.run import MANIFEST, Kind, expect, kind_of
 
 SCHEMA = "saf.checkpoint/1"
-"""Of manifest.json."""
+"""The schema that manifest.json names."""
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter, under its own names."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
@@ -87,7 +87,7 @@ def save_checkpoint(
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies that share no storage, on rank 0 alone; all gather shards with it, a tensor at a time."""
+    """Return CPU copies that share no storage, on rank 0; every rank calls this, as sharded tensors are gathered."""
     copies = {}
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor.detach())
@@ -134,7 +134,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
-    """Verify a checkpoint's sums and read its state; with `optimizer=False` the optimiser's file may be missing.
+    """Verify a checkpoint's checksums and read its state; with `optimizer=False` the optimiser's file may be missing.
 
     Raises:
         CheckpointError: No checkpoint, or a file is missing or damaged; the message names the file and the newest
@@ -198,10 +198,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
-    """Check every file against its sum, but those whose names begin with `without`, and return the manifest.
+    """Check the checksum of every file, except those whose names begin with `without`, and return the manifest.
 
     Raises:
-        CheckpointError: A file is missing or differs; the message names it with the expected and actual sums.
+        CheckpointError: A file is missing or differs; the message names it with the expected and actual checksums.
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
@@ -272,7 +272,7 @@ def restore_optimizer(
                 raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
         if state:
             optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
-    accept_order(optimizer)
+    accept_order(optimizer)  # its state has the heads of the model as they are now
     return optimizer
 
 

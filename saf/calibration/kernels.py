@@ -1,4 +1,4 @@
-"""The Triton kernels of calibration: `measure_by_kernel` takes tiles outside, all sequences inside each.
+"""The Triton kernels of calibration: `measure_by_kernel` gives a program a tile, and it loops over all sequences.
 
 Row log-sum-exps come first, then one causal tile of every sequence at a time. Names are those of saf/ops/launch.py; D0
 and D1 are channels in two steps of powers of two, D of them in use. Logarithms are to base 2.

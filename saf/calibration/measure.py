@@ -1,8 +1,8 @@
 """`measure_layer` computes a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
 
-A strip is some rows of the patterns of all sequences: strips outside, all sequences inside, so that deviations from the
-mean are taken directly, never as differences of large sums. A `Collection` (collect.py) reads the same strips.
-The kernels (`saf.calibration.kernels`) take square tiles instead and hold no whole row, so collecting takes strips.
+A strip is some rows of the patterns of all sequences at once, so that deviations from their mean are computed directly,
+never as differences of large sums. A `Collection` (collect.py) reads the same strips. The kernels
+(`saf.calibration.kernels`) compute square tiles instead and never hold a whole row, so collecting needs strips.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,7 +90,7 @@ def measure_layer(
     entropy average all rows of the mean pattern.
 
     `take` reads every strip once and must not change it. `strip_elements`, the most entries of a strip, changes
-    results by rounding alone; a number takes strips even where the kernels run. Strips are computed in float32
+    results by rounding alone; where it is a number, no kernel runs. Strips are computed in float32
     (float64 for float64 inputs) and summed in float64.
     """
     count, heads, length, dim = query.shape

@@ -26,7 +26,7 @@ class Sequences:
     tokens: list[Tensor]
     """Token ids of each sequence, LongTensor `[T]`."""
     sizes: list[int]
-    """How many of them share a batch, batch after batch."""
+    """Number of sequences in each batch."""
     targets: list[Tensor] | None = None
     """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
 
@@ -83,7 +83,7 @@ class Sequences:
 
 
 def read_sequences(batches: Iterable[Batch]) -> Sequences:
-    """Read batches to their end; sequences of one length stay in order, others are sorted over batches of those sizes.
+    """Read all batches. Where lengths differ, sequences are sorted, longest first; batches keep their sizes.
 
     Raises InputError for no sequences, ids that are no integer `[B, T]`, a mask with a gap or of another shape, a
     sequence without a token or of several documents, targets of another shape or in only some batches.
@@ -133,7 +133,7 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
 
 
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
-    """Count the tokens of each row in a mask; raise InputError unless they are the row's first ones."""
+    """Return how many tokens each row has by its mask; raise InputError unless all padding is on the right."""
     if mask is None:
         return [tokens.shape[1]] * len(tokens)
     mask = torch.as_tensor(mask).cpu().bool()

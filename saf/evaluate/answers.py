@@ -73,7 +73,7 @@ def likelihoods(
     precision: str = "auto",
     progress: Progress | None = None,
 ) -> list[Likelihood]:
-    """Compute how likely each continuation is, in order; processes of a group share the batches out.
+    """Compute how likely each continuation is, in order; processes of a group divide the batches among them.
 
     Equal inputs are computed once: choices that differ in their last token alone. Logits are computed at the
     continuations' positions, their softmax in float32. Raises InputError for an empty context or continuation or one
@@ -120,7 +120,7 @@ def _batches(continuations: Sequence[Continuation], batch_size: int) -> Iterator
 
 
 def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
-    """The likelihood of tokens by logits `[W, V]` at the last positions of their inputs, at least their own."""
+    """Return the likelihood of `tokens`; `logits [W, V]` are of its inputs' last W positions, W >= len(tokens)."""
     own, ids = logits[-len(tokens) :], torch.tensor(tokens, device=logits.device)
     log_probs = own.log_softmax(-1).gather(1, ids[:, None])
     total = float(log_probs.double().sum())
@@ -175,7 +175,7 @@ class TaskAnswers(NamedTuple):
     """A model's answers to one task."""
 
     record: Mapping[str, Any]
-    """What `of` summarises."""
+    """The summary of the answers, and facts about the task."""
     answers: Sequence[Answer]
 
     @classmethod

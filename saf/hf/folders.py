@@ -126,7 +126,7 @@ class TransformersFolder:
         first = tokenizer.eos_token_id if bos is None else bos
         bare = partial(tokenizer.encode, add_special_tokens=False)
         whole = tokenizer.encode("a")
-        added = whole[: whole.index(bare("a")[0])]  # none behind: a context has not ended
+        added = whole[: whole.index(bare("a")[0])]  # before a text alone: a context goes on
         return Encoder(lambda text: [*added, *bare(text)], bare, first, bos)
 
     def data(self, path: Path | None) -> TokenData:
@@ -174,7 +174,7 @@ def freeze_folder(
         )
     dtype = torch.float32 if settings.heal is not None else None  # weights of 16 bits would not train
     model: Any = source.model(device, dtype)
-    parent = source.hash  # of files that are there once the model was opened
+    parent = source.hash  # only now: opening a model of the hub downloads its files
     adapter_for(model)
     precision = precision_in_use(model, settings.precision)
     for field, rate in source.attention_dropout().items():

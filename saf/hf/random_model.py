@@ -35,8 +35,8 @@ def random_model(
 def random_cache(model: Any, token: Tensor, places: int) -> tuple[Any, Tensor]:
     """Return a cache of fixed size full of drawn keys and values, and how far its layers are filled, `[layers]`.
 
-    A pass of `token [B, 1]` makes room for what each layer keeps. The layers count in views of that
-    tensor: one kernel resets all of them.
+    A pass of `token [B, 1]` allocates the cache. Each layer's count is a view of the tensor returned, so that one
+    kernel resets all of them.
     """
     from transformers import StaticCache
 

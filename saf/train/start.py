@@ -37,7 +37,7 @@ from saf.train.config import (
 from saf.train.events import check_freeze, start_gradient, start_proposer
 from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
 from saf.train.run import Elapsed, Run, RunLog
-from saf.train.step import FEW, Updater, build_optimizer, graphs_unsupported, trains_patterns, update_memory
+from saf.train.step import GRAPHED_SIZE, Updater, build_optimizer, graphs_unsupported, trains_patterns, update_memory
 
 CERTAIN_SHARE = 0.6
 """Share of the estimated memory that updates certainly take: peaks on an H200 were 0.9 to 1.03 of the estimate, and
@@ -76,8 +76,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     with all_ranks_or_raise():
         if is_rank0():
             busy = InputError(f"another process trains in {folder}; wait for it, then resume")
-            whole = folder.absolute()
-            locks.enter_context(locked(whole.with_name(f".{whole.name}.lock"), busy))
+            absolute = folder.absolute()
+            locks.enter_context(locked(absolute.with_name(f".{absolute.name}.lock"), busy))
         _check_folder(folder, config, resume=resume)
         execution = Execution.of(
             config.device,
@@ -240,7 +240,7 @@ def _restore(
     no_graphs = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
     if config.graphs == "on" and no_graphs is not None:
         raise UnsupportedError(no_graphs)
-    few = not many and tokens * shape.hidden_size <= FEW
+    small = not many and tokens * shape.hidden_size <= GRAPHED_SIZE
     return {
         "model": model,
         "optimizer": optimizer,
@@ -249,7 +249,7 @@ def _restore(
         "accumulation": micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
         "parallel": parallel,
         "clip": math.inf if config.clip is None else config.clip,
-        "graphed": config.graphs == "on" or (config.graphs == "auto" and few and no_graphs is None),
+        "graphed": config.graphs == "on" or (config.graphs == "auto" and small and no_graphs is None),
         "gradient": gradient,
         "done": origin.update,
     }, proposer
@@ -287,7 +287,7 @@ def _write_start_(folder: Path, config: TrainConfig, record: dict[str, Any], ori
 
     def stays(line: dict[str, Any]) -> bool:
         number = line.get("update") or 0
-        of_event = line.get("when", "periodic") != "periodic" or "kind" in line
+        of_event = line.get("when", "periodic") != "periodic" or "kind" in line  # a measurement around it, or itself
         return "inherited" in line or number < update or (number == update and (after_event or not of_event))
 
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -111,14 +111,14 @@ class Updater:
     targets: Tensor = field(init=False)
     """Targets of the current update, mean over ranks: a scalar that stays in place, as CUDA graphs read it."""
     compiling: bool = field(init=False)
-    """Whether the next update compiles, so that its seconds say nothing about those after it."""
+    """Whether the next update compiles, so that later ones take less time."""
 
     def __post_init__(self):
         self.targets = torch.ones((), dtype=torch.float64, device=self.execution.device)
         self.compile_()
 
     def compile_(self) -> None:
-        """Prepare for the model's present heads; a compiled one compiles in its next update."""
+        """Prepare updates for the heads that the model has now; a compiled model compiles in its next update."""
         if self.graphed:
             trained = trains_patterns(self.model)
             if reason := graphs_unsupported(self.execution, self.parallel.kind, trained_patterns=trained):
@@ -162,8 +162,8 @@ class Updater:
     def _accumulate_gradients(self) -> Tensor:
         """Add up the gradients of this rank's share of the mean loss and return that share, on the device.
 
-        The mean is over the targets of the whole update: micro-batches weigh as many as they have. Ranks' gradients are
-        averaged, so the mean of their shares is the loss.
+        The mean is over the targets of the whole update: a micro-batch weighs as much as it has targets. Ranks'
+        gradients are averaged, so the mean of their shares is the loss.
         """
         micro_batches = [next(self.batches) for _ in range(self.accumulation)]
         counts = torch.stack([(targets != NO_TARGET).sum() for _, targets in micro_batches])
@@ -207,9 +207,9 @@ def trains_patterns(model: nn.Module) -> bool:
 
 # --- CUDA graphs: one launch a micro-batch in place of 1,300
 
-FEW = 8_192 * 768
-"""Tokens of a micro-batch times channels of the model up to which graphs are the rule: there the host is slower than
-the device, by a sixth ordinary and by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
+GRAPHED_SIZE = 8_192 * 768
+"""Tokens of a micro-batch times channels of the model up to which `graphs="auto"` captures. There the host is slower
+than the device: by a sixth ordinary, by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
 
 
 def graphs_unsupported(
