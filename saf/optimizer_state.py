@@ -126,7 +126,7 @@ def check_order(optimizer: Optimizer) -> None:
     if [group.get(ORDER) for group in optimizer.param_groups] == _checked.get(optimizer):
         return
     for group in optimizer.param_groups:
-        if group.get(ORDER) == _digest(group["params"]):
+        if (group.get(ORDER) or None) == _digest(group["params"]):
             continue
         for parameter in group["params"]:
             # Others are copies, such as shards, that took over the groups of an optimiser with its state.
@@ -140,12 +140,20 @@ def check_order(optimizer: Optimizer) -> None:
 
 
 def accept_order(optimizer: Optimizer) -> None:
-    """Mark the optimiser's groups with the heads of their parameters, of which its state is."""
-    digests = [_digest(group["params"]) for group in optimizer.param_groups]
-    for group, digest in zip(optimizer.param_groups, digests, strict=True):
-        group.pop(ORDER, None)
-        if digest is not None:
-            group[ORDER] = digest
+    """Mark the optimiser's groups with the heads that its state is of: those of their parameters.
+
+    Shares of weights (FSDP2) and other copies have no record, so they keep the mark that came with their state.
+    """
+    digests = []
+    for group in optimizer.param_groups:
+        mark = group.pop(ORDER, None) or None
+        recorded = any(each in _orders for each in group["params"])
+        digests.append(_digest(group["params"]) if recorded else mark)
+        if digests[-1] is not None:
+            group[ORDER] = digests[-1]
+        elif not recorded and not optimizer.state:
+            # set_optimizer_state_dict steps a new optimiser, then takes only settings that it has. 0 lasts one step.
+            group[ORDER] = 0
     _checked[optimizer] = digests
 
 

@@ -22,7 +22,7 @@ from saf.ops import FrozenHeads
 Receiver = Callable[[Tensor, Tensor], None]
 """A function that `Site.capture` calls with the queries and keys of a pass."""
 PLAIN = "freeze and save before weights are quantised, after pruning masks and norms are made permanent"
-WHOLE = "calibrate, freeze and save before fully_shard or tensor parallelism"
+WHOLE = "gather the model first (docs/parallel.md, Events), or do this before fully_shard"
 ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 """Rows taken out of a layer, on the CPU: by role, by head (`HeadLayout.rows`), by name: `weight`, moments."""
@@ -146,7 +146,7 @@ def check_plain_weights(site: Site) -> None:
 def check_unsharded(role: str, weight: Tensor) -> None:
     """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
     if type(weight).__name__ == "DTensor":
-        raise UnsupportedError(f"weights of a layer's {role} must be whole, got a process's share (DTensor): {WHOLE}")
+        raise UnsupportedError(f"weights of a layer's {role} must be whole, got shares (DTensor); {WHOLE}")
 
 
 class LanguageModel(ABC):

@@ -1,13 +1,16 @@
-"""The examples for transformers run as they stand."""
+"""The examples for transformers and FSDP2 run as they stand."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import saf
 from saf.cli import main
 
 pytest.importorskip("transformers")
@@ -23,6 +26,14 @@ def test_it_runs(path, hf, tmp_path, monkeypatch, capsys):
         runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
     assert list((tmp_path / "folder").rglob("saf.json"))
+
+
+def test_a_sharded_loop_freezes_in_two_processes(tmp_path):
+    words = ["--standalone", "--nproc-per-node", "2", str(EXAMPLES[0].parent / "fsdp2_loop.py"), str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, env=environment)
+    saf.load(tmp_path)
+    assert len(json.loads((tmp_path / "saf.json").read_text())["layers"]) > 0
 
 
 def test_two_arms_are_pretrained_and_their_record_is_a_result(hf, tmp_path, monkeypatch, capsys):

@@ -5,10 +5,18 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 
 import saf
 from saf.errors import InputError, UnsupportedError
 from tests.surgery.trained_model import LENGTH, SHAPE, assert_equal, make, patterns, snapshot, update
+from tests.train.helpers import together
 
 HEADS, OTHERS = [(0, 1), (1, 0)], [(0, 2), (1, 3)]
 """Two sets with the same numbers in each layer."""
@@ -171,3 +179,46 @@ def test_a_copy_of_model_and_optimiser_trains_on_beside_them():
         update(model, optimizer)
         update(twin, copied)
     assert_equal(model.state_dict(), twin.state_dict())
+
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def gathered(model, optimizer):
+    return copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
+
+
+def restored(model, state):
+    optimizer = FUSED(model.parameters())
+    set_optimizer_state_dict(model, optimizer, copy.deepcopy(state), options=FULL)
+    return optimizer
+
+
+def through_shares(rank):
+    """Train shares of a frozen model, then of the same model with all heads live again."""
+    model, optimizer = make(FUSED)
+    install(model, OTHERS, optimizer=optimizer)
+    wrong = gathered(model, optimizer)
+    saf.uninstall_(model, optimizer=optimizer)
+    install(model, HEADS, optimizer=optimizer)
+    shares = fully_shard(copy.deepcopy(model))
+    with pytest.raises(InputError, match="state"):
+        update(model, restored(model, gathered(shares, restored(shares, wrong))))
+    model.zero_grad()
+    for _ in ("frozen", "live again"):
+        shares = fully_shard(copy.deepcopy(model))
+        own = restored(shares, gathered(model, optimizer))
+        for seed in range(2):
+            update(model, optimizer, seed)
+            update(shares, own, seed)
+        torch.testing.assert_close(get_model_state_dict(shares, options=FULL), model.state_dict())
+        back = restored(model, gathered(shares, own))
+        torch.testing.assert_close(back.state_dict(), optimizer.state_dict())
+        update(model, back)
+        saf.uninstall_(model, optimizer=back)
+        optimizer = back
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_state_keeps_its_heads_through_shares_of_weights(processes):
+    together(processes, through_shares)
