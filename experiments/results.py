@@ -36,7 +36,7 @@ SHOWN = {
         "small-75M-warm-cache": ("matched_time",),
         "small": ("matched_time",),
         "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
-        "small-75M-4k": ("fixed_token_controls", "timing"),
+        "small-75M-4k": ("fixed_token_controls",),
         "small-75M-branched": ("schedules",),
         "small-75M-representation": ("representation",),
         "124m-84M": ("linear_heads",),
@@ -51,6 +51,16 @@ SHOWN = {
     "tasks": {"small-75M-stages": ("stages",)},
 }
 """Recipes by page and by the committed scale that has their runs."""
+SERIES = {
+    "converged": "The question itself, near convergence: read this first.",
+    "small-75M": "The first series of this recipe to read: three seeds, updates by the speed of 124M.",
+    "small-75M-high-rates": "As `small-75M`, with 75% of the heads.",
+    "small-75M-own-clock": "As `small-75M`, but arms get the training seconds that they take themselves.",
+    "small-75M-cold-cache": "As `small-75M-own-clock`, one seed, with the compiler's cache empty.",
+    "small-75M-warm-cache": "The same with that cache filled; at measured time compilation is charged in full.",
+    "small": "232M tokens, eight readings of one text, which the models overfit: no measure of freezing.",
+}
+"""What a series of runs of a page is, above its first table."""
 SPEED_COLUMNS = {
     "speedup": "",
     "free bound": "bound ",
@@ -191,6 +201,7 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
     for scale, recipes in SHOWN.get(name, {}).items():
         records = read_records(results, scale)
         for each in recipes if records else ():
+            yield Shown(heading=f"{recipe(each).title}, {scale}", text=SERIES.get(scale, ""))
             yield from recipe_parts(RecipeTable(each, recipe(each), scale, records), results / scale)
     if name == "heads":
         yield from _analyses(results / "124m-midpoint")
@@ -230,7 +241,7 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
     lines: dict[str, dict[str, str]] = {}
     for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
         rate = re.search(r"([\d.]+%) ", str(label))
-        more = [words[name] + row[name] for name in others if row.get(name, MISSING) != MISSING]
+        more = [words[name] + row[name] for name in others if row.get(name, MISSING) not in (MISSING, "plotted")]
         line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})
         line[rate[1] if rate else "0%"] = row[value] + f" ({', '.join(more)})" * bool(more)
     table: Any = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
@@ -307,7 +318,8 @@ def _runs(results: Path) -> Iterator[Shown]:
         names, train = arm_names(runs), runs[0].config["train"]
         table = arms_table(runs, names, compare_all(runs, names))
         frame = pd.DataFrame(table.rows, columns=table.columns).set_index("arm")
-        text = f"{train['updates']:,} updates of {train['length']:,} tokens × {train['batch_size']} sequences."
+        tokens = train["length"] * train["batch_size"] * train["accumulation"]
+        text = f"{train['updates']:,} updates of {tokens:,} tokens, in sequences of {train['length']:,}."
         where = {"section": "Training", "recipe": folder.name}
         page: Any = frame[[name for name in RUN_COLUMNS if name in frame]]
         yield Shown(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, cells=where)

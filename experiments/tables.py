@@ -179,8 +179,6 @@ class Metric:
     of: Callable[[Comparison], Any] | None = None
     by_seed: bool = False
     """Whether the number of each seed is shown in place of their mean."""
-    constant: bool = False
-    """Whether it is the same in every seed, and has no error."""
 
     def text(self, number: float) -> str:
         """Return a number at the metric's digits and, where it has one, with its sign."""
@@ -201,11 +199,11 @@ METRICS = {
     "extra": Metric("extra tokens (%)", 2, True, lambda c: c.extra(c.row.arm, c.row.reference)),
     "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.own_change(c.row.companions.get("tokens"))),
     "paper_exchange": Metric(
-        *(f"change at matched time (%), estimated at {PAPER_EXCHANGE}% for 1% of tokens", 3, True),
+        *(f"change estimated at {PAPER_EXCHANGE}% (%)", 3, True),
         lambda c: c.at_tokens(PAPER_EXCHANGE),
     ),
     "own_exchange": Metric(
-        *("change at matched time (%), estimated at the measured rate", 3, True),
+        *("change estimated at the measured rate (%)", 3, True),
         lambda c: c.at_tokens(c.exchange()),
     ),
     "exchange": Metric(
@@ -233,7 +231,7 @@ METRICS = {
     ),
     "rise": Metric("loss increase at the event (nats)", 4, True),
     "context": Metric("loss decrease by context (nats)", 3),
-    "window": Metric("measured at (tokens of context)", 0, constant=True),
+    "window": Metric("measured at (tokens of context)", 0),
     "to_4k": Metric("perplexity of the first 4,096 tokens", 3),
     "heads": Metric("heads", 0),
     "fit_kl": Metric("largest fit KL (nats)", 3),
@@ -308,14 +306,14 @@ class Value:
         return self.mean - self.error, self.mean + self.error
 
     def text(self, metric: Metric) -> str:
-        """Return the number with its standard error or interval."""
+        """Return the number with its standard error or interval, unless that has no extent at the metric's digits."""
         if metric.by_seed:
             return ", ".join(metric.text(self.by_seed[seed]) for seed in sorted(self.by_seed))
+        mean, error = metric.text(self.mean), f"{self.error or 0.0:.{metric.places}f}"
         if self.interval is not None:
-            return f"{metric.text(self.mean)} ({' to '.join(map(metric.text, self.interval))})"
-        if self.error is not None and not metric.constant:
-            return f"{metric.text(self.mean)} ± {self.error:.{metric.places}f}"
-        return metric.text(self.mean)
+            ends = [*map(metric.text, self.interval)]
+            return mean if ends == [mean, mean] else f"{mean} ({' to '.join(ends)})"
+        return f"{mean} ± {error}" if float(error) else mean
 
     def t_interval(self) -> tuple[float, float]:
         """Return the 95% interval of the mean over seeds by Student's t."""
@@ -459,9 +457,18 @@ class RecipeTable:
                 continue
             title = METRICS[metric].title
             columns[title] = ["–" if cell is None else cell.text(METRICS[metric]) for cell in cells]
-            if any(metric in row.paper for row in rows):
-                columns[f"paper's {title}"] = [row.paper.get(metric, "–") for row in rows]
+            if any(self._paper(row, metric) for row in rows):
+                columns[f"paper's {title}"] = [self._paper(row, metric) or "–" for row in rows]
         return pd.DataFrame(columns, index=pd.Index([row.label for row in rows], name="arm"))
+
+    def _paper(self, row: Row, metric: str) -> str | None:
+        """Return the paper's number; a difference that it does not have is that of the two changes that it has."""
+        deltas = {each.arm: each.paper.get("delta") for each in self.recipe.rows}
+        own, other = deltas[row.arm], deltas.get(row.against or "")
+        if metric != "difference" or metric in row.paper or not own or not other:
+            return row.paper.get(metric)
+        first, second = (float(text.split()[0].replace("\u2212", "-")) for text in (own, other))
+        return METRICS[metric].text(first - second)
 
     def notes(self) -> list[str]:
         """Return what a reader of the tables has to know."""
@@ -508,11 +515,11 @@ class RecipeTable:
         for row in self.recipe.rows:
             for metric in self.recipe.metrics:
                 value = self.values.get((row.label, metric))
-                if value is None and metric not in row.paper:
+                if value is None and not self._paper(row, metric):
                     continue
                 low, high = (value.interval if value else None) or (None, None)
                 numbers = [value.mean, value.error, low, high, len(value.by_seed)] if value else [None] * 4 + [0]
-                lines.append([row.label, row.arm, metric, *numbers, row.paper.get(metric)])
+                lines.append([row.label, row.arm, metric, *numbers, self._paper(row, metric)])
         names = ["row", "arm", "metric", "mean", "standard_error", "low", "high", "seeds", "paper"]
         return pd.DataFrame(lines, columns=names).to_csv(index=False)
 
@@ -535,7 +542,7 @@ def markdown(table: pd.DataFrame) -> str:
     """Return a table of text as Markdown: names to the left, numbers to the right."""
     head = [str(table.index.name or ""), *map(str, table.columns)]
     body = [[str(name), *map(str, row)] for name, row in zip(table.index, table.to_numpy(), strict=True)]
-    rule = ["---", *["---:"] * len(table.columns)]
+    rule = ["-", *["-:"] * len(table.columns)]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *body)
     )

@@ -299,14 +299,15 @@ RECIPES["matched_time"] = Recipe(
     notes=(
         "The reference is trained once from initialisation; its second half is what every arm gets. Pruned arms have "
         "exactly the heads of the frozen arm of their rate; they measure as it does, so that choosing is charged to "
-        "them too. The difference is from the frozen arm of that rate.",
-        "At the paper's scale, and at measured time, an arm gets the seconds that its reference had left; small arms "
-        "at measured time run uncompiled. Other small arms do as many updates as their speed, measured on 124M, buys; "
-        "an event costs them 28.3 of the paper's 187.65 minutes' seconds.",
+        "them too. The difference is from the frozen arm of that rate; the paper's without ± is of its two changes.",
+        "At the paper's scale, and at measured time, an arm gets the seconds that its reference had left. Small arms "
+        "at measured time run uncompiled for 50 seconds, of which an event takes a quarter: hence changes as large as "
+        "+11.5%. Other small arms do as many updates as their speed, measured on 124M, buys, less 28.3 s of the "
+        "paper's 187.65 minutes for an event.",
         "Reordered data is the ordinary arm with another data order in its second half: its change is the scatter of "
         "the comparison itself.",
-        "Estimates of the change at matched time are the change at matched tokens less a rate times the extra tokens: "
-        "0.14% for 1% as in the paper's regime, or as measured by the ordinary run with 3% more tokens.",
+        "Estimated changes are those at matched tokens less a rate times the extra tokens: 0.14% for 1% as in the "
+        "paper's regime, or as measured by the ordinary run with 3% more tokens.",
     ),
 )
 
@@ -393,7 +394,7 @@ RECIPES["answer"] = Recipe(
     notes=(
         "The question is that of the paper's tab:equal-time-controls, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
-        "(results/bench/linear.json); an event and its compilation cost 28.3 of the paper's 187.65 minutes' seconds.",
+        "(results/bench/linear.json); an event and its compilation are charged 28.3 s of 187.65 minutes.",
         "The difference is from the frozen arm of the same rate and clock; below zero is better than freezing.",
         "Own clock: the arm gets the seconds that its reference had left, as it takes them itself.",
         "Perplexity is measured on windows of the context that an arm was trained at. Arms of two contexts compare, "
