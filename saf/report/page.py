@@ -152,6 +152,8 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
     return {
         "title": f"Heads of {name}" if several else "Heads",
         "caption": f"{run.heads_in_words} of {run.num_heads}",
+        "frozen": len(run.frozen_heads),
+        "pruned": len(run.pruned_heads),
         "rejected": len(rejected),
         "picture": Markup(figures.head_map(run, name=f"map-{number_of}")),
         "facts": Table.facts("", facts),
