@@ -63,7 +63,7 @@ class FreezeReport:
     """The same after it."""
     worst_layer: tuple[int, float] | None = None
     """Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
-    which share perplexity rises with them."""
+    which share perplexity rises with them on the first 4 held-out sequences."""
     healing: Healing | None = None
     """Losses after training this model and the ordinary one alike; None without."""
 
