@@ -396,9 +396,10 @@ def fit_exponential_forms(
     marginals = torch.stack([fit.marginals for fit in fits.values() if fit.marginals is not None], 1).to(device)
     _, options = split_options(config.fitter, config.fitter_options, config.storage)
     forms = {}
-    for (head, fit), form in zip(fits.items(), fit_exponential_heads(compact, *marginals, **options), strict=True):
+    found = fit_exponential_heads(compact, *marginals, **options)
+    for (head, fit), own, form in zip(fits.items(), patterns, found, strict=True):
         kl = fit.fit_kl if form.pattern.kind == "compact" else fit.fit_kl + form.extra_kl
-        pattern, kl = (form.pattern.to(device="cpu"), kl) if kl <= config.max_fit_kl else (fit.pattern, fit.fit_kl)
+        pattern, kl = (form.pattern.to(device="cpu"), kl) if kl <= config.max_fit_kl else (own, fit.fit_kl)
         numbers = {name: value for name, value in vars(form).items() if name != "pattern"} | {"kind": pattern.kind}
         forms[head] = replace(fit, pattern=pattern, fit_kl=kl, marginals=None, exponential=numbers)
     return forms
