@@ -138,7 +138,7 @@ def freeze_(
     # Lines 7 to 20: fit head after head until k are within the tolerance; fewer are refused or warned of.
     fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
     fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
-    if config.storage == "exponential":
+    if config.storage == "exponential":  # past the paper: patterns that run in linear time
         with timer("fit"):
             fits = on_rank0(partial(fit_exponential_forms, fits, config, adapter.device))
 

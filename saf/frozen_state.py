@@ -68,8 +68,8 @@ def description_of(adapter: Adapter, *, checksums: bool = False) -> tuple[dict[s
         layers.append(layer)
         for head, pattern in patterns.items():
             tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}
-        for role, of in site.removed.items():
-            for head, rows in of.items():
+        for role, by_head in site.removed.items():
+            for head, rows in by_head.items():
                 prefix = f"{number}.{head}.removed.{role}."
                 tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
     state = {"schema": SCHEMA, "layers": layers}
@@ -85,13 +85,13 @@ def check_savable(adapter: Adapter) -> None:
 
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
-    """Write `saf.safetensors`, then `saf.json` with its SHA-256 sum and those of `others`, files of the same folder."""
+    """Write `saf.safetensors`, then `saf.json` with its SHA-256 and those of `others`, files of the same folder."""
     written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
     write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
 
 
 def read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what `write_description` wrote, checked against its sums, which a checkpoint has in its manifest instead.
+    """Read what `write_description` wrote and check its checksums; a checkpoint has these in its manifest instead.
 
     Raises CheckpointError for a file that is missing, damaged or of another schema.
     """

@@ -223,7 +223,7 @@ class CachedLayers:
         self.model, self.layers = model, [owners[site.attention] for site in adapter.sites()]
         self._room = (free_bytes(adapter.device) or 0) // 4
         self._outputs: defaultdict[int, dict[int, Any]] = defaultdict(dict)  # by batch and layer
-        self._batch = 0
+        self._batch = 0  # of the current pass: `_run` counts at layer 0
 
     def loss(self, text: Sequence[Batch], *, changed: int | None = None) -> float:
         """Return the held-out loss of a model in which only layers from `changed` on differ from the cached ones."""

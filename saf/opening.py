@@ -62,7 +62,7 @@ class ModelFolder:
 
     @property
     def hash(self) -> str:
-        """The hash of a checkpoint's manifest; of a saved model the SHA-256 of its saf.json, which holds sums."""
+        """The hash of a checkpoint's manifest; of a saved model the SHA-256 of saf.json, which lists its files' own."""
         return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / "saf.json")
 
     @property

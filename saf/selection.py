@@ -72,7 +72,7 @@ class Chooser:
             matched = existing(scores, match)
             self._limits, count = [sum(at == layer for at, _ in matched) for layer in range(len(scores))], len(matched)
         self.total = budget(rate or 0.0, scores.numel()) if count is None else count
-        # A matched set has the same number of heads in every layer; any other may end short of a whole group.
+        # Whole groups may leave the total by fewer heads than a group has; a matched set must be attained exactly.
         self._group_size = group_size if match is None else 1
         self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
         self._chosen: list[Head] = []

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
 from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, role_of
-from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, hooked, rows_of
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, hooked_module, rows_of
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
@@ -222,7 +222,7 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     """Raise InputError or UnsupportedError for a layer that cannot take a layout."""
     site.check(layout)
     check_plain_weights(site)
-    owner = hooked(site.attention)
+    owner = hooked_module(site.attention)
     for role, (weight, _) in site.projections().items():
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             owner = owner or f"the {role} weight"

@@ -99,7 +99,7 @@ class Point:
 
 
 class Comparison(NamedTuple):
-    """An arm and the ordinary arm that its times are divided into."""
+    """An arm and its baseline, the ordinary arm whose time is divided by the arm's."""
 
     baseline: Arm
     arm: Arm

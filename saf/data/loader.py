@@ -105,7 +105,7 @@ class TokenData:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
         tokenizer = Tokenizer.load(self._file(TOKENIZER_FILE))
-        if tokenizer.eot_id != self.eot_id:  # CONFIG_FILE names it, and has no sum
+        if tokenizer.eot_id != self.eot_id:  # CONFIG_FILE names it, and has no checksum
             eot = f"end-of-text must have id {self.eot_id}, {CONFIG_FILE} names {tokenizer.eot_id}"
             raise DataError(f"{self.folder}: {eot}; {_AGAIN}")
         return tokenizer

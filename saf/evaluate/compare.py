@@ -36,7 +36,7 @@ _BUDGETS = ("update_budget", "time_budget_seconds")
 """By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
 _QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
 """Settings of recall that decide the queries of a test, beside its tokens and pairs."""
-_EVALUATED = ("partition", "length", "precision", "data_fingerprint")
+_EVALUATION_SETTINGS = ("partition", "length", "precision", "data_fingerprint")
 _PAIR = ("ordinary", "frozen")
 _SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
 
@@ -101,7 +101,7 @@ def _header(
     lines: Sequence[str],
     data: Mapping[str, str] | None = None,
 ) -> Record:
-    """Return the entries of every comparison; raise CompareError for differences (`lines`) that are not allowed."""
+    """Return the entries of every comparison; `lines` are differences, which raise CompareError unless allowed."""
     if lines and not settings["allow_differences"]:
         listed = "\n  ".join(lines)
         raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
@@ -161,7 +161,7 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     one, other = (
         {"device": run.config.get("device")}
         | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
-        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in _EVALUATED}
+        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in _EVALUATION_SETTINGS}
         for run in (ordinary, frozen)
     )
     settings = _setting_differences(ordinary, frozen, without=without)

@@ -21,8 +21,9 @@ from saf.ops.heads import cached_order, take_heads
 from saf.ops.linear.op import RecurrentState
 
 OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"
-STREAMS_WAIT = (5, 20)
-"""transformers whose offloading stream waits for the device; before, copies raced and tokens were wrong (log)."""
+SAFE_OFFLOADING = (5, 20)
+"""The first transformers whose offloading stream waits for the device; with earlier ones copies race, and tokens are
+wrong (docs/log.md)."""
 
 
 def prepare(
@@ -35,21 +36,21 @@ def prepare(
     """
     if getattr(past_key_values, "offloading", False) and device.type == "cuda":
         version = importlib.metadata.version("transformers")
-        if tuple(map(int, version.split(".")[:2])) < STREAMS_WAIT:
+        if tuple(map(int, version.split(".")[:2])) < SAFE_OFFLOADING:
             raise UnsupportedError(f"an offloaded cache on a GPU needs transformers 5.20, got {version}")
-    layers, add = past_key_values.layers, getattr(past_key_values, "layer_class_to_replicate", None)
-    while add is not None and len(layers) <= index:
-        layers.append(add())
+    layers, new_layer = past_key_values.layers, getattr(past_key_values, "layer_class_to_replicate", None)
+    while new_layer is not None and len(layers) <= index:  # a cache that adds layers as passes reach them
+        layers.append(new_layer())
     layer = layers[index]
     # The layer's class is not tested, which compiled code would guard.
-    if (own := getattr(layer, "layout", None)) is None:
+    if (filled_for := getattr(layer, "layout", None)) is None:
         if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
             raise UnsupportedError(
                 "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
             )
         layers[index] = layer = _fitting_layer(layer, layout, frozen)
         layer.layout = layout
-    elif own is not layout and own != layout:
+    elif filled_for is not layout and filled_for != layout:
         raise UnsupportedError(OTHER_HEADS)
     return layer if getattr(layer, "sizes", None) is not None else None
 

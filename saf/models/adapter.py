@@ -1,6 +1,6 @@
 """What the rest of the package asks of a model: `adapter_for` returns its `Adapter`, which has a `Site` a layer.
 
-Nothing else tests the class of a model. An adapter only looks; `Site.assign` and `Site.pin` alone change a model.
+Nothing else tests the class of a model. Only `Site.assign` and `Site.pin` change it; all else reads.
 """
 
 import sys
@@ -120,8 +120,8 @@ def rows_of(site: Site, role: str) -> Rows:
     return rows
 
 
-def hooked(attention: nn.Module) -> str | None:
-    """Return a module with weights inside an attention layer whose hooks see heads, in the order that edits change."""
+def hooked_module(attention: nn.Module) -> str | None:
+    """Return the name of a projection with hooks, whose heads edits would reorder; None without any."""
     for name, module in attention.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if name and module._parameters and any(hooks):

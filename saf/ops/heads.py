@@ -12,8 +12,9 @@ from torch import Tensor
 
 from saf.ops.positions import CachePosition
 
-MOST_ROWS, HELD_WEIGHTS = 128, 1 << 26
-"""Rows, and weights of all heads, that are held at once beside a cache: 256 MiB in float32. Chosen, not measured."""
+MOST_PATTERN_ROWS, MOST_PATTERN_WEIGHTS = 128, 1 << 26
+"""Most rows of patterns, and weights in these rows of all heads, in memory at once: 256 MiB in float32. Chosen, not
+measured."""
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -58,7 +59,7 @@ def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int,
 def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...] | None]:
     """Return queries `[B, L, Tq, D]` with groups of one size, some queries twice, and which of them are the live heads.
 
-    Of few rows that costs next to nothing, where keys would have to be copied else. None for groups that are even.
+    For few rows that costs next to nothing; keys would have to be copied otherwise. None for groups that are even.
     """
     groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in sorted(set(live_kv))]
     size = max(map(len, groups))
@@ -160,8 +161,8 @@ def _dense_weights(tables: dict[str, Any], query: Tensor, key: Tensor, _: Tensor
 def _compact_weights(tables: dict[str, Any], query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
     """Return `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
     key_scale, row_scale = tables["key_scale"], tables["row_scale"]
-    far = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
-    return far * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
+    by_distance = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
+    return by_distance * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
 
 
 def _row_product(
@@ -172,10 +173,10 @@ def _row_product(
 
     `weights_of(query, key, lag)` returns weights `[F, B or 1, count, T]` at what `CachePosition.in_pattern` returns.
     """
-    parts, most = [], MOST_ROWS
+    parts, most = [], MOST_PATTERN_ROWS
     if not torch.compiler.is_compiling():  # where lengths may be open
         row = len(heads) * value.shape[-2] * (1 if position.left_pad is None else max(1, len(value)))
-        most = max(1, min(most, HELD_WEIGHTS // row))
+        most = max(1, min(most, MOST_PATTERN_WEIGHTS // row))
     for block in position.blocks(most):
         *at, seen = block.in_pattern(value.shape[-2], value.device)
         weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)

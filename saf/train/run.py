@@ -40,7 +40,7 @@ PARTS = {
 
 
 class Elapsed:
-    """Seconds of a run by part, over all processes that resumed it; a branch has its parent's beside them."""
+    """Seconds of a run by part, over all processes that resumed it; a branch keeps its parent's apart, in `parent`."""
 
     def __init__(self):
         self._part: str | None = "load"
@@ -81,7 +81,7 @@ class Elapsed:
         return {"parts": self.parts, "parent": self.parent}
 
     def go_on_(self, state: Mapping[str, Any], *, branch: bool) -> None:
-        """Add the seconds in a checkpoint of this run; those of another run's, of which this is a branch, aside."""
+        """Take over the seconds in a checkpoint: as this run's own, or where it is a branch, as its parent's."""
         if branch:
             self.parent = _sum(state["parts"], state["parent"] or {})
         else:
@@ -119,7 +119,7 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, config: TrainConfig, *, done: int, total: int, tokens: int, peak: float | None):
-        """Go on with the logs in `folder`; an update has so many `tokens` and takes `peak` seconds at rated speed."""
+        """Go on with the logs in `folder`. An update has `tokens`; at the rated speed it takes `peak` seconds."""
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
