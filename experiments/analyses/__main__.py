@@ -19,6 +19,8 @@ def run(name: str, settings: Output) -> None:
     if settings.figure is not None and (settings.figure.suffix != ".svg" or name not in FIGURES):
         raise InputError(f"--figure must be an .svg file of {', '.join(FIGURES)}, got {settings.figure.name}")
     record = to_json(ANALYSES[name].measure(settings))
+    if record is None:
+        return
     if settings.out is not None:
         write_json(settings.out, record)
     if settings.figure is not None:

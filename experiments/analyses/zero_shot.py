@@ -19,9 +19,10 @@ from torch import Tensor
 
 from experiments import paper
 from experiments.analyses.common import Computing, Record, check_rates, header, subplots
+from saf.calibration.capture import measurable_heads
 from saf.cli.output import say
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
-from saf.errors import InputError
+from saf.errors import InputError, check_name
 from saf.evaluate.answers import AnswersByTask, TooLong, counts_text, paired_tasks
 from saf.evaluate.paired import delta_of_windows
 from saf.evaluate.passes import precision_in_use
@@ -35,6 +36,7 @@ from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model
 from saf.records.files import read_json, to_json, write_json
 from saf.records.table import Part, Table, percent, signed
+from saf.selection import budget
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName
 
 LENGTH = 2_048
@@ -54,7 +56,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 class Settings(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
-    With --out every arm is written as it ends, and the same command continues.
+    With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
+    GPUs, give each process the same --out and its own --only; the command without --only then collects them.
     """
 
     model: tyro.conf.Positional[Path]
@@ -77,7 +80,7 @@ class Settings(Computing):
     )
     """Scores that choose heads; variance_spread takes three of a layer at most, joint_cost those that cost least."""
     rates: tuple[float, ...] = (0.1, 0.2, 0.3)
-    """Shares of all heads."""
+    """Shares of the eligible heads: the live ones of layers that can be frozen, without a sliding window."""
     controls: bool = False
     """Also prune the heads of each arm, and freeze those by joint cost in linear time."""
     max_fit_kl: float = FreezeConfig.max_fit_kl
@@ -96,13 +99,20 @@ class Settings(Computing):
     """Windows that heads are chosen by joint cost on, half of them to order the heads."""
     heal: int = 0
     """Tokens of healing; every arm and the ordinary model are then measured a second time."""
+    only: str | None = None
+    """Measure this arm alone, such as "ordinary" or "forward_kl 10%", and write no record."""
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Return the record; raise InputError if the arms to continue are of another model, data or settings."""
+def measure(settings: Settings) -> dict[str, Any] | None:
+    """Return the record, None with `only`.
+
+    Raises InputError if the arms to continue are of another model, data or settings.
+    """
     check_rates(settings.rates)
+    if settings.only is not None and (settings.out is None or settings.frozen):
+        raise InputError("--only measures an arm that is frozen here for the study of --out; give --out, not --frozen")
     if settings.tasks:
         from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
     opened = _open(settings, settings.model)
@@ -124,13 +134,23 @@ def measure(settings: Settings) -> dict[str, Any]:
         data={name: text.fingerprint for name, text in texts.items()},
     )
     origin = {name: head["provenance"][name] for name in ("checkpoints", "data")}
-    study = Study(settings, longest, {"settings": head["settings"], **origin})
+    eligible = len(measurable_heads(adapter_for(opened.model)))
+    empty = [rate for rate in settings.rates if not (settings.frozen or budget(rate, eligible))]
+    if empty:
+        raise InputError(f"each of --rates must select at least one of {eligible} eligible heads, got {empty}")
+    own = {name: value for name, value in head["settings"].items() if name != "only"}
+    study = Study(settings, longest, eligible, {"settings": own, "eligible": eligible, **origin})
+    if settings.only not in (None, "ordinary"):
+        study.measure_only(settings.only)
+        return None
     ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
+    if settings.only is not None:
+        return None
     pieces = study.elsewhere(others) if others else study.frozen()
     arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces]
     return {
         **head,
-        **{"model": str(opened.folder), "length": longest, "precision": precision},
+        **{"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible},
         **{"ordinary": _by_state(ordinary), "arms": arms, "overlap": _overlaps(arms)},
     }
 
@@ -156,6 +176,8 @@ class Study:
 
     settings: Settings
     longest: int
+    eligible: int
+    """How many heads can be frozen."""
     origin: Record
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
@@ -163,8 +185,7 @@ class Study:
         out = self.settings.out
         if out is None:
             return to_json(measure())
-        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-        path = folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
+        path = _piece_path(out, name)
         if not path.is_file():
             return read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
         piece, own = read_json(path), to_json(self.origin)
@@ -175,9 +196,8 @@ class Study:
     def elsewhere(self, others: Sequence[OpenedModel]) -> Iterator[dict[str, Any]]:
         """Yield the arms of models that were frozen elsewhere."""
         for number, other in enumerate(others, 1):
-            adapter = adapter_for(other.model)
-            heads = adapter.heads("frozen")
-            share = len(heads) / sum(site.layout.num_heads for site in adapter.sites())
+            heads = adapter_for(other.model).heads("frozen")
+            share = len(heads) / self.eligible
             name = f"model {number}, {percent(share)} frozen"
             facts = {"name": name, "path": str(other.folder), "score": None, "rate": None, "share": share}
             facts["heads"] = heads.to_list()
@@ -187,25 +207,50 @@ class Study:
     def frozen(self) -> Iterator[dict[str, Any]]:
         """Yield the arms of every score and rate, and their controls."""
         for score, rate in itertools.product(self.settings.scores, self.settings.rates):
-            config = {**CHOICES[score], "rate": rate, "max_fit_kl": self.settings.max_fit_kl}
-            config |= {"seed": self.settings.calibration_seed} if score == "random" else {}
-            yield (arm := self._arm(score, rate, FreezeConfig(**config)))
-            heads: Any = tuple(map(tuple, arm["facts"]["heads"]))
-            if self.settings.controls and heads:
-                yield self._arm(f"{score} pruned", rate, FreezeConfig(operation="prune", heads=heads))
-            if self.settings.controls and heads and score == "joint_cost":
-                # They passed when they were chosen.
-                config = FreezeConfig(storage="exponential", heads=heads, max_fit_kl=10.0)
-                yield self._arm(f"{score} in linear time", rate, config)
+            yield (arm := self._chosen(score, rate))
+            for control in self._controls(score) if arm["facts"]["heads"] else ():
+                yield self._control(control, rate, arm)
+
+    def measure_only(self, title: str) -> None:
+        """Measure one arm; raise InputError for an unknown one, or where the arm whose heads it has is missing."""
+        arms: dict[str, tuple[str, float, str | None]] = {}
+        for score, rate in itertools.product(self.settings.scores, self.settings.rates):
+            arms[_title(score, rate)] = score, rate, None
+            arms |= {_title(control, rate): (score, rate, control) for control in self._controls(score)}
+        check_name("--only", title, ("ordinary", *arms))
+        score, rate, control = arms[title]
+        before = _title(score, rate)
+        if control is not None and not _piece_path(self.settings.out or Path(), before).is_file():
+            raise InputError(f"the arm {title!r} has the heads of {before!r}; measure --only {before!r} first")
+        arm = self._chosen(score, rate)
+        if control is not None and arm["facts"]["heads"]:
+            self._control(control, rate, arm)
+
+    def _controls(self, score: str) -> list[str]:
+        return [f"{score} pruned", *[f"{score} in linear time"] * (score == "joint_cost")] * self.settings.controls
+
+    def _chosen(self, score: str, rate: float) -> dict[str, Any]:
+        """Return the arm whose heads a score chooses."""
+        settings = {**CHOICES[score], "count": budget(rate, self.eligible), "max_fit_kl": self.settings.max_fit_kl}
+        settings |= {"seed": self.settings.calibration_seed} if score == "random" else {}
+        return self._arm(score, rate, FreezeConfig(**settings))
+
+    def _control(self, control: str, rate: float, arm: Record) -> dict[str, Any]:
+        """Return an arm's heads pruned, or frozen in linear time."""
+        heads: Any = tuple(map(tuple, arm["facts"]["heads"]))
+        if control.endswith("pruned"):
+            return self._arm(control, rate, FreezeConfig(operation="prune", heads=heads))
+        # They passed when they were chosen.
+        return self._arm(control, rate, FreezeConfig(storage="exponential", heads=heads, max_fit_kl=10.0))
 
     def _arm(self, score: str, rate: float, config: FreezeConfig) -> dict[str, Any]:
         """Return the arm of an event: what it froze, and the model's measurements afterwards."""
-        title = f"{score} {percent(rate)}"
+        title = _title(score, rate)
 
         def measure() -> dict[str, Any]:
             opened = _open(self.settings, self.settings.model)
             report = self._freeze(opened, config, title)
-            return {"facts": _facts(report, score, rate), "states": self.states(opened, title)}
+            return {"facts": _facts(report, score, rate, self.eligible), "states": self.states(opened, title)}
 
         return self.piece(title, measure)
 
@@ -268,19 +313,29 @@ class Study:
         return windows
 
 
-def _facts(report: FreezeReport, score: str, rate: float) -> dict[str, Any]:
+def _title(score: str, rate: float) -> str:
+    return f"{score} {percent(rate)}"
+
+
+def _piece_path(out: Path, name: str) -> Path:
+    """Return the file of a part of the study whose record is `out`."""
+    folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
+
+
+def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict[str, Any]:
     """Return what an event chose: its heads, their thirds of the layers, medians of their fits' KL and of scores."""
     statistics, heads, label = report.statistics, report.heads, percent(rate)
-    layers, total = len(statistics.variance), statistics.variance.numel()
+    layers = len(statistics.variance)
     if len(heads) != report.requested:
-        label = f"{percent(round(len(heads) / total, 3))} ({label} asked for)"
+        label = f"{percent(round(len(heads) / eligible, 3))} ({label} asked for)"
     values = {
         "fit_kl_median": list(report.fit_kl.values()),
         "forward_kl_median": [float(statistics.forward_kl[head]) for head in heads],
         "variance_median": [float(statistics.variance[head]) for head in heads],
     }
     return {
-        **{"name": f"{score} {label}", "score": score, "rate": rate, "share": len(heads) / total},
+        **{"name": f"{score} {label}", "score": score, "rate": rate, "share": len(heads) / eligible},
         "heads": heads.to_list(),
         "seconds": sum(report.seconds.values()),
         "layer_thirds": [sum(3 * layer // layers == third for layer, _ in heads) for third in range(3)],
@@ -431,7 +486,7 @@ def figure(records: Sequence[Record]) -> Figure:
             axis.plot(*zip((0, 0), *points, strict=True), "o-", label=group)
         axis.axhline(0, color="grey", lw=0.8)
         title = "mean change" if name is None else f"{name}, {100 * tasks[name]['accuracy']:.2f}% ordinary"
-        axis.set(title=title, xlabel="heads frozen, %", ylabel="points")
+        axis.set(title=title, xlabel="eligible heads frozen, %", ylabel="points")
     axes.flat[0].legend()
     for axis in axes.flat:
         axis.set_visible(axis.has_data())

@@ -12,10 +12,12 @@ import saf.integrations.transformers
 from experiments.analyses import svg
 from experiments.analyses.__main__ import main
 from experiments.analyses.zero_shot import Settings, measure, tables
+from saf.calibration.capture import measurable_heads
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
 from saf.evaluate.answers import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
+from saf.models.adapter import adapter_for
 from saf.opening import Encoder
 from saf.records.files import to_json
 from saf.records.result import read_result
@@ -96,8 +98,13 @@ def test_a_study_that_was_cut_off_goes_on_without_the_arms_that_it_has(folder, r
     (tmp_path / "study-pieces" / "forward_kl-25.json").unlink()
     assert main([*command, "--max-fit-kl", "99"]) == 2
     assert "other settings" in capsys.readouterr().err
-    assert main(command) == 0
+    assert main([*command, "--controls", "--only", "forward_kl pruned 25%"]) == 2
+    assert "--only 'forward_kl 25%' first" in capsys.readouterr().err
+    assert main([*command, "--only", "forward_kl 25%"]) == 0
     assert capsys.readouterr().err.count("sst2, arc_easy") == 1
+    assert not (tmp_path / "study.json").exists()
+    assert main(command) == 0
+    assert "sst2, arc_easy" not in capsys.readouterr().err
     found = read_result(tmp_path / "study.json")
     assert found["overlap"] == whole["overlap"] == record["overlap"]
     for one, other, direct in zip(found["arms"], whole["arms"], to_json(record)["arms"], strict=True):
@@ -144,3 +151,14 @@ def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_h
         ratio = state["texts"]["other"]["perplexity"] / other["texts"]["other"]["perplexity"]
         assert state["texts"]["other"]["change"]["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
     assert "joint_cost pruned 25%" in "".join(map(markdown_of, tables(to_json(found))))
+
+
+def test_rates_are_shares_of_the_heads_that_can_be_frozen(folder, tmp_path):
+    model = make("gemma3", vocab_size=300, max_position_embeddings=LENGTH)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes((folder / "model" / "tokenizer.json").read_bytes())
+    eligible = len(measurable_heads(adapter_for(model)))
+    assert 0 < eligible < sum(site.layout.num_heads for site in adapter_for(model).sites())
+    found = measure(settings(folder, model=tmp_path / "model", tasks=(), scores=("variance",), rates=(0.5,)))
+    (arm,) = found["arms"]
+    assert (len(arm["heads"]), arm["share"], found["eligible"]) == (eligible // 2, 0.5, eligible)
