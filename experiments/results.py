@@ -22,7 +22,7 @@ from saf.evaluate.tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
-from saf.records.table import MISSING, Table, natural_order
+from saf.records.table import MISSING, Table
 from saf.records.table import markdown as escaped
 
 SHOWN = {
@@ -217,13 +217,13 @@ def _page(name: str, results: Path) -> Iterator[Shown]:
 
 def _benchmarks(name: str, measured: list[Record]) -> Iterator[Shown]:
     for kind, section in _KINDS.get(name, ()):
-        files = sorted({each["name"] for each in measured if each["kind"] == kind}, key=natural_order)
         where = {"section": section}
         *tables, last = [
             Shown(heading=section, title=title, frame=frame, page=_by_rate(frame, SPEED_COLUMNS), cells=where)
             for title, frame in benchmarks.TABLES[kind](measured)
         ]
-        yield from (*tables, replace(last, text=f"Records in results/bench: {', '.join(files)}."))
+        text = f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row."
+        yield from (*tables, replace(last, text=text))
         if kind in ("update", "prefill") and (frame := benchmarks.memory(measured, kind)) is not None:
             section = f"{section.removesuffix(': speed')}: peak memory"
             page = _by_rate(frame, MEMORY_COLUMNS)
