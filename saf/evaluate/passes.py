@@ -34,7 +34,8 @@ def run_batches(
 ) -> list[Result]:
     """Run batches in evaluation mode without gradients and return their results in order.
 
-    Processes of a group share the batches out, and all get every result. `progress` hears of the `sizes` of batches.
+    Processes of a group divide the batches among them, and all get every result. `progress` counts the `sizes` of
+    finished batches, by default each as one.
     """
     done = 0
 

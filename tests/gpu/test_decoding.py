@@ -8,7 +8,7 @@ from saf.bench.models import synthetic_patterns
 from saf.bench.timing import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
-from saf.hf.cache import STREAMS_WAIT
+from saf.hf.cache import SAFE_OFFLOADING
 from saf.machine import GraphPool, GraphReplay
 from tests.ops.exponential_patterns import exponential_patterns
 
@@ -108,7 +108,7 @@ def test_layers_that_wait_in_the_memory_of_the_host_yield_the_same_tokens(implem
     grown = model.generate(ids, **options)
     # transformers compiles steps with caches of fixed size; compiling one that is offloaded ends the process.
     options |= {"disable_compile": True, "cache_implementation": implementation}
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < STREAMS_WAIT:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < SAFE_OFFLOADING:
         with pytest.raises(UnsupportedError, match="offloaded cache"):
             model.generate(ids, **options)
     else:
