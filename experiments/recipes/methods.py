@@ -36,6 +36,7 @@ RECIPES["timing"] = Recipe(
         ),
     ),
     metrics=("perplexity", "delta", "remaining", "heads"),
+    headline=("delta", "remaining"),
     smoke=("4k-mean-25", "4k-mean-25-at-100"),
     notes=(
         "At 100% the trained model is evaluated as it was frozen, without further training.",
@@ -67,6 +68,7 @@ RECIPES["schedules"] = Recipe(
         ),
     ),
     metrics=("perplexity", "delta", "difference", "context", "heads", "minutes", "intervention"),
+    headline=("delta", "difference", "heads"),
     smoke=("4k-gradual-50", "4k-validation-budget-1", "4k-train-loss-3.0"),
     notes=(
         "Schedules by the training loss begin at initialisation: in their change is what two trainings of the same "
@@ -218,6 +220,7 @@ RECIPES["rates_and_patterns"] = Recipe(
         ),
     ),
     metrics=("perplexity", "delta", "heads"),
+    headline=("delta",),
     also=("tab:prior-geometry-correlation", "tab:kl-continuation-selector", "tab:representation-details"),
     measurements=(
         Measurement(
@@ -301,6 +304,7 @@ RECIPES["selectors"] = Recipe(
         *(_scored("1k", score, 0.25, perplexity=text) for score, text in _AT_1K.items()),
     ),
     metrics=("perplexity", "delta", "difference", "relative", "heads"),
+    headline=("delta", "difference", "relative"),
     smoke=(
         *(tracked("4k", score, rate) for rate in (0.25, 0.5) for score in ("variance", "forward_kl")),
         *(tracked("4k", score, 0.25) for score in ("residual_cosine", "rank_sum")),
@@ -368,6 +372,7 @@ RECIPES["better"] = Recipe(
         *(_varied(idea, 0.25, bought=True) for idea in _BOUGHT),
     ),
     metrics=("perplexity", "delta", "difference", "rise", "extra", "context", "heads"),
+    headline=("delta", "difference", "rise", "extra"),
     smoke=(
         *("4k-tracked-qk-gradient-25", "4k-tracked-rewarm-25", "4k-tracked-two-events-25"),
         "4k-tracked-variance-25",
