@@ -67,15 +67,15 @@ class Speed:
     rates: tuple[float, ...] = ()
     """Freeze these shares of heads: 0.25 and 0.5 by default. A folder has its own heads."""
     backends: tuple[str, ...] = ()
-    """Execute frozen heads by these backends: by default toeplitz and, on CUDA, fused, the paper's execution; those of
-    a folder by its own."""
+    """Execute frozen heads by these backends: toeplitz, linear (exponential patterns), fused, reference. By default
+    toeplitz and, on CUDA, fused, the paper's execution; those of a folder by its own."""
     kernels: tuple[str, ...] = ()
     """Run live heads by these attention kernels, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
     others: tuple[str, ...] | None = None
     """Compare these kernels of ordinary attention with the first, too: auto, cudnn, flash, efficient, math, flex. By
     default auto, flash and flex on CUDA, none on a CPU; --others alone is none."""
     free: bool = True
-    """Measure the free bound too: frozen heads whose mixing costs nothing."""
+    """Whether to measure the free bound too, frozen heads whose mixing costs nothing; --no-free leaves it out."""
     pairs: int = 8
     """Take so many alternating pairs of each arm with its baseline; 0 with --memory times nothing."""
     repeats: int = 1
@@ -92,7 +92,7 @@ class Speed:
     """Compile with torch.compile: on for CUDA, off for a CPU. "layers" compiles decoder layers by themselves, for
     updates."""
     profile: bool = True
-    """Record the kernels that one pass of each arm runs."""
+    """Whether to record the kernels that one pass of each arm runs; --no-profile leaves them out."""
     seconds: float | None = None
     """Stop cleanly where another measurement would not end within this, and record what was left out."""
 

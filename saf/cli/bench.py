@@ -1,11 +1,14 @@
 """`saf bench`: time a frozen model against an ordinary one, in pairs, on this device."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Union
 
 import tyro
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints its starts and stops; read when PyTorch loads
 
 from saf import bench
 from saf.cli.output import show
@@ -35,13 +38,16 @@ class _Bench:
             settings.model = str(self.folder)
         with process_group(settings.device):
             record = bench.measure(settings, out=self.out)
+            refusals = [row["refused"] for row in record["rows"]]
             if is_rank0():
-                notes = [REFUSED] * any(row["refused"] for row in record["rows"])
+                notes = [REFUSED] * (0 < sum(refusals) < len(refusals))
                 notes += [f"written to {self.out}"] * (self.out is not None)
                 show(record, _machine(record["provenance"]), *tables(record), *notes, as_json=self.json)
         if not record["rows"] and not record["memory"]:
             reasons = "; ".join(each["why"] for each in record["left_out"])
             raise UnsupportedError(f"nothing could be measured: {reasons}")
+        if refusals and all(refusals):
+            raise UnsupportedError(REFUSED)
         return record
 
 
@@ -58,7 +64,9 @@ COMMANDS = {
 }
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
 _SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device")
-FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "layer", "compile", "graphs", "memory", "seconds"))
+FIRST = dict.fromkeys(
+    COMMANDS.values(), (*_SHOWN, "layer", "compile", "graphs", "memory", "seconds", "pruned", "parallel", "tolerance")
+)
 """The settings that `--help` shows."""
 
 

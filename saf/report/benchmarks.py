@@ -37,7 +37,7 @@ def tables(record: Record) -> list[Part]:
         titled[title] = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
     elif record["kind"] in SPEEDS:
         for row, cells in speed_cells(record):
-            titled.setdefault(table_title(row), []).append(cells)
+            titled.setdefault(f"{table_title(row)}: speedups are medians of the pairs' ratios", []).append(cells)
     if record["memory"]:
         titled["peak memory"] = [memory_cells(record, entry) for entry in record["memory"]]
     refused = _refusals(record) if record["kind"] in SPEEDS else ()
