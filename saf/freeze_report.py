@@ -223,9 +223,7 @@ def exponential_words(fits: Sequence[Mapping[str, Any]]) -> str:
     compact = [":".join(map(str, fit["head"])) for fit in fits if fit["kind"] == "compact"]
     words = [f"{len(sums)} exponential"]
     if sums:
-        extra, cancellation = (max(fit[name] for fit in sums) for name in ("extra_kl", "cancellation"))
-        poles = " and ".join(str(count) for count in sorted({fit["poles"] for fit in sums}))
-        words.append(f"extra KL at most {extra:.4f} nats, cancellation {cancellation:.1f}, {poles} poles")
+        words.append(f"extra KL at most {max(fit['extra_kl'] for fit in sums):.4f} nats")
     if compact:
-        words.append(f"compact: {' '.join(compact)}")
+        words.append(f"no exponential pattern fits, so compact: {' '.join(compact)}")
     return ", ".join(words)

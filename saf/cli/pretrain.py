@@ -182,13 +182,14 @@ def result_table(result: dict[str, Any]) -> Table:
     """Return the table of a run's result; a row without a value is not shown."""
     timing, recall, chosen = result["update_seconds"], result.get("recall"), result.get("taken")
     perplexity, entropy = result.get("report_perplexity"), result.get("unigram_entropy")
+    worse = ", worse than the unigram entropy" * bool(entropy and result["report_loss"] > entropy)
     peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
     everything, warm = (seconds(result["time"][clock]["seconds"]) for clock in ("everything", "warm"))
     parent = ", its parent's part included" if result["time"]["parent_parts"] else ""
     rows = {
         "accuracy": _accuracy(result) if result.get("accuracy") is not None else None,
         "answers chosen": chosen and ", ".join(f"{choice}: {count:,}" for choice, count in chosen.items()),
-        "perplexity, report": perplexity and f"{perplexity:.4f}",
+        "perplexity, report": perplexity and f"{perplexity:.4f}{worse}",
         "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
         "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
         "not to be compared": recall and unlearnt_reason(recall),

@@ -242,7 +242,9 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
     if not record["update_time_ratio"]:
         return "too few updates to tell which arm is faster"
     if was_busy(record):
-        return "timing unclear: the machine was busy (free heads would save less)"
+        return (
+            "timing unclear: the machine was busy, for heads that took no time at all would save less than was measured"
+        )
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
     return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
 

@@ -52,9 +52,7 @@ def verdict(record: Record) -> str:
 
 def perplexity_change(record: Record) -> str:
     """Show the change of perplexity with its 95% interval."""
-    low, high = record["ci95"]
-    change = signed(record["delta_ppl_percent"], 3)
-    return f"{change} (95% interval {signed(low, 3, '')} to {signed(high, 3, '')})"
+    return _interval(record, "95% interval ")
 
 
 def _saving(record: Record) -> str:
@@ -214,9 +212,9 @@ def _with(value: str, change: str) -> str:
     return f"{value} ({change})" if change else value
 
 
-def _interval(record: Record) -> str:
+def _interval(record: Record, name: str = "") -> str:
     low, high = record["ci95"]
-    return f"{signed(record['delta_ppl_percent'])} ({signed(low)} to {signed(high)})"
+    return f"{signed(record['delta_ppl_percent'])} ({name}{signed(low)} to {signed(high)})"
 
 
 def _ratio(record: Record) -> str:

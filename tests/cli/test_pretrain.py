@@ -85,6 +85,7 @@ def test_two_arms(text_data, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "frozen arm, 4 updates" in table
     assert f"{result['report_perplexity']:.4f}" in table
+    assert ("worse than the unigram" in table) == (result["report_loss"] > result["unigram_entropy"])
     assert "2 after update 2" in table
     assert len(result["provenance"]["heads"]) == 2
     again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
