@@ -13,6 +13,7 @@ from saf.errors import DataError, InputError
 from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json, write_json
+from saf.records.table import signed
 
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
@@ -79,7 +80,7 @@ def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
     assert printed["timed_updates"] == [16, 24]
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
-    assert out.startswith(f"Cost: perplexity {printed['delta_ppl_percent']:+.3f}%".replace("-", "−"))
+    assert out.startswith(f"Cost: perplexity {signed(printed['delta_ppl_percent'])} (95% interval ")
     assert "gains no time: at 32 tokens" in out
     assert max(map(len, out.splitlines())) <= 80
 
