@@ -223,7 +223,7 @@ def exponential_words(fits: Sequence[Mapping[str, Any]]) -> str:
     compact = [":".join(map(str, fit["head"])) for fit in fits if fit["kind"] == "compact"]
     words = [f"{len(sums)} exponential"]
     if sums:
-        words.append(f"extra KL at most {max(fit['extra_kl'] for fit in sums):.4f} nats")
+        words.append(f"which adds at most {max(fit['extra_kl'] for fit in sums):.4f} nats to a head's fit KL")
     if compact:
         words.append(f"no exponential pattern fits, so compact: {' '.join(compact)}")
     return ", ".join(words)
