@@ -325,7 +325,7 @@ _OWN_CLOCK = {
     "exponential-50": "50% frozen",
     "exponential-50-pruned": "50% same heads pruned",
 }
-_CLOCKS = {"tokens": "", "time": "-time"}
+_ENDS = {"tokens": "", "time": "-time"}
 _ANSWERS = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
 
 
@@ -378,7 +378,7 @@ RECIPES["answer"] = Recipe(
             across="matched",
             panels={
                 f"{k.upper()} of context, {rate}% of heads": {
-                    line: {clock: (f"{k}-{arm.format(rate)}{end}", "delta") for clock, end in _CLOCKS.items()}
+                    line: {clock: (f"{k}-{arm.format(rate)}{end}", "delta") for clock, end in _ENDS.items()}
                     for line, arm in _ANSWERS.items()
                 }
                 for k in ("16k", "4k")
