@@ -470,7 +470,8 @@ def _cheapest_together(
         least = perplexity_rise(0.0, min(joint.alone.values()))
         raise SelectionError(
             f"at least 1 head must keep perplexity within {100 * budget:+.3g}% on both halves of the text, got none of "
-            f"{len(joint.alone)}: the cheapest costs {100 * least:+.3g}% alone where heads are chosen; raise budget"
+            f"{len(joint.alone)}: the cheapest costs {100 * least:+.3g}% alone where heads are chosen; "
+            "raise budget (--budget)"
         )
     return joint
 

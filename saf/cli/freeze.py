@@ -66,7 +66,8 @@ class Command(CheckpointFreezing):
 
 FIRST = {
     Command: (
-        *("checkpoint", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json"),
+        *("checkpoint", "out", "data", "sequences", "heldout_sequences", "length", "accept_loss", "heal"),
+        *("device", "json"),
         "config",
     ),
     FreezeConfig: ("rate", "budget", "max_per_layer", "score", "storage"),
