@@ -126,6 +126,10 @@ def command() -> str:
     words = [path.name]
     if module is not None:
         words = ["python", "-m", module.name.removesuffix(".__main__")]
+    elif path.name == "__main__.py":  # of the process that started this one
+        packages = [path.parent, *path.parent.parents]
+        inside = next(n for n, each in enumerate(packages) if not (each / "__init__.py").exists())
+        words = ["python", "-m", ".".join(each.name for each in reversed(packages[:inside]))]
     elif path.suffix == ".py":
         words = ["python", path.name if path.is_absolute() else path.as_posix()]
     for word in sys.argv[1:]:

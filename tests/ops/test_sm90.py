@@ -12,6 +12,8 @@ SPILLED = {
     "fused grouped bf16 D96": 520,
     "fused grouped bf16 D128": 512,
     "fused forward fp32 D192": 16,
+    "decode bf16 D128 9x4": 8,
+    "decode fp16 D128 9x4": 8,
     "toeplitz bf16": 64,
     "toeplitz fp16": 64,
 }
