@@ -99,6 +99,8 @@ class Number:
     """Which of several entries that meet the conditions is shown: one alone, their mean or largest. A list of "pairs",
     baseline's and arm's times, gives the mean of their ratios with its standard error."""
     scientific: bool = False
+    saved: bool = False
+    """Whether a speedup is shown as the percentage of time that it saves."""
 
     def find(self, record: Mapping[str, Any]) -> list[float]:
         """Return the number, or one a pair; empty where the record has none.
@@ -114,7 +116,8 @@ class Number:
             return []
         if self.of == "pairs":
             return [baseline / arm for baseline, arm in values[0]]
-        return [self.scale * (max if self.of == "max" else statistics.fmean)(map(float, values))]
+        value = (max if self.of == "max" else statistics.fmean)(map(float, values))
+        return [100.0 * (1.0 - 1.0 / value) if self.saved else self.scale * value]
 
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:

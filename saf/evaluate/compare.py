@@ -246,7 +246,11 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
             "timing unclear: the machine was busy, for heads that took no time at all would save less than was measured"
         )
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
-    return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
+    if spreads[0][1] < spreads[1][0]:
+        return ""
+    bound = free_heads_bound(record["heads"], record["num_heads"])
+    most = "" if bound is None else f" (the work of these heads is worth at most {bound:.2f}×)"
+    return f"timing unclear: the spreads of both arms overlap{most}"
 
 
 def was_busy(record: Mapping[str, Any]) -> bool:
