@@ -89,7 +89,9 @@ def test_updates_after_the_event_are_timed_without_compilation_and_few_give_no_r
     assert set(times.values()) == {None}, "no update is common"
 
 
-@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap")])
+@pytest.mark.parametrize(
+    ("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap (the work of these heads is worth at most 2.00×)")]
+)
 def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
     record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0], "heads": 6, "num_heads": 12}
     assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
