@@ -35,9 +35,8 @@ from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import pick_device, visible_devices
 from saf.models import preset
 from saf.models.adapter import adapter_for, find_rows
-from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, to_json, write_json
-from saf.records.run import RecordedRun
+from saf.records.run import RecordedRun, heads_in_force, read_events
 from saf.records.table import seconds
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings

@@ -13,7 +13,7 @@ from saf.errors import InputError, check_name
 from saf.fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.backends import BACKENDS
-from saf.records.events import STATE_AFTER
+from saf.records.run import STATE_AFTER
 from saf.scores import SCORES, Score, required_inputs, score_name
 from saf.selection import Chooser, budget, existing, select
 from saf.targets import FITTED, TARGETS, Storage, check_options

@@ -13,7 +13,7 @@ from saf.heads import Head, HeadSet
 from saf.heal import Healing
 from saf.heldout import JointCost, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
-from saf.records.events import STATE_AFTER, EventRecord, append_event, total_in_words
+from saf.records.run import STATE_AFTER, EventRecord, append_event, total_in_words
 from saf.records.table import Table, markdown_of, number, signed
 from saf.statistics import AttentionStatistics
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from experiments import paper
 from experiments.analyses.common import Output, Record, header, subplots
 from saf.errors import InputError
-from saf.records.events import read_events
 from saf.records.files import read_lines
+from saf.records.run import read_events
 from saf.records.table import Part, Table, percent, signed
 
 METRICS = "metrics.jsonl"

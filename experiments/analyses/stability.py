@@ -14,8 +14,8 @@ from experiments.analyses.common import Output, Record, header, mask_of, matrix,
 from saf.checkpoint import checkpoint_hash, find_checkpoint
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.records.events import chosen, events_file, read_events
 from saf.records.files import read_json
+from saf.records.run import chosen, events_file, read_events
 from saf.records.table import Part, Table, correlation
 
 

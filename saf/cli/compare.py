@@ -14,9 +14,8 @@ from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, compare_runs
 from saf.evaluate.tables import pair_tables, perplexity_change, verdict
 from saf.hf.card import folder_hash, record_cost_
-from saf.records.events import heads_in_words
 from saf.records.files import write_json
-from saf.records.run import Kind, RecordedRun, expect, kind_of
+from saf.records.run import Kind, RecordedRun, expect, heads_in_words, kind_of
 from saf.report import too_small
 
 

@@ -15,7 +15,7 @@ from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate.recall import recall_tables, unlearnt_reason
 from saf.freeze_config import BUDGETS, FreezeConfig
-from saf.records.events import head_counts, heads_in_words, total_in_words
+from saf.records.run import head_counts, heads_in_words, total_in_words
 from saf.records.table import Table, seconds, signed
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask

@@ -8,8 +8,7 @@ from typing import Any
 from saf.errors import SafError
 from saf.evaluate.answers import choices_table
 from saf.evaluate.compare import ACCURACY, PERPLEXITY, compare_runs, speed_caveat, was_busy
-from saf.records.events import heads_in_words
-from saf.records.run import RecordedRun
+from saf.records.run import RecordedRun, heads_in_words
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 
 Record = Mapping[str, Any]

@@ -14,8 +14,8 @@ from saf.frozen_state import OPENS, SCHEMA, STATE_FILE, TENSORS_FILE
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
 from saf.models.adapter import Adapter
-from saf.records.events import heads_in_words
 from saf.records.files import entries_hash, file_hash, write_atomically
+from saf.records.run import heads_in_words
 from saf.records.table import signed
 
 CARD, CONFIG = "README.md", "config.json"

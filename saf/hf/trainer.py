@@ -37,8 +37,8 @@ from saf.hf.card import mark_of, section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.optimizer_state import unwrap_optimizer
-from saf.records.events import EventRecord
 from saf.records.files import read_json, to_json
+from saf.records.run import EventRecord
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer

@@ -1,10 +1,16 @@
-"""What a path holds (`kind_of`), and the folder of a run: settings, metrics, events, evaluation and final numbers."""
+"""Records read back: the folder of a run (`RecordedRun`), its events, and what a path on the disk holds (`kind_of`).
+
+An event is one change of the heads: a freeze, a prune or an undo. Its line in events.jsonl has its kind, update,
+reason, heads, seconds and values, in a run also `loss_before` and `loss_after`. An undo has the number of the event
+that it `undoes`. Each freeze has a file of tensors. `saf freeze` writes both into the folder of its checkpoint.
+"""
 
 import json
 import os
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,117 +19,18 @@ import torch
 from torch import Tensor
 
 from saf.errors import CheckpointError, InputError, SafError
-from saf.records.events import (
-    STATE_AFTER,
-    EventRecord,
-    arm,
-    chosen,
-    heads_in_force,
-    heads_in_words,
-    read_events,
+from saf.records.files import (
+    append_line,
+    read_json,
+    read_lines,
+    read_tensors,
+    to_json,
+    write_atomically,
+    write_lines,
+    write_tensors,
 )
-from saf.records.files import read_json, read_lines
 from saf.records.result import read_result
 from saf.records.table import natural_order
-
-MANIFEST = "manifest.json"
-"""The file of a checkpoint that lists its others with their sums."""
-
-# --- the kinds of paths
-
-
-class Kind(StrEnum):
-    """The kinds of what paths hold."""
-
-    CHECKPOINT = "checkpoint"
-    RUN = "run"
-    DATA = "data"
-    MODEL = "model"
-    HEADS = "heads"
-    TRANSFORMERS = "transformers"
-    EVALUATION = "evaluation"
-    RESULT = "result"
-
-
-_WORDS = {
-    Kind.CHECKPOINT: "a checkpoint (step-N)",
-    Kind.RUN: "a run",
-    Kind.DATA: "a folder made by `saf data prepare`",
-    Kind.MODEL: "a folder written by saf.save",
-    Kind.HEADS: "the frozen heads of a model that keeps its own weights",
-    Kind.TRANSFORMERS: "a model of transformers (save_pretrained)",
-    Kind.EVALUATION: "an evaluation (`saf evaluate --out`)",
-    Kind.RESULT: "a result (.json)",
-}
-
-
-def kind_of(path: Path | str) -> Kind | None:
-    """Return what a path holds, by the files that only that has; None for anything else.
-
-    A damaged one keeps its kind: a checkpoint that lost its manifest is still a checkpoint, refused when it is opened.
-    Raises CheckpointError for a saf.json that cannot be read.
-    """
-    path = Path(path)
-    if path.is_file():
-        return Kind.RESULT if path.suffix == ".json" else None
-    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
-    if (config := _transformers_config(path)) is not None:
-        # Heads that config.json does not name are none of the model's: of a model saved there before, or of `saf.save`.
-        return Kind.TRANSFORMERS if "saf" in config or not has("saf.json") else Kind.HEADS
-    saved = Kind.MODEL if has("model.safetensors") else Kind.HEADS
-    # `saf.save` writes sums into saf.json; a checkpoint's has none.
-    if has("saf.json") and "sha256" in read_json(path / "saf.json", error=CheckpointError):
-        return saved
-    if has(MANIFEST, "state.json"):
-        return Kind.CHECKPOINT
-    if (path / "checkpoints").is_dir() or has("metrics.jsonl"):
-        return Kind.RUN
-    if has("index.json"):
-        return Kind.DATA
-    if has("saf.json"):
-        return saved
-    # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
-    if has("config.json") and saved is Kind.HEADS:
-        return Kind.RUN
-    return Kind.EVALUATION if has("evaluation.json", "zero_shot.json") else None
-
-
-def _transformers_config(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's config.json if it is one of transformers."""
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):  # RecursionError: too many brackets
-        return None
-    return config if isinstance(config, dict) and "model_type" in config else None
-
-
-def means_transformers(path: Path | str) -> bool:
-    """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
-    named = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
-    return named or kind_of(path) is Kind.TRANSFORMERS
-
-
-def absolute_path(path: str) -> str:
-    """Return an existing path so that it names the same file from every working directory; another one as it is."""
-    return os.path.abspath(path) if path and os.path.exists(path) else path
-
-
-def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
-    """Return what a path holds; raise `error`, with what was expected and what is there, for none of `kinds`."""
-    kind = kind_of(path)
-    if kind in kinds and kind is not None:
-        return kind
-    *others, last = [_WORDS[kind] for kind in kinds]
-    expected = f"{', '.join(others)} or {last}" if others else last
-    if kind is not None:
-        actual = "is a .json file" if kind is Kind.RESULT else f"is {_WORDS[kind]}"
-    elif Path(path).exists():
-        actual = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
-    else:
-        steps = sorted((step.name for step in Path(path).parent.glob("step-*")), key=natural_order)
-        actual = f"does not exist (there are {', '.join(steps)})" if steps else "does not exist"
-    raise error(f"{path} {actual}; expected {expected}")
-
 
 # --- the folder of a run
 
@@ -136,7 +43,7 @@ class RecordedRun:
     config: dict[str, Any]
     result: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
-    events: list[EventRecord] = field(default_factory=list)
+    events: list["EventRecord"] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -166,22 +73,20 @@ class RecordedRun:
         return self.result
 
     def seconds(self, clock: str) -> float | None:
-        """Return the run's seconds on a clock, "everything" or "warm" (without loading and compilation).
+        """Return the seconds of the run and its parents on a clock; None before the end.
 
-        A branch counts its parent's part too. None before the end.
+        The clocks are "everything" and "warm", which leaves out loading and compilation.
         """
         return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
 
     @property
     def missing(self) -> list[str]:
-        """Parts that a finished run's settings ask for and its records do not have, in words."""
+        """What the settings of a finished run ask for and its records do not have, in words."""
         return list((self.result or {}).get("missing", []))
-
-    # --- heads
 
     @property
     def arm(self) -> str:
-        """frozen, pruned, "frozen and pruned" or ordinary: the state of the heads at the end, or the intended one."""
+        """frozen, pruned, "frozen and pruned" or ordinary: the heads at the end, or what the settings intend."""
         if self.result is not None:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
@@ -195,7 +100,7 @@ class RecordedRun:
 
     @property
     def frozen_heads(self) -> list[list[int]]:
-        """Every head frozen in the final model, `[[layer, head], ...]`; the events' until the run ends."""
+        """Every head frozen in the final model, `[[layer, head], ...]`; until the run ends, those of its events."""
         return self._heads("heads", "freeze")
 
     @property
@@ -218,8 +123,6 @@ class RecordedRun:
     def heads_in_words(self) -> str:
         return heads_in_words(self.head_counts)
 
-    # --- events
-
     @property
     def freeze_update(self) -> int | None:
         """The update after which heads were first frozen or pruned, or None."""
@@ -229,16 +132,16 @@ class RecordedRun:
 
     @property
     def last_change(self) -> int | None:
-        """The update after which heads were last frozen, pruned or made live again, or None."""
+        """The update after which heads last changed, or None."""
         return max((event.update for event in self.events if event.update is not None), default=self.freeze_update)
 
     @property
-    def _freezes(self) -> list[EventRecord]:
+    def _freezes(self) -> list["EventRecord"]:
         """The events that froze or pruned heads and were not undone, in order."""
         return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
 
     @property
-    def newest_freeze(self) -> EventRecord | None:
+    def newest_freeze(self) -> "EventRecord | None":
         return next(reversed(self._freezes), None)
 
     @property
@@ -250,11 +153,10 @@ class RecordedRun:
     def freeze_tensors(self) -> dict[str, Tensor]:
         """Patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of the freezes that were not undone.
 
-        Patterns are in the order of the events and their heads. A frozen head's marginals and statistics are from the
-        event that froze it, a live one's from the newest.
+        Patterns are in the order of the events and their heads. Marginals and statistics of a frozen head are from the
+        event that froze it, those of a live head from the newest.
         """
-        events = self._freezes
-        if not events:
+        if not (events := self._freezes):
             return {}
         parts = [event.tensors() for event in events]
         joined = parts[-1]
@@ -294,3 +196,238 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
     if not heads:
         raise InputError(f"{path} must have frozen or pruned heads, got none; name another run, or heads as LAYER:HEAD")
     return sorted(heads)
+
+
+# --- events
+
+EVENTS = "events.jsonl"
+STATE_AFTER = {"freeze": "frozen", "prune": "pruned", "undo": "live again"}
+"""The state of an event's heads after it, by its kind."""
+
+
+@dataclass
+class EventRecord:
+    """One recorded event: `values` is its line, from which the attributes are read.
+
+    `number` counts from 1 in the run. `update` is the number of updates before the event, None outside of training.
+    `undone_by` is the number of the event that undid it, or None.
+    """
+
+    folder: Path
+    values: dict[str, Any]
+
+    def __post_init__(self):
+        line = self.values
+        self.number: int = line.get("number", 0)
+        self.kind: str = line["kind"]
+        self.update: int | None = line.get("update")
+        self.heads: list[list[int]] = line["heads"]
+        self.seconds: dict[str, float] = line.get("seconds", {})
+        self.undone_by: int | None = line.get("undone_by")
+
+    @property
+    def tensors_path(self) -> Path | None:
+        """The file of its tensors; None where there is none."""
+        name = self.values.get("tensors")
+        return self.folder / name if name and (self.folder / name).is_file() else None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its tensors by name: alpha and rho `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]`."""
+        return {} if self.tensors_path is None else read_tensors(self.tensors_path)
+
+
+def read_events(path: Path | str) -> list[EventRecord]:
+    """Return the events recorded in a folder of a run or checkpoint, or in its events.jsonl, in order."""
+    path = events_file(path)
+    if path.is_dir() and path.name != EVENTS:
+        return []
+    if not path.is_file() or path.suffix != ".jsonl":
+        raise InputError(f"{path} must be a run's {EVENTS} or the folder that holds it")
+    lines = read_lines(path)
+    for number, line in enumerate(lines, start=1):
+        if not {"kind", "heads"} <= line.keys():
+            raise InputError(f"{path}, line {number}, must have a kind and heads")
+    undone = {line["undoes"]: line["number"] for line in lines if "undoes" in line}
+    return [EventRecord(path.parent, {**line, "undone_by": undone.get(line.get("number"))}) for line in lines]
+
+
+def events_file(path: Path | str) -> Path:
+    """Return the events.jsonl of a folder; `path` itself where it is one, or the folder has none."""
+    path = Path(path)
+    return path / EVENTS if os.path.lexists(path / EVENTS) else path
+
+
+def heads_in_force(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
+    """Return the heads that events froze or pruned, or only those of one kind, without undone ones; sorted."""
+    last = {(layer, head): event.kind for event in events for layer, head in event.heads}
+    return [list(head) for head, now in sorted(last.items()) if now != "undo" and kind in (None, now)]
+
+
+def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
+    """Return the newest line that was not undone, with heads, scores and fits of all such lines; None without scores.
+
+    `scores` `[L][H]` are those by which each head was chosen, and the newest ones of live heads.
+    """
+    lines = [event.values for event in events if event.undone_by is None and "scores" in event.values]
+    if not lines:
+        return None
+    scores = [list(row) for row in lines[-1]["scores"]]
+    for line in lines:
+        for layer, head in line["heads"]:
+            scores[layer][head] = line["scores"][layer][head]
+    names = ("heads", "fit_kl", "rejected", "certificates", "exponential")
+    joined = {name: [each for line in lines for each in line.get(name) or ()] for name in names}
+    return {**lines[-1], **joined, "scores": scores}
+
+
+def append_event(
+    folder: Path, kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+) -> EventRecord:
+    """Record one more event in an existing folder: its tensors first, then its line; return the record."""
+    number = 1 + max((event.number for event in read_events(folder)), default=0)
+    line: dict[str, Any] = {"number": number, "kind": kind}
+    if tensors:
+        line["tensors"] = f"event-{number}.safetensors"
+        write_tensors(folder / line["tensors"], tensors)
+    event = EventRecord(folder, to_json({**line, **values}))
+    append_line(folder / EVENTS, event.values)
+    return event
+
+
+def keep_events_(folder: Path, condition: Callable[[EventRecord], bool]) -> None:
+    """Remove the events of a folder that do not meet a condition, with their tensors."""
+    if not (events := read_events(folder)):
+        return
+    write_lines(folder / EVENTS, [event.values for event in events if condition(event)])
+    for event in events:
+        if not condition(event) and event.tensors_path is not None:
+            event.tensors_path.unlink()
+
+
+def inherit_events(source: Path, folder: Path) -> None:
+    """Replace the events of `folder` by those of `source`, marked as `inherited`."""
+    keep_events_(folder, lambda event: False)
+    events = read_events(source)
+    for event in events:
+        if (path := event.tensors_path) is not None:
+            write_atomically(folder / path.name, path.read_bytes())
+    write_lines(folder / EVENTS, [{**event.values, "inherited": True} for event in events])
+
+
+def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
+    """Return frozen, pruned, both or ordinary by a model's heads, or by its events where these were all undone."""
+    kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
+    undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
+    return " and ".join(kinds) or next(iter(undone), "ordinary")
+
+
+def head_counts(heads: Iterable[Sequence[int]], *, pruned: Iterable[Sequence[int]]) -> dict[str, int]:
+    """Return how many of some heads are pruned, those in `pruned`, and how many are frozen, the others."""
+    removed = {tuple(head) for head in pruned}
+    kinds = ["pruned" if tuple(head) in removed else "frozen" for head in heads]
+    return {kind: kinds.count(kind) for kind in ("frozen", "pruned")}
+
+
+def heads_in_words(counts: Mapping[str, int]) -> str:
+    """Return how many heads are frozen and how many are pruned.
+
+    >>> heads_in_words({"frozen": 24, "pruned": 12}), heads_in_words({"pruned": 3}), heads_in_words({})
+    ('24 frozen and 12 pruned', '3 pruned', '0 frozen')
+    """
+    return " and ".join(f"{counts[kind]} {kind}" for kind in ("frozen", "pruned") if counts.get(kind)) or "0 frozen"
+
+
+def total_in_words(changed: Mapping[str, int], in_all: Mapping[str, int]) -> str:
+    """Return how many heads are frozen and pruned in all, where that is more than an event changed.
+
+    >>> total_in_words({"frozen": 3}, {"frozen": 3, "pruned": 4}), total_in_words({"frozen": 3}, {"frozen": 3})
+    (', 3 frozen and 4 pruned in all', '')
+    """
+    return f", {heads_in_words(in_all)} in all" if sum(in_all.values()) > sum(changed.values()) else ""
+
+
+# --- what a path holds
+
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that lists its other files with their checksums."""
+
+
+class Kind(Enum):
+    """The kinds of folders and files, with the words of messages for them."""
+
+    CHECKPOINT = "a checkpoint (step-N)"
+    RUN = "a run"
+    DATA = "a folder made by `saf data prepare`"
+    MODEL = "a folder written by saf.save"
+    HEADS = "the frozen heads of a model that keeps its own weights"
+    TRANSFORMERS = "a model of transformers (save_pretrained)"
+    EVALUATION = "an evaluation (`saf evaluate --out`)"
+    RESULT = "a result (.json)"
+
+
+def kind_of(path: Path | str) -> Kind | None:
+    """Return what a path holds, judged by the names of its files; None for anything else.
+
+    A damaged folder keeps its kind: a checkpoint without its manifest is still a checkpoint, refused when it is opened.
+    Raises CheckpointError for a saf.json that cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        return Kind.RESULT if path.suffix == ".json" else None
+    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
+    if (config := _transformers_config(path)) is not None:
+        # Heads that config.json does not name are not this model's: `saf.save` or an earlier model left them there.
+        return Kind.TRANSFORMERS if "saf" in config or not has("saf.json") else Kind.HEADS
+    saved = Kind.MODEL if has("model.safetensors") else Kind.HEADS
+    # `saf.save` writes checksums into saf.json; a checkpoint's has none.
+    if has("saf.json") and "sha256" in read_json(path / "saf.json", error=CheckpointError):
+        return saved
+    if has(MANIFEST, "state.json"):
+        return Kind.CHECKPOINT
+    if (path / "checkpoints").is_dir() or has("metrics.jsonl"):
+        return Kind.RUN
+    if has("index.json"):
+        return Kind.DATA
+    if has("saf.json"):
+        return saved
+    # A finished run may have been copied without its checkpoints; models of other libraries have a config.json too.
+    if has("config.json") and saved is Kind.HEADS:
+        return Kind.RUN
+    return Kind.EVALUATION if has("evaluation.json", "zero_shot.json") else None
+
+
+def _transformers_config(folder: Path) -> dict[str, Any] | None:
+    """Return a folder's config.json if it is one of transformers."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) and "model_type" in config else None
+
+
+def means_transformers(path: Path | str) -> bool:
+    """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
+    named = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
+    return named or kind_of(path) is Kind.TRANSFORMERS
+
+
+def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
+    """Return what a path holds; raise `error` where it is none of `kinds`."""
+    kind = kind_of(path)
+    if kind in kinds and kind is not None:
+        return kind
+    *others, last = [each.value for each in kinds]
+    expected = f"{', '.join(others)} or {last}" if others else last
+    if kind is not None:
+        actual = f"is {kind.value}"
+    elif Path(path).exists():
+        actual = "holds nothing that saf writes" if Path(path).is_dir() else "is a file"
+    else:
+        steps = sorted((step.name for step in Path(path).parent.glob("step-*")), key=natural_order)
+        actual = f"does not exist (there are {', '.join(steps)})" if steps else "does not exist"
+    raise error(f"{path} {actual}; expected {expected}")
+
+
+def absolute_path(path: str) -> str:
+    """Return an existing path so that it names the same file from every working directory; another one as it is."""
+    return os.path.abspath(path) if path and os.path.exists(path) else path

@@ -18,9 +18,8 @@ from saf.evaluate.tables import ArmComparison, arm_colours, arm_names, arms_tabl
 from saf.freeze_report import worst_layer_words
 from saf.frozen_state import STATE_FILE
 from saf.inspection import inspect
-from saf.records.events import EventRecord, read_events
 from saf.records.files import read_json, write_atomically
-from saf.records.run import Kind, RecordedRun, expect
+from saf.records.run import EventRecord, Kind, RecordedRun, expect, read_events
 from saf.records.table import Table, number, plain, seconds, signed
 from saf.report import figures, too_small
 

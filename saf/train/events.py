@@ -18,7 +18,7 @@ from saf.freezing import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.backends import choose_backend
-from saf.records.events import STATE_AFTER, EventRecord
+from saf.records.run import STATE_AFTER, EventRecord
 from saf.schedules import (
     Event,
     Freeze,

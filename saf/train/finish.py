@@ -14,10 +14,9 @@ from saf.errors import InputError, SafWarning
 from saf.heads import EDITED
 from saf.machine import device_name
 from saf.models.adapter import adapter_for
-from saf.records.events import EventRecord, arm, heads_in_force
 from saf.records.files import file_hash, read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import MANIFEST
+from saf.records.run import MANIFEST, EventRecord, arm, heads_in_force
 from saf.surgery import pattern_parameters
 from saf.train.run import Run
 

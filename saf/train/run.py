@@ -16,8 +16,8 @@ from saf.distributed import on_rank0
 from saf.heads import HeadSet
 from saf.machine import Execution, untimed_updates
 from saf.models import GPT
-from saf.records.events import EventRecord, append_event, read_events
 from saf.records.files import append_line, flush
+from saf.records.run import EventRecord, append_event, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
 from saf.schedules import Event, Proposer

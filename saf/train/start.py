@@ -20,8 +20,8 @@ from saf.machine import Execution, device_name, rated_flops
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
 from saf.ops.live import pinned
-from saf.records.events import inherit_events, keep_events_, read_events
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
+from saf.records.run import inherit_events, keep_events_, read_events
 from saf.records.table import byte_size
 from saf.schedules import OneTime, Proposer, setting_of_moment
 from saf.tasks import TASKS, Task, TextTask

@@ -11,8 +11,8 @@ from experiments.analyses import FIGURES, svg
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import matrix, spearman
 from saf.checkpoint import checkpoint_hash, latest
-from saf.records.events import read_events
 from saf.records.files import file_hash, read_json
+from saf.records.run import read_events
 from saf.targets import TARGETS
 
 SMALL = ("--device", "cpu", "--sequences", 4)

@@ -7,8 +7,8 @@ import pytest
 from experiments.analyses import svg
 from experiments.analyses.recovery import Settings, measure, tables
 from saf.errors import InputError
-from saf.records.events import append_event
 from saf.records.files import write_lines
+from saf.records.run import append_event
 
 TOTAL = 20
 

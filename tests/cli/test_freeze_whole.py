@@ -3,8 +3,8 @@
 import pytest
 
 from saf.checkpoint import verify
-from saf.records import events
-from saf.records.events import read_events
+from saf.records import run as records
+from saf.records.run import read_events
 from tests.train.helpers import Killed, die_at
 
 
@@ -15,7 +15,7 @@ def words(arms, out):
 def test_killed_before_its_line_is_written_it_leaves_no_checkpoint(saf, arms, tmp_path, monkeypatch):
     out = tmp_path / "frozen"
     with monkeypatch.context() as patch:
-        die_at(patch, events, "append_line", 1)
+        die_at(patch, records, "append_line", 1)
         with pytest.raises(Killed):
             saf(*words(arms, out))
     assert not out.exists()

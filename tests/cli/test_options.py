@@ -10,8 +10,8 @@ from saf.cli.parsing import parse, read_heads
 from saf.cli.pretrain import parse_words
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
-from saf.records.events import append_event, read_events
 from saf.records.files import write_json
+from saf.records.run import append_event, read_events
 from saf.train import TrainConfig
 
 TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-kl 0.3 --strict

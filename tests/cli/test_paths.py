@@ -9,7 +9,7 @@ from saf.cli import main
 from saf.data import TokenData
 from saf.errors import SafError
 from saf.opening import find_model
-from saf.records.events import read_events
+from saf.records.run import read_events
 from tests.freezing.small_model import make, tokens
 
 COMMANDS = {

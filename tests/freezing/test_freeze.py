@@ -12,7 +12,7 @@ import torch
 import saf
 from saf.calibration import QKGradient
 from saf.errors import InputError, SafWarning, SelectionError, UnsupportedError
-from saf.records.events import read_events
+from saf.records.run import read_events
 from saf.scores import SCORES
 from saf.targets import TARGETS, dense_pattern
 from tests.freezing.small_model import LENGTH, accepting, make, tokens

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from saf.evaluate.perplexity import write_losses
-from saf.records.events import append_event
 from saf.records.files import read_json, write_lines
 from saf.records.result import SCHEMA
+from saf.records.run import append_event
 
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 

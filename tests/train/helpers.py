@@ -15,7 +15,7 @@ from torch import distributed
 
 import saf.schedules as schedules
 from saf.distributed import process_group
-from saf.records.events import read_events
+from saf.records.run import read_events
 from saf.train import TrainConfig, pretrain
 
 SECONDS = 1000

@@ -18,9 +18,8 @@ from saf.cli.finetune import parse_words
 from saf.errors import CheckpointError, InputError
 from saf.evaluate.compare import compare_runs
 from saf.freeze_config import FreezeConfig
-from saf.records.events import read_events
 from saf.records.files import read_json, read_lines, write_json
-from saf.records.run import RecordedRun
+from saf.records.run import RecordedRun, read_events
 from saf.tasks import FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, latest, pretrain
 from saf.train.run import Run

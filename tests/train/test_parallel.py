@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 import saf
-from saf.records.events import read_events
 from saf.records.files import read_json, read_lines
+from saf.records.run import read_events
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from saf.train.parallel import Parallel
 from tests.train.conftest import SMALL

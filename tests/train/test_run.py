@@ -16,9 +16,8 @@ from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
-from saf.records.events import heads_in_force, read_events
 from saf.records.files import read_json, read_lines
-from saf.records.run import RecordedRun, heads_of_record
+from saf.records.run import RecordedRun, heads_in_force, heads_of_record, read_events
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
