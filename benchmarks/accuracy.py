@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import run
-from saf.bench.layer import TOLERANCE
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
 from saf.bench.speed import require
+from saf.bench.subjects import TOLERANCE
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig

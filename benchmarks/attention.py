@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from benchmarks import run
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
-from saf.bench.whole import Passes, PassSpeed
+from saf.bench.subjects import Passes, PassSpeed
 from saf.machine import Compile, GraphPool
 from saf.models.adapter import adapter_for
 

@@ -28,7 +28,7 @@ from saf.bench import Update
 from saf.bench.models import ModelPlan, heads_per_layer, synthetic_patterns
 from saf.bench.protocol import Arm, Point, Session
 from saf.bench.speed import SPAWN
-from saf.bench.whole import CLIP, PRELOADED, updates_in_a_row
+from saf.bench.subjects import CLIP, PRELOADED, updates_in_a_row
 from saf.heads import Head, HeadSet
 from saf.machine import Execution
 from saf.train.step import Updater, build_optimizer

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan
-from saf.bench.protocol import Arm, Point, Subject
+from saf.bench.protocol import GRAPH, Arm, Point, Subject, kernels_of
 from saf.bench.speed import ModelSpeed, measure, require
-from saf.bench.timing import GRAPH, kernels_of
-from saf.bench.whole import LEARNING_RATE, UpdateSubject, launch_mode
+from saf.bench.subjects import LEARNING_RATE, UpdateSubject, launch_mode
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings

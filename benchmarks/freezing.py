@@ -16,9 +16,8 @@ from torch import Tensor
 
 from benchmarks import run
 from saf.bench.models import ModelPlan, is_folder
-from saf.bench.protocol import Arm, Point, Session, clean_process
+from saf.bench.protocol import Arm, Point, Session, clean_process, wait_for
 from saf.bench.speed import require
-from saf.bench.timing import wait_for
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_

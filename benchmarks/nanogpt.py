@@ -11,37 +11,60 @@ and 50,304 tokens; both take micro-batches that are on the device already. A sec
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from benchmarks import run
-from saf.bench import Update
-from saf.bench.protocol import Arm, Point, Session, alternate, clean_process, refused, summary
-from saf.bench.timing import row_block
-from saf.bench.whole import PRELOADED
-from saf.errors import InputError
+from saf.bench import Update, measure
+from saf.bench.protocol import Arm, Comparison, Point, Subject, kernels_of, row_block
+from saf.bench.speed import require
+from saf.bench.subjects import PRELOADED
 from saf.machine import GraphPool
 from saf.models import preset
 
+NANOGPT = Arm("nanoGPT")
+
 
 @dataclass(kw_only=True)
-class BesideNanoGPT(Update):
+class AgainstNanoGPT(Update):
     """Compare updates of the ordinary arm with nanoGPT's own: a ratio above 1 says that this project's are faster."""
+
+    kind: ClassVar[str] = "nanogpt"
 
     nanogpt: Path
     """Folder with nanoGPT's model.py."""
     model: str = "124m-learned"
     points: tuple[str, ...] = ("1024x32x4", "4096x8x4")
 
+    def check(self) -> None:
+        super().check()
+        require(self.source.exists(), f"{self.source} does not exist; name the folder of a nanoGPT clone")
+
+    @property
+    def source(self) -> Path:
+        """The file of nanoGPT's model."""
+        return self.nanogpt / "model.py"
+
+    def arms(self, point: Point) -> list[Comparison]:
+        control, ordinary = Arm(NANOGPT.kernel, control=True), Arm("cudnn" if self.cuda else "auto")
+        return [Comparison(NANOGPT, control, "control"), Comparison(NANOGPT, ordinary, "kernel")]
+
+    def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
+        return NanoGPT(self, point) if arm.kernel == NANOGPT.kernel else super().build(point, arm, pool)
+
 
 class NanoGPT:
     """nanoGPT's model and the update of its training script."""
 
-    def __init__(self, settings: BesideNanoGPT, point: Point, source: Any):
+    def __init__(self, settings: AgainstNanoGPT, point: Point):
         execution, self.settings = settings.execution, settings
+        self.facts: dict[str, Any] = {}
+        specification: Any = importlib.util.spec_from_file_location("nanogpt_model", settings.source)
+        source = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(source)
         config = preset(settings.model, max_length=point.length)
         torch.manual_seed(settings.seed)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -73,58 +96,19 @@ class NanoGPT:
         self.optimizer.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
-        """Compile and run untimed updates."""
         for _ in range(self.settings.warmup):
             self.update()
 
     def timed_block(self, _: str) -> float:
-        """Return the mean milliseconds of some updates in a row."""
         return row_block(self.update, repeats=self.settings.repeats, device=self.device)
 
-
-def measure(settings: BesideNanoGPT, *, out: Path | None = None) -> dict[str, Any]:
-    """Measure every point and return the record."""
-    path = settings.nanogpt / "model.py"
-    if not path.exists():
-        raise InputError(f"{path} does not exist; name the folder of a nanoGPT clone")
-    specification: Any = importlib.util.spec_from_file_location("nanogpt_model", path)
-    source = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(source)
-    options: dict[str, Any] = {"out": out, "seconds": settings.seconds, "files": {"nanogpt": path}}
-    with Session("nanogpt", asdict(settings), settings.execution, **options) as session:
-        for point in settings.parsed_points():
-            with clean_process():
-                compare_point(session, settings, point, source)
-    return session.record
-
-
-def compare_point(session: Session, settings: BesideNanoGPT, point: Point, source: Any) -> None:
-    """Compare at one point; nanoGPT is the baseline."""
-    ordinary = settings.build(point, Arm("cudnn" if settings.cuda else "auto"), GraphPool())
-    arms: dict[str, Any] = {name: NanoGPT(settings, point, source) for name in ("nanoGPT", "control nanoGPT")}
-    arms["ordinary"] = ordinary
-    for name, subject in arms.items():
-        subject.warm_up()
-        session.say(f"{point.name} ready: {name}")
-    blocks = {
-        name: (lambda: arms["nanoGPT"].timed_block("update"), lambda name=name: arms[name].timed_block("update"))
-        for name in ("control nanoGPT", "ordinary")
-    }
-    times = alternate(session, point.name, blocks, settings.pairs)
-    control = summary(times["control nanoGPT"])["ratio"] if "control nanoGPT" in times else None
-    tokens = point.length * point.batch_size * (point.accumulation or 1)
-    for name, pairs in times.items():
-        numbers = summary(pairs)
-        rates = {f"{side}_tokens_per_second": 1e3 * tokens / numbers[f"{side}_ms"] for side in ("baseline", "arm")}
-        row = {"model": settings.model, "point": point.to_dict(), "variant": "update", "baseline": "nanoGPT"}
-        row |= {"arm": name, "control": name != "ordinary", **numbers, **rates, "control_ratio": control}
-        session.add([row | {"refused": refused(control, settings.tolerance)}])
-        session.say(f"{point.name} {name}: {numbers['ratio']:.4f}x ({numbers['arm_ms']:.1f} ms)")
+    def kernels(self) -> list[dict[str, Any]]:
+        return kernels_of(self.update, self.device)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command."""
-    run(BesideNanoGPT, measure, words, prog="nanogpt")
+    run(AgainstNanoGPT, measure, words, prog="nanogpt")
     return 0
 
 

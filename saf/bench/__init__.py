@@ -7,9 +7,8 @@ The point "4096x8" is a context of 4,096 tokens times 8 sequences. `Update`, `Pr
 settings of the four, `Speed` is their base class; `saf.bench.protocol` describes the record.
 """
 
-from saf.bench.layer import Op
 from saf.bench.speed import Speed, measure
-from saf.bench.whole import Decode, Prefill, Update
+from saf.bench.subjects import Decode, Op, Prefill, Update
 
 __all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "measure"]
 

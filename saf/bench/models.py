@@ -1,4 +1,4 @@
-"""The models that benchmarks time, presets or a folder's own: shapes, frozen heads of each arm, patterns, operations.
+"""The models that benchmarks time: `ModelPlan` builds that of each arm, from a preset or from a folder.
 
 Frozen heads of presets have synthetic patterns shaped like trained ones. A folder (a checkpoint, a run, the output of
 `saf.save` or `save_pretrained`) has its own heads and patterns: every arm has its weights, the ordinary ones with all
@@ -6,13 +6,12 @@ heads live again.
 """
 
 import gc
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from saf.bench.protocol import FLEX, FREE, PRUNED, Arm
 from saf.errors import InputError, UnsupportedError
-from saf.heads import EDITED, Head, HeadLayout, HeadSet
+from saf.heads import EDITED, Head, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.gpt import BASE, PRESETS, LiveAttention
@@ -82,15 +81,6 @@ def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
 # --- a folder's model
 
 
-class FolderLayer(NamedTuple):
-    """One layer of a folder's model, the patterns of its frozen heads in order, and the backend that executes them."""
-
-    number: int
-    layout: HeadLayout
-    patterns: list[Pattern]
-    backend: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class FolderModel:
     """The edited heads of a model in a folder, with their patterns and the backend that executes them."""
@@ -104,17 +94,10 @@ class FolderModel:
     own_decoder: bool
     """Whether it is this project's decoder."""
 
-    def layer(self, number: int | None = None) -> FolderLayer:
-        """Return a layer, by default the one with the most frozen heads; raise InputError where it has none."""
-        counts = Counter(layer for layer, _ in self.frozen if not self.pruned.in_layer(layer))
-        if not counts:
-            raise InputError("the folder must have a layer with frozen heads and none pruned; time it by prefill")
-        number = max(counts, key=counts.__getitem__) if number is None else number
-        if number not in counts:
-            raise InputError(f"layer must be one with frozen heads and none pruned, of {sorted(counts)}, got {number}")
-        heads = tuple(sorted(head for layer, head in self.frozen if layer == number))
-        layout = HeadLayout(self.shape.num_heads, self.shape.num_kv_heads, heads)
-        return FolderLayer(number, layout, [self.frozen[number, head] for head in heads], str(self.backend))
+    @property
+    def rate(self) -> float:
+        """The share of heads that are frozen or pruned."""
+        return (len(self.frozen) + len(self.pruned)) / (self.shape.num_layers * self.shape.num_heads)
 
 
 def is_folder(model: str) -> bool:
@@ -150,7 +133,7 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
 
 
 def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
-    """Return a folder's model with all heads live again; its weights drawn anew where removed rows were not kept."""
+    """Return a folder's model with all heads live again; its weights drawn anew where removed rows are gone."""
     model = find_source(folder).model(device)
     try:
         uninstall_(model)
@@ -204,12 +187,6 @@ class ModelPlan:
         """The model's name for a row, with its layers where they are not all."""
         return self.model + ("" if self.num_layers is None else f", {self.num_layers} layers")
 
-    @property
-    def folder_rate(self) -> float:
-        """The share of heads that a folder freezes or prunes, 0 of a preset."""
-        edited = len(self.folder.frozen) + len(self.folder.pruned) if self.folder else 0
-        return edited / (self.shape.num_layers * self.shape.num_heads)
-
     def heads(self, arm: Arm) -> tuple[HeadSet, HeadSet]:
         """Choose the heads that an arm freezes, and those that it prunes."""
         if arm.backend is None:
@@ -217,38 +194,25 @@ class ModelPlan:
         if self.folder:
             edited, pruned = HeadSet(self.folder.frozen) | self.folder.pruned, self.folder.pruned
         else:
-            shape = self.shape
-            size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
-            groups = shape.num_heads // size
-            counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=arm.rate)
-            generator = torch.Generator().manual_seed(self.seed)
-            drawn = [torch.randperm(groups, generator=generator)[:count].tolist() for count in counts]
-            edited = HeadSet(
-                (layer, size * group + each)
-                for layer, some in enumerate(drawn)
-                for group in some
-                for each in range(size)
-            )
-            pruned = HeadSet()
+            edited, pruned = self._drawn_heads(arm.rate), HeadSet()
         return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
-    def layouts(self, arm: Arm) -> list[HeadLayout]:
-        """Return the layout of each layer of an arm."""
-        frozen, pruned = self.heads(arm)
+    def _drawn_heads(self, rate: float) -> HeadSet:
+        """Draw a preset's heads by the seed: single ones, or with placement "groups" whole groups of query heads."""
         shape = self.shape
-        return [
-            HeadLayout(
-                shape.num_heads,
-                shape.num_kv_heads,
-                tuple(sorted(frozen.in_layer(layer))),
-                tuple(sorted(pruned.in_layer(layer))),
-            )
-            for layer in range(shape.num_layers)
-        ]
+        size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
+        groups = shape.num_heads // size
+        counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=rate)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.randperm(groups, generator=generator)[:count].tolist() for count in counts]
+        return HeadSet(
+            (layer, size * group + each) for layer, some in enumerate(drawn) for group in some for each in range(size)
+        )
 
     def describe(self, arm: Arm) -> dict[str, Any]:
         """Return the entries of a row about an arm's heads."""
-        counts = [layout.num_heads - layout.num_live for layout in self.layouts(arm)]
+        frozen, pruned = self.heads(arm)
+        counts = [len((frozen | pruned).in_layer(layer)) for layer in range(self.shape.num_layers)]
         return {"heads": sum(counts), "per_layer": counts}
 
     def tokens(self, count: int, batch_size: int, *, seed: int | None = None) -> list[tuple[Tensor, Tensor]]:

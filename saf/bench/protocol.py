@@ -9,18 +9,18 @@ A record is one JSON object with the header of every result (`saf.records.result
     finished, seconds   whether the benchmark reached its end, and how long it took
     rows                one a comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields of
                         `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
-                        `pair_ms`; `control_ratio`, `refused`; `heads`, of models `model` and
-                        `per_layer`, of a folder's layer its `number`
+                        `pair_ms`; `control_ratio`, `refused`; `heads`; of whole models `model` and `per_layer`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
     left_out            `what` was not measured, and `why`
+
+Below: what is compared, `compare`, the record, timed blocks, kernels.
 """
 
 import gc
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,28 +29,31 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from saf.bench.timing import attention_kernels, kernel_seen
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
-from saf.errors import InputError
-from saf.machine import Execution, device_name, nvidia_smi
+from saf.errors import InputError, UnsupportedError
+from saf.machine import Call, Execution, device_name, nvidia_smi
 from saf.ops.backends import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 
 Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
-"""In place of a backend: heads whose mixing costs nothing, heads that are gone. As a kernel: flex attention."""
+"""In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
 MIN_PAIRS = 2
 SAVE_EVERY = 5.0
-"""Seconds between writes of the record while pairs are taken."""
+"""Seconds between writes of the record while pairs are timed."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
-"""Programs of one function that the compiler may keep: one an arm, and some to spare."""
+"""Programs of one function that the compiler may hold: one an arm, and some to spare."""
 
 Key = TypeVar("Key")
 Pair = tuple[float, float]
 Row = dict[str, Any]
+
+
+# --- what is compared
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Comparison(NamedTuple):
 
 
 class Subject(Protocol):
-    """One arm that is ready to be timed.
+    """One arm that can be timed.
 
     `timed_block` returns the milliseconds of a call; `facts` are more entries of its rows, which have those of their
     baseline too.
@@ -120,23 +123,70 @@ class Subject(Protocol):
     def kernels(self) -> list[dict[str, Any]]: ...
 
 
-# --- pairs
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything that one point compares: its arms, how each is built, what is timed, and what its rows say."""
+
+    name: str
+    fields: Mapping[str, Any]
+    """Entries that all rows share."""
+    comparisons: Sequence[Comparison]
+    build: Callable[[Arm], Subject]
+    variants: Sequence[str]
+    describe: Callable[[Arm], Mapping[str, Any]]
+    """Entries of the rows of an arm."""
 
 
-def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Compute the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
-    ratios = sorted(baseline / arm for baseline, arm in pairs)
-    q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    baseline_ms, arm_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
-    return {
-        **{"baseline_ms": baseline_ms, "arm_ms": arm_ms, "ratio": statistics.median(ratios), "q25": q25, "q75": q75},
-        **{"min": ratios[0], "max": ratios[-1], "pairs": len(pairs), "pair_ms": [list(pair) for pair in pairs]},
+# --- the comparison
+
+
+def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, profile: bool) -> None:
+    """Build and warm up all arms of a case, time their pairs, and add a row for each comparison and variant.
+
+    An arm that fails is left out with its reason; the others go on.
+    """
+    subjects = _ready(session, case)
+    blocks = {
+        (comparison, variant): (
+            lambda baseline=subjects[comparison.baseline], variant=variant: baseline.timed_block(variant),
+            lambda arm=subjects[comparison.arm], variant=variant: arm.timed_block(variant),
+        )
+        for variant in case.variants
+        for comparison in case.comparisons
+        if comparison.baseline in subjects and comparison.arm in subjects
     }
+    first = len(session.rows)
+
+    def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
+        session.rows[first:] = _rows(case, subjects, times, tolerance)
+        session.save(every=SAVE_EVERY)
+
+    update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
+    session.save()
+    for row in session.rows[first:]:
+        times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
+        spread = f"{row['ratio']:.3f}× ({row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs)"
+        session.say(f"{case.name} {row['variant']}: {times}, {spread}" + ", refused" * row["refused"])
+    # After all timing: a profiler that was used once may slow launches down.
+    for arm, subject in subjects.items() if profile else ():
+        if not arm.control:
+            what = f"{case.name}: kernels of {arm.name}"
+            session.attempt(what, lambda arm=arm, subject=subject: _record_kernels(session, case, arm, subject))
 
 
-def refused(control_ratio: float | None, tolerance: float) -> bool:
-    """Whether a comparison is refused: its control is missing or further than `tolerance` from 1."""
-    return control_ratio is None or abs(control_ratio - 1) > tolerance
+def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
+    """Build all arms, then warm up each: building one drops what others had compiled."""
+    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison[:2])
+    built: dict[Arm, Subject] = {}
+    for arm in arms:
+        session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
+    ready = {}
+    for arm, subject in built.items():
+        began = session.spent
+        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
+            ready[arm] = subject
+        session.say(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
+    return ready
 
 
 def alternate(
@@ -172,201 +222,45 @@ def alternate(
     return {key: each for key, each in times.items() if len(each) >= max(1, min(MIN_PAIRS, pairs))}
 
 
-# --- the record
-
-
-class Session:
-    """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
-
-    Use it as a context. Its file is written after every row and whole at any moment; `finished` is false after an
-    exception. In a group of processes the first one writes.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        settings: Mapping[str, Any],
-        execution: Execution,
-        *,
-        out: Path | None = None,
-        seconds: float | None = None,
-        **header: Any,
-    ):
-        """Write nothing yet; raise InputError where `out` exists. `header` goes to `result_header`."""
-        if out is not None and out.exists():
-            raise InputError(f"{out} exists already; remove it, or write to another file")
-        self.execution = execution
-        self.rows: list[Row] = []
-        self.lists: dict[str, list[Row]] = {"memory": [], "kernels": [], "left_out": []}
-        self._out = out if is_rank0() else None
-        self._folder = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
-        self.folder = self._folder.name
-        """For compiled code that lives as long as the benchmark."""
-        self._limit = math.inf if seconds is None else seconds
-        self._began, self._saved = time.perf_counter(), -math.inf
-        self._header: Row = result_header(kind, settings, **header) | {"finished": False}
-        self._header["provenance"] |= _environment(execution)
-
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
-        self._folder.cleanup()
-        self.save()
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the beginning."""
-        return time.perf_counter() - self._began
-
-    def fits(self, seconds: float) -> bool:
-        """Whether something of `seconds` would end in time, by the first process's clock."""
-        return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add rows and write them."""
-        self.rows += rows
-        self.save()
-
-    def skip(self, what: str, why: str) -> None:
-        """Record and print what is not measured."""
-        why = why.strip().split("\n")[0][:300] or "no reason given"
-        self.lists["left_out"].append({"what": what, "why": why})
-        self.say(f"left out: {what}: {why}")
-        self.save()
-
-    def attempt(self, what: str, action: Callable[[], Any]) -> bool:
-        """Run `action`; record an error, in any process, as the reason why `what` is left out, and go on."""
-        try:
-            with all_ranks_or_raise():
-                action()
-        except Exception as error:
-            self.skip(what, in_short(error))
-            return False
-        return True
-
-    def say(self, line: str) -> None:
-        """Print a line of progress with the seconds spent; standard output is for results."""
-        if is_rank0():
-            print(f"[{self.spent:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-    @property
-    def record(self) -> Row:
-        """The record as plain JSON values."""
-        return to_json({"seconds": round(self.spent, 1), **self._header, "rows": self.rows, **self.lists})
-
-    def save(self, *, every: float = 0.0) -> None:
-        """Write the record, unless that was done less than `every` seconds ago."""
-        if self._out is not None and time.perf_counter() - self._saved >= every:
-            write_json(self._out, self.record)
-            self._saved = time.perf_counter()
-
-
-def in_short(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
-
-
-def _environment(execution: Execution) -> Row:
-    result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
-    if execution.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(execution.device)
-        result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
-        result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
-    return result
-
-
-# --- comparing the arms of one point
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Everything that one point compares: its arms, how each is built, what is timed, and what its rows say."""
-
-    name: str
-    fields: Mapping[str, Any]
-    """Entries that all rows share."""
-    comparisons: Sequence[Comparison]
-    build: Callable[[Arm], Subject]
-    variants: Sequence[str]
-    describe: Callable[[Arm], Mapping[str, Any]]
-    """Entries of the rows of an arm."""
-
-
-def compare(session: Session, case: Case, *, pairs: int, tolerance: float, profile: bool) -> None:
-    """Build and warm up all arms of a case, time their pairs, and add a row for each comparison and variant.
-
-    An arm that fails is left out with its reason; the others go on.
-    """
-    subjects = _ready(session, case)
-    blocks = {
-        (comparison, variant): (
-            lambda baseline=subjects[comparison.baseline], variant=variant: baseline.timed_block(variant),
-            lambda arm=subjects[comparison.arm], variant=variant: arm.timed_block(variant),
-        )
-        for variant in case.variants
-        for comparison in case.comparisons
-        if comparison.baseline in subjects and comparison.arm in subjects
-    }
-    first = len(session.rows)
-
-    def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
-        session.rows[first:] = _rows(case, subjects, times, tolerance)
-        session.save(every=SAVE_EVERY)
-
-    update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
-    session.save()
-    for row in session.rows[first:]:
-        times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
-        spread = f"{row['ratio']:.3f}× ({row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs)"
-        session.say(f"{case.name} {row['variant']}: {times}, {spread}" + ", refused" * row["refused"])
-    # After all timing: a profiler that was used once may slow launches down.
-    for arm, subject in subjects.items() if profile else ():
-        if not arm.control:
-            what = f"{case.name}: kernels of {arm.name}"
-            session.attempt(what, lambda arm=arm, subject=subject: _record_kernels(session, case, arm, subject))
-
-
-def _ready(session: Session, case: Case) -> dict[Arm, Subject]:
-    """Build all arms, then warm up each: building one drops what others had compiled."""
-    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison[:2])
-    built: dict[Arm, Subject] = {}
-    for arm in arms:
-        session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
-    ready = {}
-    for arm, subject in built.items():
-        began = session.spent
-        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
-            ready[arm] = subject
-        session.say(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
-    return ready
-
-
 def _rows(
     case: Case,
     subjects: Mapping[Arm, Subject],
     times: Mapping[tuple[Comparison, str], list[Pair]],
     tolerance: float,
 ) -> list[Row]:
+    """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
     sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
     rows = []
     for ((baseline, arm, role), variant), numbers in sums.items():
         control = controls.get((baseline, variant))
         row = {**case.fields, "variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name}
-        row |= {**asdict(arm), **numbers, "control_ratio": control, "refused": refused(control, tolerance)}
+        row |= {**asdict(arm), **numbers, "control_ratio": control}
+        row["refused"] = control is None or abs(control - 1) > tolerance
         row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}
         rows.append(row | {**subjects[arm].facts, **case.describe(arm)})
     return rows
 
 
-def _record_kernels(session: Session, case: Case, arm: Arm, subject: Subject) -> None:
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Compute the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
+    ratios = sorted(baseline / arm for baseline, arm in pairs)
+    q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    baseline_ms, arm_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return {
+        **{"baseline_ms": baseline_ms, "arm_ms": arm_ms, "ratio": statistics.median(ratios), "q25": q25, "q75": q75},
+        **{"min": ratios[0], "max": ratios[-1], "pairs": len(pairs), "pair_ms": [list(pair) for pair in pairs]},
+    }
+
+
+def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) -> None:
     """Record which kernels an arm ran, and warn where its attention kernel is not among them."""
     kernels = subject.kernels()
     seen = kernel_seen(arm.live_kernel, kernels, session.execution.device)
-    entry = {"arm": arm.name, "kernel_seen": seen, "attention": attention_kernels(kernels), "kernels": kernels}
-    session.lists["kernels"].append({**case.fields, **entry})
+    names = [each["name"] for each in kernels if any(part in each["name"].lower() for part in ATTENTION)]
+    session.kernels.append(
+        {**case.fields, "arm": arm.name, "kernel_seen": seen, "attention": names, "kernels": kernels}
+    )
     if seen is False:
         session.say(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
     session.save()
@@ -396,3 +290,218 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
             yield
         finally:
             forget()
+
+
+# --- the record
+
+
+class Session:
+    """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
+
+    Use it as a context. Its file is written after every row and whole at any moment; `finished` is false after an
+    exception. In a group of processes rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        settings: Mapping[str, Any],
+        execution: Execution,
+        *,
+        out: Path | None = None,
+        seconds: float | None = None,
+        **header: Any,
+    ):
+        """Write nothing yet; raise InputError where `out` exists. `header` goes to `result_header`."""
+        if out is not None and out.exists():
+            raise InputError(f"{out} exists already; remove it, or write to another file")
+        self.execution = execution
+        self.rows: list[Row] = []
+        self.memory: list[Row] = []
+        self.kernels: list[Row] = []
+        self.left_out: list[Row] = []
+        self._out = out if is_rank0() else None
+        self._limit = math.inf if seconds is None else seconds
+        self._began, self._saved = time.perf_counter(), -math.inf
+        self._header: Row = result_header(kind, settings, **header) | {"finished": False}
+        self._header["provenance"] |= _environment(execution)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
+        self.save()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    def fits(self, seconds: float) -> bool:
+        """Whether something of `seconds` would end in time, by rank 0's clock."""
+        return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows and write them."""
+        self.rows += rows
+        self.save()
+
+    def skip(self, what: str, why: str) -> None:
+        """Record and print what is not measured."""
+        why = why.strip().split("\n")[0][:300] or "no reason given"
+        self.left_out.append({"what": what, "why": why})
+        self.say(f"left out: {what}: {why}")
+        self.save()
+
+    def attempt(self, what: str, action: Callable[[], Any]) -> bool:
+        """Run `action`; record an error, in any process, as the reason why `what` is left out, and go on."""
+        try:
+            with all_ranks_or_raise():
+                action()
+        except Exception as error:
+            self.skip(what, in_short(error))
+            return False
+        return True
+
+    def say(self, line: str) -> None:
+        """Print a line of progress with the seconds spent; standard output is for results."""
+        if is_rank0():
+            print(f"[{self.spent:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+    @property
+    def record(self) -> Row:
+        """The record as plain JSON values."""
+        lists = {name: getattr(self, name) for name in ("rows", "memory", "kernels", "left_out")}
+        return to_json({"seconds": round(self.spent, 1), **self._header, **lists})
+
+    def save(self, *, every: float = 0.0) -> None:
+        """Write the record, unless that was done less than `every` seconds ago."""
+        if self._out is not None and time.perf_counter() - self._saved >= every:
+            write_json(self._out, self.record)
+            self._saved = time.perf_counter()
+
+
+def in_short(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
+
+
+def _environment(execution: Execution) -> Row:
+    result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
+    if execution.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(execution.device)
+        result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
+        result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+    return result
+
+
+# --- timed blocks
+
+CALL, GRAPH = "call", "graph"
+SETTLE_MS = 400.0
+"""Untimed calls before a timed block of a model on CUDA, ms: clocks follow the load over more than 100 ms."""
+REST_MS = 200.0
+"""Idle time before a timed block of an operator on CUDA, ms: clocks are at their highest again after about 150."""
+MAX_KERNELS = 250
+"""Kernels of a pass that are recorded, the longest ones; a compiled update runs some 200."""
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished all submitted work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+    """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
+    for _ in range(settle):
+        call()
+    return statistics.median(row_block(call, repeats=1, device=device) for _ in range(repeats))
+
+
+def row_block(call: Call, *, repeats: int, device: torch.device) -> float:
+    """Return the mean milliseconds of `repeats` calls in a row, synchronised before the first and after the last."""
+    wait_for(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    wait_for(device)
+    return 1e3 * (time.perf_counter() - began) / repeats
+
+
+def event_block(call: Call, *, repeats: int, device: torch.device, rest_ms: float = 0.0) -> float:
+    """Return the median milliseconds between CUDA events around `repeats` calls, after an idle time.
+
+    A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them over more than
+    100 ms: short blocks after a rest see neither (docs/log.md). Without CUDA it is the wall clock.
+    """
+    wait_for(device)
+    time.sleep(1e-3 * rest_ms)
+    if device.type != "cuda":
+        return wall_block(call, repeats=repeats, device=device)
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        call()
+        end.record()
+    wait_for(device)
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
+    """Return how many calls of `once_ms` fill a timed block of `block_ms`: 1 to `most`."""
+    return min(most, max(1, math.ceil(block_ms / once_ms)))
+
+
+def launch_modes(graphs: str, device: torch.device) -> tuple[str, ...]:
+    """Return the modes that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
+
+    Without CUDA only calls are timed, and "on" raises UnsupportedError.
+    """
+    if device.type == "cuda":
+        return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[graphs]
+    if graphs == "on":
+        raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
+    return (CALL,)
+
+
+# --- kernels
+
+ATTENTION = (
+    *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
+    "flash_decode_kernel",
+)
+MARKS = {
+    "cudnn": ("cudnn",),
+    "flash": ("flash_fwd", "flash_attention"),
+    "flex": ("flex_attention", "triton_tem"),
+    "fa3": ("flashattnfwd",),
+    "fa4": ("flash_attncute",),
+    "flash_decode": ("flash_decode_kernel",),
+}
+"""Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in the names of others."""
+
+
+def kernels_of(call: Call, device: torch.device, *, most: int | None = MAX_KERNELS) -> list[dict[str, Any]]:
+    """Return name, calls and milliseconds of the `most` longest kernels of one call (operators on a CPU)."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        call()
+        wait_for(device)
+    kernels = []
+    for event in profiler.key_averages():
+        if not cuda or str(event.device_type).endswith("CUDA"):
+            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+            kernels.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:most]
+
+
+def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch.device) -> bool | None:
+    """Return whether the pinned kernel is among those that ran; None where nothing was recorded or pinned."""
+    if device.type != "cuda" or not kernels or kernel not in MARKS:
+        return None
+    names = [entry["name"].lower() for entry in kernels]
+    if kernel == "flash":
+        names = [name for name in names if not any(mark in name for mark in (*MARKS["cudnn"], *MARKS["fa4"]))]
+    return any(mark in name for name in names for mark in MARKS[kernel])

@@ -1,9 +1,14 @@
-"""Settings of every speed benchmark, `measure`, which runs one, and arms in processes of their own."""
+"""`measure` runs a speed benchmark; `Speed` and `ModelSpeed` are the settings and steps that all of them share.
+
+A benchmark (saf/bench/subjects.py) adds its own settings and says how an arm is built. `cases` yields the comparisons
+of each point, `compare` of saf/bench/protocol.py times them. Below: arms in processes of their own.
+"""
 
 import multiprocessing
 import os
-import traceback
+import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -26,14 +31,13 @@ from saf.bench.protocol import (
     Subject,
     clean_process,
     compare,
-    in_short,
+    launch_modes,
 )
-from saf.bench.timing import launch_modes
 from saf.distributed import all_ranks_or_raise
-from saf.errors import InputError, UnsupportedError
+from saf.errors import InputError
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
-from saf.ops.live import KERNELS
+from saf.ops.live import FLASH_DECODE, KERNELS
 from saf.records.table import signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,7 +59,6 @@ class Speed:
     kind: ClassVar[str]
     micro_batches: ClassVar[int | None] = None
     """Micro-batches of a point that names none; None where a point has none."""
-    more_kernels: ClassVar[tuple[str, ...]] = ()
     cuda_others: ClassVar[tuple[str, ...]] = ("auto", "flash", FLEX)
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz", "fused")
 
@@ -116,7 +119,8 @@ class Speed:
 
     def check(self) -> None:
         """Raise InputError for settings that would be ignored, or fail only after a while."""
-        kernels, known = (*self.kernels, *(self.others or ())), ("auto", FLEX, *KERNELS, *self.more_kernels)
+        kernels = (*self.kernels, *(self.others or ()))
+        known = ("auto", FLEX, *KERNELS, *[FLASH_DECODE] * (self.kind == "decode"))
         for name in kernels:
             require(name in known, f"attention kernel must be one of {', '.join(known)}, got {name!r}")
         for name in self.backends:
@@ -219,8 +223,7 @@ class ModelSpeed(Speed):
 
     def check(self) -> None:
         super().check()
-        placements = get_args(Placement)
-        require(self.placement in placements, f"placement must be {', '.join(placements)}, got {self.placement!r}")
+        require(self.placement in get_args(Placement), f"placement must be early or groups, got {self.placement!r}")
         require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
         require(self.cuda or not self.memory, "memory is measured on CUDA alone; leave it out")
@@ -240,16 +243,15 @@ class ModelSpeed(Speed):
         return launch_modes(self.graphs, self.execution.device)
 
     def arms(self, point: Point) -> list[Comparison]:
-        models = self.plan(point)
-        if models.folder is None:
+        """List the comparisons of a point: of a folder those of the heads that it froze or pruned."""
+        folder = self.plan(point).folder
+        if folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
-        comparisons = self.comparisons([models.folder_rate], backend=models.folder.backend, pruned=True)
-        if models.folder.frozen:
-            return [each for each in comparisons if self.pruned or each.role != "pruned"]
-        return [each for each in comparisons if each.role not in ("frozen", "free")]
+        comparisons = self.comparisons([folder.rate], backend=folder.backend, pruned=self.pruned or not folder.frozen)
+        return [each for each in comparisons if folder.frozen or each.role not in ("frozen", "free")]
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        """Return an arm that is ready to be warmed up in this process."""
+        """Return an arm that can be warmed up in this process."""
         raise NotImplementedError
 
     def cases(self, session: Session) -> Iterator[Case]:
@@ -257,7 +259,7 @@ class ModelSpeed(Speed):
             models, pool = self.plan(point), GraphPool()
 
             def build(arm: Arm, point: Point = point, pool: GraphPool = pool) -> Subject:
-                return FreshSubject(session, self, point, arm) if self.fresh else self.build(point, arm, pool)
+                return FreshSubject(self, point, arm) if self.fresh else self.build(point, arm, pool)
 
             yield Case(
                 name=point.name,
@@ -281,9 +283,11 @@ class ModelSpeed(Speed):
 class FreshSubject:
     """One arm whose every timed block runs in a new process; its compiled code stays on disk between them."""
 
-    def __init__(self, session: Session, settings: ModelSpeed, point: Point, arm: Arm):
-        self._session, self._settings, self._point, self._arm = session, settings, point, arm
+    def __init__(self, settings: ModelSpeed, point: Point, arm: Arm):
+        self._settings, self._point, self._arm = settings, point, arm
         self.facts: dict[str, Any] = {}
+        # Of its own, so that the arm takes no program compiled for another kernel.
+        self._cache = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
         self._first: dict[str, Any] = {}
         self._blocks: dict[str, float] = {}
 
@@ -300,59 +304,39 @@ class FreshSubject:
         return self._first["kernels"]
 
     def run(self, *, profile: bool = False) -> dict[str, Any]:
-        """Measure the arm in a process of its own; raise UnsupportedError where it fails.
-
-        Each arm has a compiler cache of its own, so that it takes no program compiled for another kernel.
-        """
-        receiver, sender = SPAWN.Pipe(duplex=False)
-        cache = f"{self._session.folder}/{self._arm.name.replace(' ', '-')}"
-        arguments = (sender, self._settings, self._point, self._arm, profile, cache)
-        process = SPAWN.Process(target=_arm_process, args=arguments)
-        process.start()
-        sender.close()
-        try:
-            reply = receiver.recv()
-        except EOFError:
-            process.join()
-            raise UnsupportedError(f"its process ended with code {process.exitcode}") from None
-        finally:
-            process.kill()
-            process.join()
-        if "error" in reply:
-            raise UnsupportedError(reply["error"])
-        return reply
+        """Measure the arm in a new process."""
+        with ProcessPoolExecutor(1, SPAWN) as pool:
+            arguments = self._settings, self._point, self._arm, profile, self._cache.name
+            return pool.submit(_in_process, *arguments).result()
 
 
 def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: Sequence[Arm]) -> None:
-    ordinary = None
-    for arm in arms:
-        try:
-            peak = FreshSubject(session, settings, point, arm).run()["bytes"]
-        except UnsupportedError as error:
-            session.skip(f"{point.name}: peak memory of {arm.name}", str(error))
-            continue
-        ordinary = peak if arm == arms[0] else ordinary
-        change = None if ordinary is None else 100 * (peak / ordinary - 1)
+    """Record the peak memory of each arm, and its change from the first one's."""
+
+    def one(arm: Arm) -> None:
+        peak = FreshSubject(settings, point, arm).run()["bytes"]
+        peaks[arm] = peak
+        change = 100 * (peak / peaks[arms[0]] - 1) if arms[0] in peaks else None
         entry = {"point": point.to_dict(), "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
-        entry |= {"kind": "allocated", "bytes": peak, "change_percent": change}
-        session.lists["memory"].append(entry)
+        session.memory.append({**entry, "kind": "allocated", "bytes": peak, "change_percent": change})
         session.save()
         compared = "" if change is None else f", {signed(change)} against ordinary"
         session.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
 
+    peaks: dict[Arm, int] = {}
+    for arm in arms:
+        session.attempt(f"{point.name}: peak memory of {arm.name}", lambda arm=arm: one(arm))
 
-def _arm_process(sender: Any, settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> None:
+
+def _in_process(settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> dict[str, Any]:
+    """Build and time an arm in this process; return its times by variant, peak memory, kernels and facts."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    try:
-        with clean_process(compiles=settings.execution.compile), free_backend():
-            subject = settings.build(point, arm, GraphPool())
-            subject.warm_up()
-            if settings.cuda:
-                torch.cuda.reset_peak_memory_stats()
-            block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
-            peak = torch.cuda.max_memory_allocated() if settings.cuda else None
-            kernels = subject.kernels() if profile else []
-        sender.send({"block_ms": block_ms, "bytes": peak, "kernels": kernels, "facts": subject.facts})
-    except Exception as error:
-        traceback.print_exc()
-        sender.send({"error": in_short(error)})
+    with clean_process(compiles=settings.execution.compile), free_backend():
+        subject = settings.build(point, arm, GraphPool())
+        subject.warm_up()
+        if settings.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
+        peak = torch.cuda.max_memory_allocated() if settings.cuda else None
+        kernels = subject.kernels() if profile else []
+    return {"block_ms": block_ms, "bytes": peak, "kernels": kernels, "facts": subject.facts}

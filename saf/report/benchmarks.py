@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from saf.bench.protocol import PRUNED
-from saf.bench.timing import GRAPH
+from saf.bench.protocol import GRAPH, PRUNED
 from saf.records.table import MISSING, Part, Table, byte_size, number, signed
 
 Record = Mapping[str, Any]

@@ -33,9 +33,9 @@ def test_the_counts_of_layers_add_up(layers, heads, rate):
 
 def test_groups_are_frozen_whole():
     plan = ModelPlan(model="qwen3-4b", length=16, device=CPU, placement="groups")
-    for layout in plan.layouts(Arm("auto", "toeplitz", 0.5)):
-        groups = [head // 4 for head in layout.frozen]
-        assert all(groups.count(group) == 4 for group in groups)
+    frozen, _ = plan.heads(Arm("auto", "toeplitz", 0.5))
+    groups = [(layer, head // 4) for layer, head in frozen]
+    assert all(groups.count(group) == 4 for group in groups)
 
 
 def test_flex_attention_is_causal_attention():

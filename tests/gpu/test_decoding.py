@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.bench.timing import kernels_of
+from saf.bench.protocol import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.hf.cache import SAFE_OFFLOADING

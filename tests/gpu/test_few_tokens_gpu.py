@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.bench.timing import kernels_of
+from saf.bench.protocol import kernels_of
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
 from saf.ops.fused.op import SHORT

@@ -5,7 +5,7 @@ import torch
 
 import saf
 from saf.bench.models import synthetic_patterns
-from saf.bench.timing import kernel_seen, kernels_of
+from saf.bench.protocol import kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
 
