@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf import scores
-from saf.calibration.collect import COLLECTIONS, Collected
+from saf.calibration import COLLECTIONS, Collected
 from saf.errors import InputError
 from saf.scores import HOW_TO_MEASURE, SCORES, HeadOutputs, required_inputs, score_name
 from saf.selection import ranking

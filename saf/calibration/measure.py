@@ -1,10 +1,11 @@
 """`measure_layer` computes a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
 
 A strip is some rows of the patterns of all sequences at once, so that deviations from their mean are computed directly,
-never as differences of large sums. A `Collection` (collect.py) reads the same strips. The kernels
-(`saf.calibration.kernels`) compute square tiles instead and never hold a whole row, so collecting needs strips.
+never as differences of large sums. A `Collection` reads the same strips for `calibrate(collect=...)`; a line of
+`COLLECTIONS` defines each tensor. The kernels (kernels.py) never hold a whole row, so collecting needs strips.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from saf.errors import InputError, check_name
+from saf.heads import HeadSet
 from saf.ops.live import capped, score_scale
 from saf.ops.operator import TRITON_DTYPES, has_triton
 from saf.statistics import FLOOR
@@ -24,6 +27,8 @@ ROWS = 128
 """Rows of a strip: products of that height run near a device's peak, and a strip stays small."""
 STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Entries of patterns in a strip: 64 MB of float32 on a CPU, 1 GB on a GPU."""
+NUM_POSITIONS = 64
+"""Default number of query positions whose rows are collected: neighbouring rows are nearly the same."""
 
 
 class LayerStatistics(NamedTuple):
@@ -36,41 +41,6 @@ class LayerStatistics(NamedTuple):
     row_entropy: Tensor
 
 
-class FlooredSums(NamedTuple):
-    """Sums over a strip of floored pattern rows F: columns and distances `[heads, W]`, and -F log F `[heads]`."""
-
-    eta_abs: Tensor
-    eta_rel: Tensor
-    entropy: Tensor
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all.
-
-    N is the number of sequences that reach these rows: of unequal lengths the longest ones.
-    """
-
-    heads: slice
-    """Place of the heads among those measured."""
-    start: int
-    end: int
-    length: int
-    causal: Tensor
-    """`[R, W]`, true on and below the diagonal."""
-    logits: Tensor
-    """`[N, heads, R, W]`, -inf above the diagonal."""
-    pattern: Tensor
-    """`[N, heads, R, W]`."""
-    mean: Tensor
-    """`[heads, R, W]`."""
-
-    @cached_property
-    def sharp(self) -> FlooredSums:
-        """Sums of the sharp mean, the softmax of the mean logits, Eq. (16)."""
-        return floored_sums(self.logits.mean(0).softmax(-1), self.causal)
-
-
 def measure_layer(
     query: Tensor,
     key: Tensor,
@@ -79,7 +49,7 @@ def measure_layer(
     scale: float | None = None,
     soft_cap: float | None = None,
     lengths: Sequence[int] | None = None,
-    take: Callable[[Strip], None] | None = None,
+    take: Callable[["Strip"], None] | None = None,
     strip_elements: int | None = None,
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
@@ -130,6 +100,44 @@ def spans_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
         (start, end, sum(length > start for length in lengths))
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
+
+
+# --- one strip after another
+
+
+class FlooredSums(NamedTuple):
+    """Sums over a strip of floored pattern rows F: columns and distances `[heads, W]`, and -F log F `[heads]`."""
+
+    eta_abs: Tensor
+    eta_rel: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all.
+
+    N is the number of sequences that reach these rows: of unequal lengths the longest ones.
+    """
+
+    heads: slice
+    """Place of the heads among those measured."""
+    start: int
+    end: int
+    length: int
+    causal: Tensor
+    """`[R, W]`, true on and below the diagonal."""
+    logits: Tensor
+    """`[N, heads, R, W]`, -inf above the diagonal."""
+    pattern: Tensor
+    """`[N, heads, R, W]`."""
+    mean: Tensor
+    """`[heads, R, W]`."""
+
+    @cached_property
+    def sharp(self) -> FlooredSums:
+        """Sums of the sharp mean, the softmax of the mean logits, Eq. (16)."""
+        return floored_sums(self.logits.mean(0).softmax(-1), self.causal)
 
 
 def _measure_heads(
@@ -200,3 +208,116 @@ def diagonal_sums(strip: Tensor) -> Tensor:
     padded = pad(strip.flip(1, 2), (0, rows))
     aligned = padded.as_strided((heads, rows, width), (rows * (width + rows), width + rows + 1, 1))
     return aligned.sum(1, dtype=torch.float64)
+
+
+# --- further tensors, `calibrate(collect=...)`
+
+
+class Collected(NamedTuple):
+    """The shape of a collected tensor, and its value in a strip of query rows.
+
+    Letters of the shape: F heads, N sequences, Q queries, R chosen queries, K keys (or distances). The value has Q or R
+    rows of the strip; without either it is summed over strips, in float64.
+    """
+
+    shape: str
+    value: Callable[[Strip], Tensor]
+    above: float = 0.0
+    """Entries above the diagonal."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether values are summed over the query rows."""
+        return not {"Q", "R"} & set(self.shape)
+
+
+def _variance(values: Tensor, mean: Tensor) -> Tensor:
+    """Return the variance over sequences about their mean, dividing by N - 1, Eq. (S.2)."""
+    return (values - mean).square_().sum(0) / max(len(values) - 1, 1)
+
+
+def _logits(strip: Strip) -> Tensor:
+    return strip.logits.masked_fill(~strip.causal, 0)
+
+
+COLLECTIONS: dict[str, Collected] = {
+    "mean": Collected("FQK", lambda strip: strip.mean),
+    "entry_variance": Collected("FQK", lambda strip: _variance(strip.pattern, strip.mean)),
+    "logit_mean": Collected("FQK", lambda strip: _logits(strip).mean(0)),
+    "logit_variance": Collected("FQK", lambda strip: _variance(_logits(strip), _logits(strip).mean(0))),
+    "row_variance": Collected("FQ", lambda strip: _variance(strip.pattern, strip.mean).sum(-1)),
+    "sharp_eta_abs": Collected("FK", lambda strip: strip.sharp.eta_abs),
+    "sharp_eta_rel": Collected("FK", lambda strip: strip.sharp.eta_rel),
+    "sharp_row_entropy": Collected("F", lambda strip: strip.sharp.entropy / strip.length),
+    "mean_rows": Collected("FRK", lambda strip: strip.mean),
+    "rows": Collected("FNRK", lambda strip: strip.pattern.transpose(0, 1)),
+    "logit_rows": Collected("FNRK", lambda strip: strip.logits.transpose(0, 1), -torch.inf),
+}
+"""Names for `calibrate(collect=...)`; scores and targets read the tensors as arguments of the same names.
+
+Means and variances over the sequences (dividing by N - 1) are of each entry of the pattern and of its logits.
+`row_variance` sums `entry_variance` over keys. `sharp_*` are the marginals and entropy (nats) of the floored sharp
+mean. `mean_rows` are rows of `mean` at chosen query positions, `rows` and `logit_rows` those of every sequence.
+"""
+
+
+def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
+    """Return at most `count` positions, evenly over the latter half of `length`, with the last one."""
+    return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
+
+
+class Collection:
+    """The tensors of `calibrate(collect=...)` for some heads, on the CPU; the first strip allocates them."""
+
+    def __init__(
+        self,
+        collect: Sequence[str],
+        heads: HeadSet,
+        *,
+        sequences: int,
+        length: int,
+        dtype: torch.dtype,
+        positions: Sequence[int] | None = None,
+    ):
+        for name in collect:
+            check_name("collect", name, COLLECTIONS)
+        rows = latter_half(length) if positions is None else tuple(positions)
+        if list(rows) != sorted(set(rows)) or not all(0 <= row < length for row in rows):
+            raise InputError(f"positions must ascend within [0, {length}); got {rows}")
+        self.kinds = {name: COLLECTIONS[name] for name in collect}
+        self.heads = heads
+        self.positions = rows if any("R" in kind.shape for kind in self.kinds.values()) else ()
+        self._sizes = {"F": len(heads), "N": sequences, "Q": length, "R": len(rows), "K": length}
+        self._dtype = dtype
+
+    def _shape(self, kind: Collected) -> tuple[list[int], torch.dtype]:
+        return [self._sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else self._dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        shapes = map(self._shape, self.kinds.values())
+        return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in shapes)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        shapes = {name: (*self._shape(kind), kind.above) for name, kind in self.kinds.items()}
+        return {name: torch.full(sizes, above, dtype=dtype) for name, (sizes, dtype, above) in shapes.items()}
+
+    def take(self, layer: int, strip: Strip) -> None:
+        """Read a strip of a layer."""
+        chosen = self.heads.in_layer(layer)
+        first = self.heads.index((layer, chosen[0]))
+        rows, keys = slice(strip.start, strip.end), slice(0, strip.end)
+        at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        picked = [self.positions[number] - strip.start for number in at]
+        for name, kind in self.kinds.items():
+            tensor = self.tensors[name][first : first + len(chosen)][strip.heads]
+            if kind.is_sum:
+                place = (slice(None), keys)[: len(kind.shape)]
+                tensor[place] += kind.value(strip).to(tensor)
+            elif "Q" in kind.shape:
+                place = (slice(None), rows, keys)[: len(kind.shape)]
+                tensor[place] = kind.value(strip).to(tensor)
+            elif at:
+                tensor[..., at, keys] = kind.value(strip)[..., picked, :].to(tensor)

@@ -1,11 +1,13 @@
-"""Inputs of scores beside the statistics: Q/K gradients, gates, and outputs of heads.
+"""Inputs of scores beyond the statistics: Q/K gradients, gates, and outputs of heads.
 
-`QKGradient` averages gradients of queries and keys while a model trains, `gate_gradients` measures those of gates on
-the heads' outputs, `head_outputs` the contributions of heads to the residual stream, with their own and mean patterns.
+`QKGradient` averages gradients of queries and keys while a model trains. `gate_gradients` measures the gradients of
+gates on the heads' outputs. `head_outputs` measures what heads add to the residual stream, with their own patterns and
+with their mean patterns.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,11 +115,11 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
         InputError: As in `calibrate`; a sequence without a target.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
+    check_vocabulary(adapter, sequences.ids)
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
     with torch.enable_grad(), evaluation_mode(model), _requiring_gradients(weights):
-        check_vocabulary(adapter, sequences.ids)
         for row, targets in sequences.rows():
             loss = _loss(adapter, row, targets)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
@@ -196,9 +198,9 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
             "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
             "such as 'variance'"
         )
-    rows, mean_rows = statistics.positions, statistics.by_head("mean_rows")
-    samples = sum(map(len, batches)) * len(rows)
-    layers = [_Layer(unwrap(model), *each, rows, samples) for each in zip(sites, mean_rows, strict=True)]
+    positions, mean_rows = statistics.positions, statistics.by_head("mean_rows")
+    samples = sum(map(len, batches)) * len(positions)
+    layers = [_Layer(unwrap(model), *each, positions, samples) for each in zip(sites, mean_rows, strict=True)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
             layer.hook(stack)
@@ -211,9 +213,10 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
 class _Layer:
     """Sums of one layer, filled batch by batch by hooks around its attention; NaN where a head is not live."""
 
-    def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, rows: Sequence[int], samples: int):
-        self.site, self.live, self.rows = site, list(site.layout.live), list(rows)
-        self.decoder_layer = _decoder_layer(model, site.attention)
+    def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, positions: Sequence[int], samples: int):
+        self.site, self.live, self.positions = site, list(site.layout.live), list(positions)
+        name = next(name for name, module in model.named_modules() if module is site.attention)
+        self.decoder_layer = model.get_submodule(name.rpartition(".")[0])
         weight, dimension = site.projections()["output"]
         self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
@@ -229,57 +232,48 @@ class _Layer:
 
     def hook(self, stack: ExitStack) -> None:
         """Add every forward pass until the stack is closed."""
-
-        def input_hook(name: str) -> Any:
-            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
-
-            return hook
-
-        def see_queries(query: Tensor, key: Tensor) -> None:
-            self._seen |= {"query": query.detach(), "key": key.detach()}
-
-        def attention_output(_module: nn.Module, _args: Any, output: Any) -> None:
-            if "query" in self._seen:  # a layer without live heads has none
-                with torch.autocast(self.weight.device.type, enabled=False):
-                    self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
-            self._seen = {}
-
         for module, name in ((self.decoder_layer, "residual"), (self.site.attention, "normed")):
-            stack.callback(module.register_forward_pre_hook(input_hook(name), with_kwargs=True).remove)
-        stack.enter_context(self.site.capture(see_queries))
-        stack.callback(self.site.attention.register_forward_hook(attention_output).remove)
+            handle = module.register_forward_pre_hook(partial(self._see_input, name), with_kwargs=True)
+            stack.callback(handle.remove)
+        stack.enter_context(self.site.capture(self._see_queries))
+        stack.callback(self.site.attention.register_forward_hook(self._see_output).remove)
+
+    def _see_input(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
+
+    def _see_queries(self, query: Tensor, key: Tensor) -> None:
+        self._seen |= {"query": query.detach(), "key": key.detach()}
+
+    def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if "query" in self._seen:  # a layer without live heads has none
+            with torch.autocast(self.weight.device.type, enabled=False):
+                self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
+        self._seen = {}
 
     def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
         """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
-        layout, rows = self.site.layout, self.rows
+        layout, rows = self.site.layout, self.positions
         query, key = query[:, :, rows].to(self.wide), key[:, list(layout.key_head)].to(self.wide)
         value = _values(self.site, normed, self.wide)[:, list(layout.kv_head[: len(self.live)])]
         logits = capped(query @ key.mT * score_scale(self.site.scale, query.shape[-1]), self.site.soft_cap)
         position = torch.arange(key.shape[2], device=key.device)
         future = position > torch.tensor(rows, device=key.device)[:, None]
         pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)
-        # [heads, N R, channels] and [N R, channels]; samples are rows of one sequence after another.
+        # C and D of `HeadOutputs`, [heads, samples, channels]; samples are positions of one sequence after another.
         contribution, change = (
             (weights @ value @ self.weight).double().transpose(0, 1).flatten(1, 2)
             for weights in (pattern, self.mean - pattern)
         )
-        output = output[:, rows].to(self.wide).flatten(0, 1)
-        after = (residual[:, rows].to(self.wide).flatten(0, 1) + output).double()
-        at = slice(self._filled, self._filled + len(after))
-        self._filled = at.stop
+        output = output[:, rows].to(self.wide).flatten(0, 1)  # O
+        after = (residual[:, rows].to(self.wide).flatten(0, 1) + output).double()  # Y
+        samples = slice(self._filled, self._filled + len(after))
+        self._filled = samples.stop
         flat = contribution.flatten(1)
         self.sums["gram"][np.ix_(self.live, self.live)] += (flat @ flat.T).cpu()
-        self.sums["change"][self.live, at] = change.norm(dim=-1).cpu()
-        self.sums["residual_change"][self.live, at] = (change * after).sum(-1).cpu()
-        self.sums["residual"][at] = after.norm(dim=-1).cpu()
-        self.sums["output"][at] = output.double().norm(dim=-1).cpu()
-
-
-def _decoder_layer(model: nn.Module, attention: nn.Module) -> nn.Module:
-    """Return the module that holds an attention layer, and takes the residual stream."""
-    name = next(name for name, module in model.named_modules() if module is attention)
-    return model.get_submodule(name.rpartition(".")[0])
+        self.sums["change"][self.live, samples] = change.norm(dim=-1).cpu()
+        self.sums["residual_change"][self.live, samples] = (change * after).sum(-1).cpu()
+        self.sums["residual"][samples] = after.norm(dim=-1).cpu()
+        self.sums["output"][samples] = output.double().norm(dim=-1).cpu()
 
 
 def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""`read_sequences` reads the user's batches once, into token ids on the CPU with the length of every sequence."""
+"""`read_sequences` reads a user's batches once, into token ids on the CPU and the length of every sequence."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,14 +21,14 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences on the CPU, longest first, read once, so that several readers share them."""
+    """Sequences on the CPU, longest first; several readers share them, and each may iterate them as batches."""
 
     tokens: list[Tensor]
     """Token ids of each sequence, LongTensor `[T]`."""
     sizes: list[int]
     """Number of sequences in each batch."""
     targets: list[Tensor] | None = None
-    """LongTensors of the same shapes, for losses at other tokens than every next one; -100 does not count."""
+    """Tokens whose loss is taken, `[T]` each, in place of every next one; `IGNORED` does not count."""
 
     @cached_property
     def ids(self) -> list[Tensor]:
@@ -53,7 +53,7 @@ class Sequences:
 
     @property
     def num_different(self) -> int:
-        """Number of sequences that neither equal a longer one nor are its beginning, which has the same attention."""
+        """Number of sequences that are not the beginning of another one, whose attention they would repeat."""
         different: list[Tensor] = []
         for row in self.tokens:
             different += [] if any(torch.equal(row, longer[: len(row)]) for longer in different) else [row]
@@ -66,54 +66,31 @@ class Sequences:
         return hashlib.sha256(torch.cat([*lengths, *self.tokens]).contiguous().numpy().tobytes()).hexdigest()
 
     def __str__(self) -> str:
-        count, length = len(self.tokens), self.length
-        if not self.unequal:
-            return f"{count} sequences of {length:,} tokens"
-        reached = f"{self.lengths[min(1, count - 1)]:,} rows are reached by two or more"
-        return f"{count} sequences of {self.lengths[-1]:,} to {length:,} tokens ({reached})"
+        shortest = f"{self.lengths[-1]:,} to " if self.unequal else ""
+        return f"{len(self.tokens)} sequences of {shortest}{self.length:,} tokens"
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield the tokens of each sequence, and its targets."""
         return zip(self.tokens, self.targets or [None] * len(self.tokens), strict=True)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield each sequence as a batch of its own."""
         for row, targets in self.rows():
             yield {"input_ids": row[None]} | ({} if targets is None else {"targets": targets[None]})
 
 
 def read_sequences(batches: Iterable[Batch]) -> Sequences:
-    """Read all batches. Where lengths differ, sequences are sorted, longest first; batches keep their sizes.
+    """Read all batches; sequences of unequal lengths are sorted, longest first.
 
-    Raises InputError for no sequences, ids that are no integer `[B, T]`, a mask with a gap or of another shape, a
+    Raises InputError for no sequences, ids that are no integers `[B, T]`, a mask with a gap or of another shape, a
     sequence without a token or of several documents, targets of another shape or in only some batches.
     """
     if isinstance(batches, Sequences):
         return batches
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
-    rows: list[Tensor] = []
-    targets: list[Tensor] = []
-    sizes: list[int] = []
-    item: Any
-    for item in batches:
-        # The loader of a TensorDataset yields lists of one tensor.
-        batch = item[0] if isinstance(item, list | tuple) and len(item) == 1 else item
-        fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-        tokens, goals = fields.get("input_ids"), fields.get("targets")
-        if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
-            raise InputError(
-                f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
-                "saf.integrations.transformers.text_sequences reads text"
-            )
-        ends = _ends(fields.get("attention_mask"), tokens)
-        _check_one_document(fields, ends)
-        rows += [row[:end] for row, end in zip(tokens.long().cpu(), ends, strict=True)]
-        sizes += [len(ends)] if ends else []
-        if goals is not None:
-            if not isinstance(goals, Tensor) or goals.shape != tokens.shape or goals.dtype not in _INTEGERS:
-                raise InputError(f"targets must be integers like input_ids, {shown(tokens)}; got {shown(goals)}")
-            targets += [row[:end] for row, end in zip(goals.long().cpu(), ends, strict=True)]
+    read = [_read_batch(batch) for batch in batches]
+    rows = [row for tokens, _ in read for row in tokens]
+    targets = [row for _, targets in read for row in targets]
     if not rows:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
     if not all(map(len, rows)):
@@ -121,6 +98,7 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
     if targets and len(targets) < len(rows):
         raise InputError("targets must be in every batch or in none")
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # stable: equal lengths stay in order
+    sizes = [len(tokens) for tokens, _ in read if tokens]
     return Sequences([rows[at] for at in order], sizes, [targets[at] for at in order] if targets else None)
 
 
@@ -132,8 +110,32 @@ def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
     return sequences.ids
 
 
+def _read_batch(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tokens of a batch's sequences without their padding, and their targets if there are any."""
+    # The loader of a TensorDataset yields lists of one tensor.
+    item: Any = batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
+    fields: Mapping[str, Any] = item if isinstance(item, Mapping) else {"input_ids": item}
+    tokens, targets = fields.get("input_ids"), fields.get("targets")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
+        raise InputError(
+            f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
+            "saf.integrations.transformers.text_sequences reads text"
+        )
+    ends = _ends(fields.get("attention_mask"), tokens)
+    _check_one_document(fields, ends)
+    if targets is None:
+        return _cut(tokens, ends), []
+    if not isinstance(targets, Tensor) or targets.shape != tokens.shape or targets.dtype not in _INTEGERS:
+        raise InputError(f"targets must be integers like input_ids, {shown(tokens)}; got {shown(targets)}")
+    return _cut(tokens, ends), _cut(targets, ends)
+
+
+def _cut(rows: Tensor, ends: list[int]) -> list[Tensor]:
+    return [row[:end] for row, end in zip(rows.long().cpu(), ends, strict=True)]
+
+
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
-    """Return how many tokens each row has by its mask; raise InputError unless all padding is on the right."""
+    """Return the number of tokens of each row by its mask; raise InputError unless all padding is on the right."""
     if mask is None:
         return [tokens.shape[1]] * len(tokens)
     mask = torch.as_tensor(mask).cpu().bool()
@@ -156,5 +158,5 @@ def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
     if several:
         raise InputError(
             "rows must be one document each, got several in a row (by position_ids, cu_seq_lens_q or seq_lengths); "
-            "give each a row of its own, padded behind it"
+            "pad each document to a row of its own"
         )

@@ -1,21 +1,27 @@
-"""Collections of calibration against whole patterns, and the memory that they take."""
+"""Collections of calibration against whole patterns, and the memory that a calibration plans."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from saf.calibration import COLLECTIONS, calibrate
-from saf.calibration.collect import Collection
-from saf.calibration.measure import measure_layer
+from saf import calibration
+from saf.calibration import COLLECTIONS, calibrate, heads_at_a_time, plan_calibration
+from saf.calibration.capture import capture
+from saf.calibration.measure import Collection, measure_layer
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models import GPT
+from saf.models.adapter import adapter_for
+from saf.patterns import CompactPattern
+from saf.surgery import install_
 from saf.targets import target_of
 from tests.calibration.test_calibrate import model, tokens
 
 HEADS = HeadSet([(0, 2), (1, 0), (1, 3), (2, 1)])
 POSITIONS = (0, 7, 31, 39)
+LAYER = 2 * 5 * 40 * 32 * 4
+"""Bytes of queries and keys of a layer in float32."""
 
 
 def logits_of(network: GPT, ids: torch.Tensor, heads: HeadSet) -> torch.Tensor:
@@ -65,9 +71,8 @@ def test_everything_equals_the_dense_computation(count, dtype):
         assert tensor.dtype == (torch.float64 if name.startswith("sharp") else dtype)
         torch.testing.assert_close(tensor.double(), dense[name], rtol=tolerance, atol=tolerance, msg=name)
     assert (actual.collected_heads, actual.positions) == (HEADS, POSITIONS)
-    shape = {"sequences": count, "length": 40, "positions": POSITIONS, "dtype": dtype, "device": "meta"}
-    held = sum(tensor.nbytes for tensor in actual.collected.values())
-    assert held == Collection(list(COLLECTIONS), HEADS, **shape).nbytes
+    plan = plan_calibration(network, [ids], collect=list(COLLECTIONS), heads=HEADS, positions=POSITIONS)
+    assert plan.collection.nbytes == sum(tensor.nbytes for tensor in actual.collected.values())
 
 
 def test_collections_do_not_depend_on_strips_or_order(generator):
@@ -99,3 +104,35 @@ def test_missing_values_and_wrong_requests_are_refused():
     ]:
         with pytest.raises(InputError, match=message):
             calibrate(network, [ids], **options)
+
+
+@pytest.mark.parametrize(("heads", "lower"), [(None, False), ([(0, 2), (2, 0), (2, 3)], True)])
+def test_queries_and_keys_take_the_planned_bytes(heads, lower):
+    small, ids = model(torch.float32), tokens()
+    install_(small, HeadSet([(1, 1)]), CompactPattern.from_parameters(*torch.randn(2, 1, 40)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower), torch.no_grad():
+        plan = plan_calibration(small, [ids], heads=heads)
+        captured = capture(adapter_for(small), plan.heads, plan.groups[0], [ids[:2], ids[2:]])
+    held = sum(part.untyped_storage().nbytes() for layer in captured.values() for part in layer[:2])
+    assert plan.capture_bytes == held
+    assert len(plan.groups) == 1
+
+
+def test_memory_decides_how_many_layers_and_heads_go_together(monkeypatch):
+    small, mean, free = model(torch.float32), 40 * 40 * 4, [0]
+    for layers, groups in ((1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (3, [[0, 1, 2]])):
+        assert plan_calibration(small, [tokens()], capture_bytes=layers * LAYER).groups == groups
+    monkeypatch.setattr(calibration, "free_bytes", lambda device: free[0])
+    for free[0], layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (LAYER, 1), (None, 3)):
+        assert len(plan_calibration(small, [tokens()]).groups[0]) == layers
+    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, calibration.COLLECT_BYTES // mean)):
+        assert heads_at_a_time(small, ("mean",), sequences=5, length=40) == heads
+    small.blocks[0].register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
+    free[0] = LAYER - 1
+    for limit, collect, message in (
+        (None, (), "free memory"),
+        (LAYER - 1, (), r"\(capture_bytes\), got 50 KiB"),
+        (1 << 20, ("mean",), "heads="),
+    ):
+        with pytest.raises(InputError, match=message):
+            calibrate(small, [tokens()], collect=collect, capture_bytes=limit)
