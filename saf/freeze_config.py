@@ -12,7 +12,7 @@ from saf.calibration import COLLECTIONS
 from saf.errors import InputError, check_name
 from saf.fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
-from saf.ops.backends import BACKENDS
+from saf.ops.frozen_heads import BACKENDS
 from saf.records.run import STATE_AFTER
 from saf.scores import SCORES, Score, required_inputs, score_name
 from saf.selection import Chooser, budget, existing, select

@@ -14,10 +14,10 @@ from saf.ops.decode.op import decode_tables, flash_decode
 from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.fused.kernels import choose_config, fused_backward, fused_forward
-from saf.ops.fused.tables import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
+from saf.ops.fused.op import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.positions import CachePosition
 from saf.ops.toeplitz.kernels import ToeplitzConfig, convolve, toeplitz_matmul
-from saf.ops.toeplitz.tables import make_tiles
+from saf.ops.toeplitz.op import make_tiles
 from saf.patterns import CompactPattern
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Call, Execution, device_name, nvidia_smi
-from saf.ops.backends import BACKENDS
+from saf.ops.frozen_heads import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 

@@ -21,8 +21,8 @@ from saf.hf.families import Family
 from saf.hf.masks import PassMask, check_positions, padding_mask
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
+from saf.ops.frozen_heads import LayoutMixin
 from saf.ops.heads import cached_order, join_heads
-from saf.ops.layout import LayoutMixin
 from saf.ops.positions import first_real
 
 NAME = "saf"

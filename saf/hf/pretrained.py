@@ -31,7 +31,7 @@ from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.hf.card import CARD, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
-from saf.ops.layout import LAYOUT, compare_layouts
+from saf.ops.frozen_heads import LAYOUT, compare_layouts
 from saf.records.files import new_files
 
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")

@@ -19,8 +19,7 @@ from saf.ops.attention import (
     mixed_attention,
     summed,
 )
-from saf.ops.backends import BACKENDS, choose_backend, explain
-from saf.ops.frozen_heads import FrozenHeads, for_graphs
+from saf.ops.frozen_heads import BACKENDS, FrozenHeads, choose_backend, explain, for_graphs
 from saf.ops.live import live_attention
 
 __all__ = [

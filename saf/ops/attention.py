@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.backends import BACKENDS
 from saf.ops.decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
-from saf.ops.frozen_heads import FrozenHeads, FrozenPart
+from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
 from saf.ops.fused.op import mix_few
 from saf.ops.heads import cached_order, even_queries, flat_heads, join_heads, live_keys, merge_slots, take_heads
 from saf.ops.linear.op import RecurrentState

@@ -1,5 +1,10 @@
-"""`FrozenHeads`: the patterns of one layer's frozen heads and the tables by which a backend executes them."""
+"""`FrozenHeads`: the frozen heads of one layer, their backend, and their mark in state dicts.
 
+`choose_backend` has the rule of `"auto"`; `for_graphs` tells layers that a CUDA graph will replay what they launch;
+`LayoutMixin` keeps in an attention layer's state dict which heads are frozen, so that other weights are refused.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -7,10 +12,66 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import CheckpointError, InputError, UnsupportedError, check_name
+from saf.heads import EDITED, KINDS, HeadLayout
 from saf.ops.backend import Backend, Tables
-from saf.ops.backends import BACKENDS, choose_backend
+from saf.ops.fused.op import Fused
+from saf.ops.linear.op import Linear
+from saf.ops.reference import Reference
+from saf.ops.toeplitz.op import Toeplitz
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
+
+BACKENDS: dict[str, Backend] = {
+    "toeplitz": Toeplitz(), "linear": Linear(), "fused": Fused(), "reference": Reference(),
+}  # fmt: skip
+AUTO_ORDER = ("toeplitz", "reference")
+"""What `"auto"` tries in turn. `fused` is the paper's execution, there to be measured: `toeplitz` is faster."""
+
+
+def choose_backend(
+    name: str,
+    *,
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+    trainable: bool = False,
+    exponential: bool = False,
+) -> str:
+    """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
+
+    With `exponential` patterns in a layer it tries `linear` before these. With `trainable` it must give gradients to
+    key and distance logits. Raises InputError for an unknown name and UnsupportedError when a named backend cannot
+    run: it is never replaced by another one.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
+    check_name("backend", name, ("auto", *BACKENDS))
+    reasons = {}
+    for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
+        backend = BACKENDS[candidate]
+        found = [reason for dtype in dtypes if (reason := backend.unsupported_reason(device, dtype))]
+        if trainable and not backend.trains:
+            found.insert(0, "it has no gradients for key and distance logits (trainable=True)")
+        if not found:
+            return candidate
+        reasons[candidate] = found[0]
+    if name == "auto":
+        raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
+    raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
+
+
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+    """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
+    device, order = torch.device(device), ", ".join(AUTO_ORDER)
+    rule = f"linear for layers with exponential patterns, else the first of {order}, that supports device and dtype"
+    lines = [f"rule: {rule}"]
+    for name, backend in BACKENDS.items():
+        reason = backend.unsupported_reason(device, dtype)
+        how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
+        lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
+    return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
+
+
+# --- the frozen heads of a layer
 
 
 class FrozenPart(NamedTuple):
@@ -229,3 +290,74 @@ def for_graphs(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, replayed in zip(layers, before, strict=True):
             layer.replayed = replayed
+
+
+# --- the layout in a state dict
+
+LAYOUT = "frozen_layout"
+"""The name of the tensor in a state dict, after that of the layer."""
+
+
+class LayoutMixin(nn.Module):
+    """Keep in the state dict which heads of an attention layer are frozen, by which patterns, and which are pruned.
+
+    `frozen_layout [H, 2]`, int64, by original heads: the kind (its index in `KINDS`: 0 live, 1 frozen, 2 pruned), then
+    a digest of a fixed pattern. It is None, and no key of the state dict, while all heads are live. `load_state_dict`
+    raises CheckpointError for weights of this layer with another layout or without one, also with `strict=False`. The
+    patterns themselves are not in a state dict, but for trainable ones, which are parameters: `saf.save` writes them.
+    """
+
+    frozen_layout: Tensor | None = None
+    """No buffer: averaging a model's buffers, or casting all of them, would round the digests."""
+
+    def set_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None") -> None:
+        """Keep this layout from now on."""
+        self.frozen_layout = None
+        if not layout.ordinary:
+            rows = torch.zeros(layout.num_heads, 2, dtype=torch.int64)
+            for number, kind in enumerate(KINDS):
+                rows[list(getattr(layout, kind)), 0] = number
+            for head, pattern in zip(layout.frozen, () if frozen is None else frozen.patterns, strict=True):
+                rows[head, 1] = 0 if pattern.trainable else _digest(pattern)
+            self.frozen_layout = rows
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.frozen_layout is not None:
+            destination[prefix + LAYOUT] = self.frozen_layout.clone()  # averages are written into a state dict, too
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Compare before anything of the layer is loaded, where there is any; the layout of this model stays."""
+        if any(name.startswith(prefix) for name in state_dict):
+            compare_layouts(prefix.rstrip("."), self.frozen_layout, state_dict.get(prefix + LAYOUT))
+        weights = {name: tensor for name, tensor in state_dict.items() if name != prefix + LAYOUT}
+        super()._load_from_state_dict(weights, prefix, *rest)
+
+
+def compare_layouts(layer: str, own: Tensor | None, stored: Tensor | None) -> None:
+    """Raise CheckpointError unless a layer's layout, `own`, is the one `stored` with its weights."""
+    if stored is not None and (stored.dtype != torch.int64 or stored.shape[1:] != (2,)):
+        got = f"{stored.dtype} {list(stored.shape)}"
+        raise CheckpointError(f"{layer}.{LAYOUT} must be int64 [heads, 2], got {got}: the file is damaged")
+    here, there = ([] if each is None else each.tolist() for each in (own, stored))
+    if here != there:
+        heads = _listed(there) if _listed(there) != _listed(here) else "other patterns"
+        raise CheckpointError(
+            f"{layer}: the state dict has {heads}, this layer has {_listed(here)}; freeze or prune the same heads "
+            "first, as saf.load does, or undo with saf.uninstall_"
+        )
+
+
+def _listed(rows: list[list[int]]) -> str:
+    """Return "frozen heads [0, 1]" and those of other kinds, "frozen heads none" where there are not any."""
+    by_kind = {kind: [head for head, row in enumerate(rows) if row[0] == n] for n, kind in enumerate(KINDS)}
+    edited = {kind: heads for kind, heads in by_kind.items() if kind == "frozen" or (heads and kind in EDITED)}
+    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in edited.items())
+
+
+def _digest(pattern: Pattern) -> int:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(pattern.state().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest()[:8], "big") >> 1

@@ -1,20 +1,13 @@
-"""Heads of a tensor `[B, H, T, D]`: picked, joined, and mixed by stored or gathered rows of weights.
+"""Heads of tensors `[B, H, T, D]`: picked, grouped, joined, and mixed by stored weights.
 
 Heads are named by tuples of ints, so that nothing is indexed by tensors that the host would have to send.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from saf.ops.positions import CachePosition
-
-MOST_PATTERN_ROWS, MOST_PATTERN_WEIGHTS = 128, 1 << 26
-"""Most rows of patterns, and weights in these rows of all heads, in memory at once: 256 MiB in float32. Chosen, not
-measured."""
 
 
 def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -127,9 +120,6 @@ class _Join(torch.autograd.Function):
         return live.contiguous().transpose(1, 2), frozen.transpose(1, 2)
 
 
-# --- products in plain PyTorch
-
-
 def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     """Return `P V`: `weights [F, >=T, >=T]`, `value [B, F, T, D]` to `[B, F, T, D]`."""
     length = value.shape[-2]
@@ -138,62 +128,3 @@ def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     # Compiled, a copy by index: a slice may be the whole array, which the compiler would make a case of its own.
     at = torch.arange(length, device=value.device)
     return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)
-
-
-def pattern_rows(value: Tensor, heads: tuple[int, ...], tables: dict[str, Any], position: CachePosition) -> Tensor:
-    """Return rows of `P V` of fixed patterns, `[B, F, count, D]`; slot f reads `heads[f]` of `value [B, H_kv, T, D]`.
-
-    Tables hold `weights [S, T, T]` of the slots in `stored`, and of those in `convolved` `distance`, `key_scale` and
-    `row_scale`, exp(rho), exp(alpha) and 1/Z, `[C, T]` each.
-    """
-    parts = []
-    for slots, weights_of in ((tables["stored"], _dense_weights), (tables["convolved"], _compact_weights)):
-        if slots:
-            read = tuple(heads[slot] for slot in slots)
-            parts.append((slots, _row_product(partial(weights_of, tables), value, read, position)))
-    return merge_slots(parts)
-
-
-def _dense_weights(tables: dict[str, Any], query: Tensor, key: Tensor, _: Tensor) -> Tensor:
-    return tables["weights"][:, query[:, :, None], key[:, None, :]]
-
-
-def _compact_weights(tables: dict[str, Any], query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
-    """Return `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
-    key_scale, row_scale = tables["key_scale"], tables["row_scale"]
-    by_distance = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
-    return by_distance * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
-
-
-def _row_product(
-    weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...],
-    position: CachePosition,
-) -> Tensor:  # fmt: skip
-    """Return rows of `P V`, block by block, so that autograd differentiates them; no value head is copied.
-
-    `weights_of(query, key, lag)` returns weights `[F, B or 1, count, T]` at what `CachePosition.in_pattern` returns.
-    """
-    parts, most = [], MOST_PATTERN_ROWS
-    if not torch.compiler.is_compiling():  # where lengths may be open
-        row = len(heads) * value.shape[-2] * (1 if position.left_pad is None else max(1, len(value)))
-        most = max(1, min(most, MOST_PATTERN_WEIGHTS // row))
-    for block in position.blocks(most):
-        *at, seen = block.in_pattern(value.shape[-2], value.device)
-        weights = weights_of(*at).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
-        parts.append(_weighed(weights, value, heads))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _weighed(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Return `weights [B or 1, F, n, T]` times the values that slots read: one product, or one a head that is read.
-
-    Values of heads that do not follow one another would be copied for one product.
-    """
-    if heads == tuple(range(heads[0], heads[-1] + 1)):
-        return weights @ take_heads(value, heads)
-    parts = []
-    for head in sorted(set(heads)):
-        slots = tuple(slot for slot, each in enumerate(heads) if each == head)
-        flat = take_heads(weights, slots).flatten(1, 2) @ value[:, head]
-        parts.append((slots, flat.unflatten(1, (len(slots), -1))))
-    return merge_slots(parts)

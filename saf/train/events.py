@@ -17,7 +17,7 @@ from saf.freeze_config import FreezeConfig
 from saf.freezing import freeze_
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
-from saf.ops.backends import choose_backend
+from saf.ops.frozen_heads import choose_backend
 from saf.records.run import STATE_AFTER, EventRecord
 from saf.schedules import (
     Event,

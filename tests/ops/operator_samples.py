@@ -8,9 +8,8 @@ import torch
 import saf.ops.decoder  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
 from saf.ops.decode.op import decode_tables
-from saf.ops.fused.tables import MAPS, PATTERNS
-from saf.ops.linear.op import RecurrentState
-from saf.ops.linear.tables import exact_tables, linear_tables
+from saf.ops.fused.op import MAPS, PATTERNS
+from saf.ops.linear.op import RecurrentState, exact_tables, linear_tables
 from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
 from tests.ops.exponential_patterns import exponential_patterns

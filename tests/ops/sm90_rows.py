@@ -33,7 +33,7 @@ from saf.ops.linear.kernels import (
     step_kernel,
 )
 from saf.ops.linear.kernels import choose_config as linear_config
-from saf.ops.linear.tables import CHUNK, TURNS
+from saf.ops.linear.op import CHUNK, TURNS
 from saf.ops.toeplitz import kernels as toeplitz
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}

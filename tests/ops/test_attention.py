@@ -61,7 +61,7 @@ def cached(key, value, frozen, generator):
 @pytest.mark.parametrize("left_pad", [None, (0, 7)], ids=["whole", "padded"])
 @pytest.mark.parametrize("rows", [1, 3, 30])
 def test_rows_after_a_cache_are_those_of_whole_sequences(layer, rows, left_pad, generator, monkeypatch):
-    monkeypatch.setattr("saf.ops.heads.MOST_PATTERN_ROWS", 7)  # several blocks of weights
+    monkeypatch.setattr("saf.ops.backend.MOST_ROWS", 7)  # several blocks of weights
     query, key, value, frozen = layer
     left_pad = None if left_pad is None else torch.tensor(left_pad)
     whole = mixed_attention(query, key, value, frozen, left_pad=left_pad)[:, :, -rows:]

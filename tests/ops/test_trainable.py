@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import saf.ops.toeplitz.tables as tables
+import saf.ops.toeplitz.op as module
 from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
-from saf.ops.backends import choose_backend
+from saf.ops.frozen_heads import choose_backend
 from saf.ops.heads import take_heads
-from saf.ops.toeplitz.tables import balance, compact_tables
+from saf.ops.toeplitz.op import balance, compact_tables
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from tests.ops.kernels.logits import NAMES, Case, dense_gradients, drawn, errors
 
@@ -60,7 +60,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("length", [1, 19])
 def test_finite_differences_agree_with_grouped_values(backend, length, generator, monkeypatch):
     """Several blocks; two value heads for three frozen ones, a prefix of longer patterns."""
-    monkeypatch.setattr(tables, "BLOCK", 16)
+    monkeypatch.setattr(module, "BLOCK", 16)
     logits = torch.randn(2, 3, length + 2, generator=generator, dtype=torch.float64)
     value = torch.randn(1, 2, length, 2, generator=generator, dtype=torch.float64)
 
@@ -198,7 +198,7 @@ def test_no_tensor_of_every_pair_of_positions_is_made(generator):
     value = torch.randn(1, 1, length, 4, generator=generator)
     with Largest() as largest:
         BACKENDS["toeplitz"].forward_trainable(value, alpha, rho).sum().backward()
-    assert 0 < largest.elements <= length * 2 * tables.BLOCK < length * length / 7
+    assert 0 < largest.elements <= length * 2 * module.BLOCK < length * length / 7
 
 
 def test_compiles_whole_and_reads_the_parameters_anew(generator):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused.tables import PAD, FusedPatterns, HeadMaps, read_tables
+from saf.ops.fused.op import PAD, FusedPatterns, HeadMaps, read_tables
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
 from saf.ops.live import score_scale

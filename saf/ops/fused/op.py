@@ -1,23 +1,33 @@
 """The paper's execution: one Triton launch a layer for live and frozen heads, tiles of P rebuilt in registers.
 
 It is the paper's row in every benchmark; `toeplitz` is faster. Whole sequences only: no decoding, no padding. Its
-forward launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`): a launch costs more than
-the work in it there. In a CUDA graph of 1 x 512 a layer takes 3 us less than an ordinary one, and by two launches 10
-us more, of 70 (124M, 25% frozen, H200; docs/log.md).
+forward launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more
+than the work in it: in a CUDA graph of 1 x 512 a layer takes 3 us less than an ordinary one, and by two launches 10 us
+more, of 70 (124M, 25% frozen, H200; docs/log.md). `HeadMaps` says which kind each head is, `FusedPatterns` holds
+patterns as the kernels read them.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.fused.tables import MAPS, PATTERNS, fused_tables, read_tables
 from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.live import score_scale
 from saf.ops.operator import TRITON_DTYPES, forbid_second_derivative, has_triton, operator
 from saf.ops.positions import unpadded
 from saf.patterns import Pattern
+
+LIVE, COMPACT, DENSE = 0, 1, 2
+"""States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
+PAD = 256
+"""Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the largest block of
+128 positions, so that a tile on the diagonal reads no further back."""
+BAND_SHIFTS = 4
+"""Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
 
 
 class Fused(Backend):
@@ -56,6 +66,68 @@ def _arguments(tables: Tables, heads: str, prefix: str = "") -> tuple[list[Tenso
     maps = [tables[f"{prefix}{heads}_{name}"] for name in MAPS]
     patterns = [tables[prefix + name] for name in PATTERNS]
     return maps, patterns, list(tables[f"{prefix}{heads}_counts"]), tables[f"{prefix}{heads}_grouped"][0]
+
+
+# --- the operator and its gradients
+
+
+def _gradients_like(
+    gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale
+) -> tuple[Tensor, ...]:
+    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
+
+
+@operator("fused_backward", fake=_gradients_like)
+def fused_product_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, maps: list[Tensor],
+    patterns: list[Tensor], counts: list[int], grouped: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper).
+
+    Key-block programs compute dV of all heads and dK of live ones, a query-block pass dQ of live ones.
+    """
+    from saf.ops.fused.kernels import fused_backward
+
+    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
+    tables = read_tables(maps, patterns, counts, grouped)
+    return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
+
+
+def _keep_operands(ctx, inputs, output) -> None:
+    query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
+    ctx.num_maps = len(maps)
+    ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
+
+
+def operand_gradients(ctx, gradient: Tensor, _):
+    """Return the gradients to query, key and value; tables have none."""
+    forbid_second_derivative()
+    query, key, value, output, log_sums, *tables = ctx.saved_tensors
+    maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
+    rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)
+    gradients = fused_product_backward(gradient, query, key, value, output, log_sums, *rest)
+    return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
+
+
+def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
+    batch, live, length, _ = query.shape
+    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+
+
+@operator("fused", fake=_product_like, gradient=operand_gradients, context=_keep_operands)
+def fused_product(
+    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
+    grouped: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
+
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
+    `PATTERNS`; `counts` of live, compact and dense heads.
+    """
+    from saf.ops.fused.kernels import fused_forward
+
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
 
 
 # --- few tokens of backend `toeplitz`
@@ -138,63 +210,130 @@ def mix_few(
     return fused_product(query, key, value, *arguments, factor)[0]
 
 
-# --- the operator and its gradients
+# --- tables
 
 
-def _gradients_like(
-    gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale
-) -> tuple[Tensor, ...]:
-    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
+class HeadMaps(NamedTuple):
+    """Where each of H heads finds its parts, int32 tensors on the operands' device.
 
-
-@operator("fused_backward", fake=_gradients_like)
-def fused_product_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, maps: list[Tensor],
-    patterns: list[Tensor], counts: list[int], grouped: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper).
-
-    Key-block programs compute dV of all heads and dK of live ones, a query-block pass dQ of live ones.
+    Attributes:
+        state: [H] LIVE, COMPACT or DENSE.
+        query: [H] slot in the query; heads that are not live hold 0, which is never read.
+        key: [H] slot in the key, for live heads.
+        value: [H] slot in the value.
+        pattern: [H] slot among the patterns of the head's own kind.
+        live: [L] head by query slot.
+        group_start: [H_kv + 1] first entry of each value head in `group_heads`.
+        group_heads: [H] heads sorted by value slot.
+        counts: numbers of live, compact and dense heads.
+        grouped: whether some value head serves no head or several.
     """
-    from saf.ops.fused.kernels import fused_backward
 
-    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
-    tables = read_tables(maps, patterns, counts, grouped)
-    return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
+    state: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pattern: Tensor
+    live: Tensor
+    group_start: Tensor
+    group_heads: Tensor
+    counts: tuple[int, int, int]
+    grouped: bool
+
+    @classmethod
+    def build(cls, state: Sequence[int], value: Sequence[int], device: torch.device | str) -> "HeadMaps":
+        """Return the maps of heads with these states and value slots; keys lie in the order of their value heads."""
+        heads, num_value_heads = range(len(state)), max(value) + 1
+        rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
+        live = [head for head in heads if state[head] == LIVE]
+        used = sorted({value[head] for head in live})
+        maps = {
+            "state": state,
+            "query": [rank[head] if state[head] == LIVE else 0 for head in heads],
+            "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
+            "value": value,
+            "pattern": rank,
+            "live": live,
+            "group_start": [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)],
+            "group_heads": sorted(heads, key=lambda head: value[head]),
+        }
+        return cls(
+            **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()},
+            counts=(len(live), list(state).count(COMPACT), list(state).count(DENSE)),
+            grouped=sorted(value) != list(range(num_value_heads)),
+        )
 
 
-def _keep_operands(ctx, inputs, output) -> None:
-    query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
-    ctx.num_maps = len(maps)
-    ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
+class FusedPatterns(NamedTuple):
+    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
 
-
-def operand_gradients(ctx, gradient: Tensor, _):
-    """Return the gradients to query, key and value; tables have none."""
-    forbid_second_derivative()
-    query, key, value, output, log_sums, *tables = ctx.saved_tensors
-    maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
-    rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)
-    gradients = fused_product_backward(gradient, query, key, value, output, log_sums, *rest)
-    return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
-
-
-def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
-    batch, live, length, _ = query.shape
-    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
-
-
-@operator("fused", fake=_product_like, gradient=operand_gradients, context=_keep_operands)
-def fused_product(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
-    grouped: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
-
-    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
-    `PATTERNS`; `counts` of live, compact and dense heads.
+    Attributes:
+        alpha: [F, L] float32, in powers of two.
+        band: [F, 4, PAD + W] float32 copies of rho in powers of two, copy s shifted by s, -inf before distance 0;
+            W is L rounded up to PAD.
+        log_z: [F, L] float32, in powers of two.
+        dense: [F_dense, L, L] bfloat16, float16 or float32; zero heads if there are none.
     """
-    from saf.ops.fused.kernels import fused_forward
 
-    query, key, value = (unit_stride(x) for x in (query, key, value))
-    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
+    alpha: Tensor
+    band: Tensor
+    log_z: Tensor
+    dense: Tensor
+
+    @classmethod
+    def build(cls, alpha: Tensor, rho: Tensor, log_z: Tensor, dense: Tensor) -> "FusedPatterns":
+        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L]."""
+        log2e = 1 / math.log(2)
+        heads, length = rho.shape
+        width = PAD + -(-length // PAD) * PAD
+        padded = torch.full((heads, width), -math.inf, dtype=torch.float64, device=rho.device)
+        padded[:, PAD : PAD + length] = rho.double() * log2e
+        band = torch.full((heads, BAND_SHIFTS, width), -math.inf, device=rho.device)
+        for shift in range(BAND_SHIFTS):
+            band[:, shift, shift:] = padded[:, : width - shift].float()
+        return cls(
+            alpha=(alpha.double() * log2e).float(),
+            band=band,
+            log_z=(log_z.double() * log2e).float(),
+            dense=dense.contiguous(),
+        )
+
+
+MAPS, PATTERNS = HeadMaps._fields[:8], FusedPatterns._fields
+"""Names of the tensors of either, in the order in which operators take them."""
+
+
+def read_tables(
+    maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
+) -> tuple[HeadMaps, FusedPatterns]:
+    """Return maps and patterns as launchers take them, from lists as operators take them, see `MAPS`, `PATTERNS`."""
+    live, compact, dense = counts
+    return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
+
+
+def fused_tables(
+    patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
+
+    Patterns that are not compact are stored entry by entry. Mixed maps need `kv_head`, the value head of every slot.
+    """
+    length = patterns[0].length
+    forms = [pattern.compact() for pattern in patterns]
+    compact = [form.to(device=device, dtype=torch.float64).balanced() for form in forms if form is not None]
+    dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
+    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
+    alpha, rho, log_z = (
+        torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
+    )
+    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
+    tables: dict[str, Any] = FusedPatterns.build(alpha, rho, log_z, stored)._asdict()
+    kinds = [DENSE if form is None else COMPACT for form in forms]
+    slots = {"alone": (kinds, tuple(range(len(kinds))))}
+    if kv_head is not None:
+        slots["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
+    for name, (state, value) in slots.items():
+        maps = HeadMaps.build(state, value, device)
+        tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
+        tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
+    return tables

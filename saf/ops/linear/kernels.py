@@ -1,10 +1,19 @@
-"""The linear product (S.32) and its recurrent state on a GPU: kernels and their launches.
+"""Triton kernels of the linear product, Eq. (S.32), and of its recurrent state; launches behind each group of them.
 
-`states_kernel` sums up stretches of chunks, `scan_kernel` adds these up, `mix_kernel` computes the rows. A stretch is
-as many chunks as one program walks. States are `[P, BN]` twice, cosine and sine parts, in float32. With REVERSE chunks
-are counted from the last position, which makes the product its own adjoint: the gradient dV = P^T dO takes the same
-kernels. For decoding `fill_kernel` writes the state after a prompt, `step_kernel` computes rows one after another.
-Names are those of saf/ops/launch.py; a chunk has C rows, P poles make a state.
+Positions are cut into chunks of C rows. With u = before * x and N = REACH tiles of g, chunk c of the output is
+
+    y_c = after * (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
+
+A state h has P complex numbers a column: real parts `b_re [P, BN]` and imaginary parts `b_im [P, BN]`, float32. M
+multiplies by the complex factors `t_re + i t_im`; W (`write`) and L (`read`) hold real parts before imaginary ones. A
+stretch is the run of chunks that one program walks. A product takes three launches:
+
+    states_kernel   what the chunks of each stretch add to the state       [F, stretches, 2, P, N]
+    scan_kernel     the state at the end of each stretch, in place         one program for all stretches
+    mix_kernel      y, from the state at the beginning of each stretch     [B, F, T, D]
+
+With REVERSE chunks are counted from the last position, so that the same kernels compute P^T x. `fill_kernel` writes the
+state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of saf/ops/launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -16,15 +25,69 @@ from torch import Tensor
 
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, strides
-from saf.ops.linear.tables import CHUNK, LinearTables
+from saf.ops.linear.op import CHUNK, LinearTables
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
+# --- the state
+
+
+@triton.jit
+def load_factor(p_turns, o_p, P: tl.constexpr):
+    """Load M for one chunk, or for the power of two that `p_turns` points at: real and imaginary part, [P, 1]."""
+    return tl.load(p_turns + o_p)[:, None], tl.load(p_turns + P + o_p)[:, None]
+
+
+@triton.jit
+def turned(b_re, b_im, t_re, t_im):
+    """Return M h, the complex product (t_re + i t_im)(b_re + i b_im)."""
+    return t_re * b_re - t_im * b_im, t_im * b_re + t_re * b_im
+
+
+@triton.jit
+def _factor_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
+    """Return M^chunks, [P, 1], for chunks < 2^POWERS: the product of M^1, M^2, M^4, ... over its binary digits."""
+    t_re, t_im = tl.full((P, 1), 1.0, tl.float32), tl.zeros((P, 1), tl.float32)
+    for power in tl.range(0, POWERS):
+        if (chunks >> power) & 1:
+            f_re, f_im = load_factor(p_turns + power * 2 * P, o_p, P)
+            t_re, t_im = turned(t_re, t_im, f_re, f_im)
+    return t_re, t_im
+
+
+@triton.jit
+def _load_write(write_ptr, i_h, o_p, o_t, P: tl.constexpr, C: tl.constexpr):
+    """Load W of a head: real and imaginary part, [P, C]."""
+    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+    return tl.load(p_write), tl.load(p_write + P * C)
+
+
+@triton.jit
+def _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION: tl.constexpr):
+    """Return M h + W u."""
+    b_re, b_im = turned(b_re, b_im, t_re, t_im)
+    return add_product(b_re, w_re, b_u, PRECISION), add_product(b_im, w_im, b_u, PRECISION)
+
+
+@triton.jit
+def _load_state(p_state, mask, stride):
+    """Load a state [P, BN] twice, its imaginary part `stride` behind the real one; zeros outside of the mask."""
+    return tl.load(p_state, mask=mask, other=0.0), tl.load(p_state + stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_state(p_state, b_re, b_im, mask, stride):
+    tl.store(p_state, b_re, mask=mask)
+    tl.store(p_state + stride, b_im, mask=mask)
+
+
+# --- rows of chunks
+
 
 @triton.jit
 def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
-    """Load the first real position of the sequence of each column; zeros without padding."""
+    """Load the first real position of each column's sequence, [BN]; zeros without padding."""
     pad = o_n * 0
     if PADDED:
         pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
@@ -36,7 +99,10 @@ def find_columns(
     x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
     D: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return a block's columns: numbers, mask, offsets in x, its head's x and scaling, and the padding of each."""
+    """Return a block's columns [BN], their mask, their offsets in x, its head's x and `before`, and their padding.
+
+    Column n is channel n mod D of sequence n div D.
+    """
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < N
     o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
@@ -45,22 +111,8 @@ def find_columns(
 
 
 @triton.jit
-def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
-    """Load the scaling of rows: [C, 1], or [C, BN] counted from the first real position of each column's sequence."""
-    if PADDED:
-        own = row[:, None] - pad[None, :]
-        b_scale = tl.load(p_scale + own, mask=inside[:, None] & (own >= 0), other=0.0)
-    else:
-        b_scale = tl.load(p_scale + row, mask=inside, other=0.0)[:, None]
-    return b_scale
-
-
-@triton.jit
 def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
-    """Return the rows of a chunk, [C]: their numbers, which exist, and pointers to them, [C, 1].
-
-    Chunks may be EARLIER than the first one.
-    """
+    """Return a chunk's rows [C], which of them exist, and pointers to them [C, 1]; EARLIER: `chunk` may be negative."""
     o_t = tl.arange(0, C)
     time = chunk * C + o_t
     inside = (time >= 0) & (time < T) if EARLIER else time < T
@@ -74,11 +126,22 @@ def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, RE
 
 
 @triton.jit
+def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
+    """Load the scaling of rows, [C, 1]; with padding [C, BN], counted from each sequence's first real position."""
+    if PADDED:
+        own = row[:, None] - pad[None, :]
+        b_scale = tl.load(p_scale + own, mask=inside[:, None] & (own >= 0), other=0.0)
+    else:
+        b_scale = tl.load(p_scale + row, mask=inside, other=0.0)[:, None]
+    return b_scale
+
+
+@triton.jit
 def load_chunk(
     p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n,
     C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Load the scaled rows [C, BN] of a chunk, rounded to the dtype of values; zeros outside of the sequence."""
+    """Load u = before * x of a chunk, [C, BN], rounded to the dtype of x; zeros outside of the sequence."""
     row, inside, p_rows = _find_rows(p_x, chunk, T, x_stride_t, True, C, REVERSE)
     mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
     b_x = tl.load(p_rows + o_x[None, :], mask=mask, other=0.0)
@@ -86,26 +149,18 @@ def load_chunk(
 
 
 @triton.jit
-def load_turn(p_turns, o_p, P: tl.constexpr):
-    """Load the factor over one chunk, or of the power of two that `p_turns` points at: cosine and sine part, [P, 1]."""
-    return tl.load(p_turns + o_p)[:, None], tl.load(p_turns + P + o_p)[:, None]
+def _store_chunk(
+    p_out, p_after, pad, chunk, T, o_out, out_stride_t, m_n, b_o,
+    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Store after * b_o, [C, BN]."""
+    row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
+    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
+    b_o *= _scales(p_after, row, inside, pad, PADDED)
+    tl.store(p_rows + o_out[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def turned(b_re, b_im, t_re, t_im):
-    """Return a state one or more chunks later, without what these add."""
-    return t_re * b_re - t_im * b_im, t_im * b_re + t_re * b_im
-
-
-@triton.jit
-def _turn_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
-    """Return the factor over so many chunks, below 2**POWERS: the product over their binary digits."""
-    t_re, t_im = tl.full((P, 1), 1.0, tl.float32), tl.zeros((P, 1), tl.float32)
-    for power in tl.range(0, POWERS):
-        if (chunks >> power) & 1:
-            f_re, f_im = load_turn(p_turns + power * 2 * P, o_p, P)
-            t_re, t_im = turned(t_re, t_im, f_re, f_im)
-    return t_re, t_im
+# --- the product
 
 
 @triton.jit(do_not_specialize=["T", "stretch", "back"])
@@ -115,46 +170,38 @@ def states_kernel(
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
     PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the state [2, P, N] that each stretch adds: `states [F, stretches, 2, P, N]`.
+    """Write what each stretch adds to the state, `states [F, stretches, 2, P, N]`: h from zero on.
 
-    Stretches begin and end `back` chunks earlier than those of `mix_kernel`: tiles serve these.
+    Stretches begin and end `back` chunks earlier than those of `mix_kernel`, whose tiles read the chunks between.
     """
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, PADDED,
-    )  # fmt: skip
-    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-    b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
-    t_re, t_im = load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
+    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
+    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
     b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for step in tl.range(0, stretch, num_stages=STAGES):
         chunk = i_s * stretch + step - back
         b_u = load_chunk(p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-        b_re, b_im = turned(b_re, b_im, t_re, t_im)
-        b_re = add_product(b_re, b_w_re, b_u, PRECISION)
-        b_im = add_product(b_im, b_w_im, b_u, PRECISION)
+        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
     place = i_h * tl.num_programs(0) + i_s
     p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    tl.store(p_state, b_re, mask=m_n[None, :])
-    tl.store(p_state + P * N, b_im, mask=m_n[None, :])
+    _store_state(p_state, b_re, b_im, m_n[None, :], P * N)
 
 
 @triton.jit
-def _load_state(p_state, at, stretches, m_n, N, P: tl.constexpr):
-    """Load what one stretch adds, [P, BN] twice; zeros beyond the last one."""
-    ready = m_n & (at < stretches)
-    p_state += at * 2 * P * N
-    return tl.load(p_state, mask=ready, other=0.0), tl.load(p_state + P * N, mask=ready, other=0.0)
+def _find_stretch(p_state, i_s, stretches, m_n, N, P: tl.constexpr):
+    """Return where a stretch's state lies, and a mask that is false beyond the last stretch."""
+    return p_state + i_s * 2 * P * N, m_n & (i_s < stretches)
 
 
 @triton.jit
-def _store_state(p_state, at, stretches, m_n, N, b_re, b_im, P: tl.constexpr):
-    ready = m_n & (at < stretches)
-    p_state += at * 2 * P * N
-    tl.store(p_state, b_re, mask=ready)
-    tl.store(p_state + P * N, b_im, mask=ready)
+def _add_earlier(h_re, h_im, t_re, t_im, b_re, b_im):
+    """Return b + M^stretch h: the state at the end of a stretch that adds b to the state h before it."""
+    h_re, h_im = turned(h_re, h_im, t_re, t_im)
+    return b_re + h_re, b_im + h_im
 
 
 @triton.jit(do_not_specialize=["stretches", "stretch"])
@@ -168,36 +215,25 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = (o_n < N)[None, :]
     p_state = states_ptr + i_h * stretches * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    t_re, t_im = _turn_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
-    d_re, d_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
-    for at in range(0, stretches, 4):
-        a_re, a_im = _load_state(p_state, at, stretches, m_n, N, P)
-        b_re, b_im = _load_state(p_state, at + 1, stretches, m_n, N, P)
-        c_re, c_im = _load_state(p_state, at + 2, stretches, m_n, N, P)
-        e_re, e_im = _load_state(p_state, at + 3, stretches, m_n, N, P)
-        d_re, d_im = turned(d_re, d_im, t_re, t_im)
-        a_re, a_im = a_re + d_re, a_im + d_im
-        d_re, d_im = turned(a_re, a_im, t_re, t_im)
-        b_re, b_im = b_re + d_re, b_im + d_im
-        d_re, d_im = turned(b_re, b_im, t_re, t_im)
-        c_re, c_im = c_re + d_re, c_im + d_im
-        d_re, d_im = turned(c_re, c_im, t_re, t_im)
-        d_re, d_im = e_re + d_re, e_im + d_im
-        _store_state(p_state, at, stretches, m_n, N, a_re, a_im, P)
-        _store_state(p_state, at + 1, stretches, m_n, N, b_re, b_im, P)
-        _store_state(p_state, at + 2, stretches, m_n, N, c_re, c_im, P)
-        _store_state(p_state, at + 3, stretches, m_n, N, d_re, d_im, P)
-
-
-@triton.jit
-def _store_chunk(
-    p_out, p_after, pad, chunk, T, o_x, out_stride_t, m_n, b_o,
-    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
-):  # fmt: skip
-    row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
-    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
-    b_o *= _scales(p_after, row, inside, pad, PADDED)
-    tl.store(p_rows + o_x[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
+    t_re, t_im = _factor_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
+    h_re, h_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
+    for i_s in range(0, stretches, 4):
+        p_0, m_0 = _find_stretch(p_state, i_s, stretches, m_n, N, P)
+        p_1, m_1 = _find_stretch(p_state, i_s + 1, stretches, m_n, N, P)
+        p_2, m_2 = _find_stretch(p_state, i_s + 2, stretches, m_n, N, P)
+        p_3, m_3 = _find_stretch(p_state, i_s + 3, stretches, m_n, N, P)
+        b0_re, b0_im = _load_state(p_0, m_0, P * N)
+        b1_re, b1_im = _load_state(p_1, m_1, P * N)
+        b2_re, b2_im = _load_state(p_2, m_2, P * N)
+        b3_re, b3_im = _load_state(p_3, m_3, P * N)
+        b0_re, b0_im = _add_earlier(h_re, h_im, t_re, t_im, b0_re, b0_im)
+        b1_re, b1_im = _add_earlier(b0_re, b0_im, t_re, t_im, b1_re, b1_im)
+        b2_re, b2_im = _add_earlier(b1_re, b1_im, t_re, t_im, b2_re, b2_im)
+        h_re, h_im = _add_earlier(b2_re, b2_im, t_re, t_im, b3_re, b3_im)
+        _store_state(p_0, b0_re, b0_im, m_0, P * N)
+        _store_state(p_1, b1_re, b1_im, m_1, P * N)
+        _store_state(p_2, b2_re, b2_im, m_2, P * N)
+        _store_state(p_3, h_re, h_im, m_3, P * N)
 
 
 @triton.jit(do_not_specialize=["T", "stretch"])
@@ -209,53 +245,51 @@ def mix_kernel(
     POWERS: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of one stretch: tiles of g for the REACH nearest chunks, the state for what is further back."""
+    """Compute the rows of one stretch, y_c = after (G_0 u_c + G_1 u_{c-1} + G_2 u_{c-2} + L h_c), chunk by chunk.
+
+    Tiles, W, L and M stay in registers; u_{c-1} and u_{c-2} are those of the steps before.
+    """
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, PADDED,
-    )  # fmt: skip
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
     o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
     p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
-    p_turns = turns_ptr + i_h * POWERS * 2 * P
     p_state = states_ptr + i_h * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     p_state += (i_s - 1) * 2 * P * N
-    ready = m_n[None, :] & (i_s > 0)
-    b_re, b_im = tl.load(p_state, mask=ready, other=0.0), tl.load(p_state + P * N, mask=ready, other=0.0)
+    b_re, b_im = _load_state(p_state, m_n[None, :] & (i_s > 0), P * N)
 
     p_tile = near_ptr + i_h * REACH * C * C + o_t[:, None] * C + o_t[None, :]
     b_g0 = tl.load(p_tile)
     b_g1 = tl.load(p_tile + (REACH > 1) * C * C)
     b_g2 = tl.load(p_tile + (REACH > 2) * 2 * C * C)
-    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-    b_w_re, b_w_im = tl.load(p_write), tl.load(p_write + P * C)
+    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
     p_read = read_ptr + i_h * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
-    b_l_re, b_l_im = tl.load(p_read), tl.load(p_read + P)
-    t_re, t_im = load_turn(p_turns, o_p, P)
+    l_re, l_im = tl.load(p_read), tl.load(p_read + P)
+    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
 
     begin = i_s * stretch
-    b_1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-    b_2 = b_1
+    b_u1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+    b_u2 = b_u1
     if REACH > 2:
-        b_2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_u2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     for step in tl.range(0, stretch, num_stages=STAGES):
-        b_0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-        b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_0, PRECISION)
+        b_u0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_u0, PRECISION)
         if REACH > 1:
-            b_o = add_product(b_o, b_g1, b_1, PRECISION)
+            b_o = add_product(b_o, b_g1, b_u1, PRECISION)
         if REACH > 2:
-            b_o = add_product(b_o, b_g2, b_2, PRECISION)
-        b_o = add_product(b_o, b_l_re, b_re.to(b_l_re.dtype), PRECISION)
-        b_o = add_product(b_o, b_l_im, b_im.to(b_l_im.dtype), PRECISION)
+            b_o = add_product(b_o, b_g2, b_u2, PRECISION)
+        # L h = Re L Re h - Im L Im h; the table holds -Im L.
+        b_o = add_product(b_o, l_re, b_re.to(l_re.dtype), PRECISION)
+        b_o = add_product(b_o, l_im, b_im.to(l_im.dtype), PRECISION)
         _store_chunk(p_out, p_after, pad, begin + step, T, o_out, out_stride_t, m_n, b_o, C, REVERSE, PADDED, EVEN_N)
-        # The chunk that the next one's tiles no longer reach.
-        b_last = b_2 if REACH > 2 else (b_1 if REACH > 1 else b_0)
-        b_re, b_im = turned(b_re, b_im, t_re, t_im)
-        b_re = add_product(b_re, b_w_re, b_last, PRECISION)
-        b_im = add_product(b_im, b_w_im, b_last, PRECISION)
-        b_2 = b_1
-        b_1 = b_0
+        # u_{c+1-N}, which the next chunk's tiles no longer reach.
+        b_last = b_u2 if REACH > 2 else (b_u1 if REACH > 1 else b_u0)
+        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_last, PRECISION)
+        b_u2 = b_u1
+        b_u1 = b_u0
 
 
 WAVE = 396
@@ -282,10 +316,7 @@ class LinearConfig(NamedTuple):
 
 
 def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
-    """Return the written rule: as many programs as run at once, or as little more as there are heads and columns.
-
-    Shorter stretches than two chunks would read more for the chunks before them than for their own.
-    """
+    """Return the written rule: as many programs as run at once, or as little more as there are heads and columns."""
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
     stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
@@ -294,9 +325,12 @@ def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) 
     return LinearConfig(stretch, block, (4, warps), stages)
 
 
-def _stretch(chunks: int, others: int) -> int:
-    """Return the chunks of a program beside so many programs of `others`."""
-    return max(2, cdiv(chunks, max(1, WAVE // others)))
+def _stretch(chunks: int, blocks: int) -> int:
+    """Return the chunks of a stretch where every stretch takes `blocks` programs.
+
+    Fewer than two would read more for the chunks before them than for their own.
+    """
+    return max(2, cdiv(chunks, max(1, WAVE // blocks)))
 
 
 def linear_matmul(
@@ -315,18 +349,17 @@ def linear_matmul(
     """
     assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
     assert tables.near.shape[1] <= 3, "a band must end within two chunks"
-    batch, _, length, dim = x.shape
-    heads, reach, rows, _ = tables.near.shape
-    poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
+    batch, heads, length, dim = x.shape
+    columns = batch * dim
     if out is None:
         out = heads_like(x, heads)
     if not out.numel():
         return out
     config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
-    adding, mixing = linear_constants(
-        config, rows=rows, reach=reach, poles=poles, powers=powers, dim=dim, columns=columns, reverse=transpose,
-        padded=left_pad is not None, precision=precision,
-    )  # fmt: skip
+    reach, rows, poles, powers = _sizes(tables)
+    options = {"reverse": transpose, "padded": left_pad is not None, "precision": precision}
+    shape = {"rows": rows, "reach": reach, "poles": poles, "powers": powers, "dim": dim, "columns": columns}
+    adding, mixing = linear_constants(config, **shape, **options)
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
     pad = before if left_pad is None else left_pad  # never read then
@@ -342,6 +375,11 @@ def linear_matmul(
         config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, device=x.device,
     )  # fmt: skip
     return out
+
+
+def _sizes(tables: LinearTables) -> tuple[int, int, int, int]:
+    """Return the sizes of tables: tiles N, rows of a chunk C, poles P, powers of M."""
+    return *tables.near.shape[1:3], tables.write.shape[1] // 2, tables.turns.shape[1]
 
 
 def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
@@ -369,7 +407,7 @@ def linear_constants(
     return adding, mixing | {"REACH": reach}
 
 
-# --- the recurrent state
+# --- the state of decoding: chunk c of u at c mod N + 1 of the ring, h_c at c mod 2 of the sums
 
 STEP_COLUMNS = 32
 """Columns of a program: a step of one sequence has few, and should fill many multiprocessors."""
@@ -382,32 +420,29 @@ def fill_kernel(
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
     PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the last REACH + 1 chunks of a prompt, and the sums of the last chunk and of the one before it.
+    """Write u of the last N + 1 chunks of a prompt, h_{c-1} and h_c of its last chunk c.
 
-    `states [F, stretches, 2, P, N]` end with the sum of the chunk before the last one.
+    `states [F, stretches, 2, P, N]` end with h_{c-1}; without stretches it is zero.
     """
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-        D, BN, PADDED,
-    )  # fmt: skip
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
     place = (o_n // D).to(tl.int64) * tl.num_programs(0) + i_h
     p_ring = ring_ptr + place[None, :] * ((REACH + 1) * C * D) + o_t[:, None] * D + (o_n % D)[None, :]
     p_sums = sums_ptr + place[None, :] * (4 * P * D) + o_p[:, None] * D + (o_n % D)[None, :]
     p_state = states_ptr + (i_h * stretches + stretches - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    ready = m_n[None, :] & (stretches > 0)
-    b_re, b_im = tl.load(p_state, mask=ready, other=0.0), tl.load(p_state + P * N, mask=ready, other=0.0)
+    b_re, b_im = _load_state(p_state, m_n[None, :] & (stretches > 0), P * N)
     last = (T - 1) // C
     p_earlier, p_last = p_sums + ((last + 1) % 2) * 2 * P * D, p_sums + (last % 2) * 2 * P * D
-    tl.store(p_earlier, b_re, mask=m_n[None, :])
-    tl.store(p_earlier + P * D, b_im, mask=m_n[None, :])
+    _store_state(p_earlier, b_re, b_im, m_n[None, :], P * D)
 
     b_u = load_chunk(p_x, p_before, pad, last - REACH, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
-    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-    b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P))
-    tl.store(p_last, add_product(b_re, tl.load(p_write), b_u, PRECISION), mask=m_n[None, :])
-    tl.store(p_last + P * D, add_product(b_im, tl.load(p_write + P * C), b_u, PRECISION), mask=m_n[None, :])
+    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
+    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
+    b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
+    _store_state(p_last, b_re, b_im, m_n[None, :], P * D)
     for back in tl.static_range(0, REACH + 1):
         b_u = load_chunk(p_x, p_before, pad, last - back, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
         slot = (last - back + REACH + 1) % (REACH + 1)
@@ -422,7 +457,10 @@ def step_kernel(
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr, POWERS: tl.constexpr,
     PADDED: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute some rows one after another, from position `place` or `first_ptr` on, and write each into the state."""
+    """Compute some rows one after another, from position `place` or `first_ptr` on, and write each into the state.
+
+    A row is y_c of `mix_kernel` with sums instead of matrix products: row t of the tiles and of L.
+    """
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
     o_n = i_n * BN + tl.arange(0, BN)
@@ -440,13 +478,13 @@ def step_kernel(
     for row in range(0, rows):
         chunk, t = (first + row) // C, (first + row) % C
         p_now, p_earlier = p_sums + (chunk % 2) * 2 * P * D, p_sums + ((chunk + 1) % 2) * 2 * P * D
-        if t == 0:  # the chunk that tiles no longer reach
+        if t == 0:  # h_c = M h_{c-1} + W u_{c-N}
             b_u = tl.load(p_tile + ((chunk + 1) % (REACH + 1)) * C * D, mask=m_p, other=0.0)
-            b_re, b_im = tl.load(p_earlier, mask=m_p, other=0.0), tl.load(p_earlier + P * D, mask=m_p, other=0.0)
-            b_re, b_im = turned(b_re, b_im, *load_turn(turns_ptr + i_h * POWERS * 2 * P, o_p, P))
-            p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-            tl.store(p_now, add_product(b_re, tl.load(p_write), b_u, PRECISION), mask=m_p)
-            tl.store(p_now + P * D, add_product(b_im, tl.load(p_write + P * C), b_u, PRECISION), mask=m_p)
+            b_re, b_im = _load_state(p_earlier, m_p, P * D)
+            t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
+            w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
+            b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
+            _store_state(p_now, b_re, b_im, m_p, P * D)
         own = first + row - pad
         real = m_n & (own >= 0)
         b_x = tl.load(p_x + row * x_stride_t, mask=m_n, other=0.0)
@@ -455,7 +493,7 @@ def step_kernel(
         tl.debug_barrier()  # what the program stored, other threads of it read
         p_read = read_ptr + i_h * 2 * P * C + t * 2 * P + o_p
         l_re, l_im = tl.load(p_read).to(tl.float32), tl.load(p_read + P).to(tl.float32)
-        b_re, b_im = tl.load(p_now, mask=m_p, other=0.0), tl.load(p_now + P * D, mask=m_p, other=0.0)
+        b_re, b_im = _load_state(p_now, m_p, P * D)
         b_o = tl.sum(l_re[:, None] * b_re + l_im[:, None] * b_im, 0)
         for back in tl.static_range(0, REACH):
             b_g = tl.load(near_ptr + (i_h * REACH + back) * C * C + t * C + o_t).to(tl.float32)
@@ -471,18 +509,17 @@ def fill(
     x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
     sums: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
-    """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, H, T, D]`."""
-    batch, _, length, dim = x.shape
-    heads, reach, rows, _ = tables.near.shape
-    poles, powers, columns = tables.write.shape[1] // 2, tables.turns.shape[1], batch * dim
-    common = {
+    """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, F, T, D]`."""
+    batch, heads, length, dim = x.shape
+    reach, rows, poles, powers = _sizes(tables)
+    columns = batch * dim
+    constants = {
         "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
-        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision,
-        "num_warps": 4, "device": x.device,
+        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision, "num_warps": 4,
     }  # fmt: skip
     pad = before if left_pad is None else left_pad  # never read then
     blocks = cdiv(columns, STEP_COLUMNS)
-    chunks = max(0, (length - 1) // rows - reach)  # those that the sum of the chunk before the last one holds
+    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}
     stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
     states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
@@ -490,14 +527,14 @@ def fill(
     if stretches:
         launch(
             states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
-            stretches * stretch - chunks, *strides(x), before.stride(0), **common,
-            REVERSE=False, STAGES=2, num_stages=2,
+            stretches * stretch - chunks, *strides(x), before.stride(0), **constants,
+            REVERSE=False, STAGES=2, num_stages=2, device=x.device,
         )  # fmt: skip
     if stretches > 1:
         _scan(states, tables.turns, stretches, stretch)
     launch(
         fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
-        before.stride(0), **common, REACH=reach,
+        before.stride(0), **constants, REACH=reach, device=x.device,
     )  # fmt: skip
 
 
@@ -505,16 +542,15 @@ def step(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
     first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
-    """Write the rows of values `x [B, H, rows, D]`, which stand from position `first` on, into `out` and the state."""
-    batch, _, rows, dim = x.shape
-    heads, reach, chunk, _ = tables.near.shape
+    """Write the rows of values `x [B, F, rows, D]`, which stand from position `first` on, into `out` and the state."""
+    batch, heads, rows, dim = x.shape
+    reach, chunk, poles, powers = _sizes(tables)
     columns, on_device = batch * dim, isinstance(first, Tensor)
     pad = before if left_pad is None else left_pad  # never read then
     launch(
         step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
         first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),
         before.stride(0), after.stride(0),
-        D=dim, C=chunk, P=tables.write.shape[1] // 2, BN=STEP_COLUMNS, REACH=reach, POWERS=tables.turns.shape[1],
-        PADDED=left_pad is not None, ON_DEVICE=on_device, PRECISION=precision, num_warps=4,
-        device=x.device,
+        D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
+        ON_DEVICE=on_device, PRECISION=precision, num_warps=4, device=x.device,
     )  # fmt: skip

@@ -1,7 +1,16 @@
-"""Frozen heads with exponential patterns in linear time, by the chunked sum (S.32), see `saf.ops.linear.tables`.
+"""Frozen heads with exponential patterns in linear time, by a chunked sum, and the state that decoding goes on from.
 
-`linear_product` is P V; its gradient `dV = P^T dO` is the same operator with time reversed, see `value_gradient`.
-Decoding goes on from a `RecurrentState` in place of all earlier values.
+    y[i] = after[i] * sum_{j<=i} g(i - j) before[j] x[j]
+
+Positions are cut into chunks of C rows, u = before x. With N tiles, chunk c of the output is, by Eq. (S.32),
+
+    after * (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
+
+Pairs in one chunk, or in chunks so near that the band of g reaches them, meet in tiles G_n `[C, C]` of g (`near`).
+Pairs further apart meet through a state h: for each pole of (S.31), the sum of `exp((-damping + i frequency) distance)
+u` over all rows that are far enough. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) turns and decays
+it by C positions. `linear_product` is P V; its gradient dV = P^T dO is the same product with time reversed. Here are
+the operators, the algorithm in plain PyTorch and the tables; kernels.py has it in Triton.
 """
 
 from collections.abc import Sequence
@@ -9,24 +18,41 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.decode.op import decode_tables
 from saf.ops.heads import heads_like, take_heads, unit_stride
-from saf.ops.linear.tables import (
-    LinearTables,
-    chunk_sums,
-    chunked_product,
-    exact_tables,
-    linear_tables,
-    scale_rows,
-    turn,
-)
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.ops.positions import CachePosition
+from saf.patterns import DampedCosines, ExponentialPattern
 
+CHUNK = 64
+"""Rows of a chunk: with a band of 128, 64 rows beat 128 at every length with 6 heads, by 9 to 20%."""
 STEP_ROWS = 16
 """Rows that the kernel of steps computes, one after another; more are computed chunk by chunk."""
+TURNS = 18
+"""Powers of two K of `turns`: the table moves a state by up to 2**18 - 1 chunks, 16 million positions."""
+ROW_SUM_TOLERANCE = 0.02
+"""How far rounded tables may take a row's sum from that of exact ones: a quarter of what a cancellation of 4 does."""
+
+
+class LinearTables(NamedTuple):
+    """What executes F heads, in the dtype of values unless stated.
+
+    Attributes:
+        near: `[F, N, C, C]`, g between the rows of a chunk and of those 0 to N - 1 chunks before it.
+        write: `[F, 2P, C]`, what each row of a chunk adds to the state at the chunk's end: cosines, then sines.
+        read: `[F, C, 2P]`, what each row of a chunk reads of the state at the end of N chunks before it.
+        turns: `[F, K, 2, P]` float32 (float64 for float64 values), cosine and sine part of the factor by which a state
+            turns and decays over 1, 2, 4, ... chunks.
+    """
+
+    near: Tensor
+    write: Tensor
+    read: Tensor
+    turns: Tensor
 
 
 class Linear(Backend):
@@ -222,3 +248,160 @@ def step_state(
         out[:, :, row : row + count] = scale_rows(total, after, at + row, left_pad)
         row += count
     return out
+
+
+# --- the chunked sum in plain PyTorch
+
+
+def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
+    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`.
+
+    They are multiplied in float32 at least, then rounded to x's dtype. With `left_pad [B]` scalings count from there,
+    and rows before it are zero.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    position = torch.arange(first, first + x.shape[2], device=x.device)
+    if left_pad is None:
+        factor = scale[:, position][None]
+    else:
+        position = position - left_pad[:, None]
+        factor = (scale[:, position.clamp(min=0)] * (position >= 0)).transpose(0, 1)
+    return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
+
+
+def turn(state: Tensor, factor: Tensor) -> Tensor:
+    """Return states `[..., F, *, 2P, D]` turned and decayed by `factor [F, *, 2, P]`: M of (S.32)."""
+    cosines, sines = state.chunk(2, -2)
+    real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
+    return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
+
+
+def chunk_sums(scaled: Tensor, tables: LinearTables) -> Tensor:
+    """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `scaled [B, F, n * C, D]`."""
+    wide = tables.turns.dtype
+    chunks = scaled.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
+    states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
+    # Hillis-Steele scan: after round k a state holds 2**k chunks. Few large operations in place of one a chunk.
+    for power in range((states.shape[2] - 1).bit_length()):
+        back = 1 << power
+        later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
+        states = torch.cat([states[:, :, :back], later], 2)
+    return states
+
+
+def chunked_product(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
+
+    Scalings are multiplied in float32 at least, then rounded to x's dtype; all else is float32 (float64 for float64
+    values).
+    """
+    length = x.shape[2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows, reach = tables.near.shape[-1], tables.near.shape[1]
+    chunks = -(-length // rows)
+    scaled = scale_rows(x, before, 0, left_pad)
+    scaled = pad(scaled.flip(2) if reverse else scaled, (0, 0, 0, chunks * rows - length))
+    columns = scaled.unflatten(2, (chunks, rows)).to(wide)
+    total = torch.zeros_like(columns)
+    for back in range(min(reach, chunks)):
+        near = tables.near[:, back].to(wide)
+        total[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, columns[:, :, : chunks - back])
+    if chunks > reach:
+        states = chunk_sums(scaled[:, :, : (chunks - reach) * rows], tables)
+        total[:, :, reach:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
+    total = total.flatten(2, 3)[:, :, :length]
+    return heads_like(x, x.shape[1]).copy_(scale_rows(total.flip(2) if reverse else total, after, 0, left_pad))
+
+
+# --- the tables
+
+
+class ExactTables(NamedTuple):
+    """The tables of F heads in float64, before they are rounded to a dtype of values.
+
+    Attributes:
+        tables: `LinearTables`.
+        distance: g, `[F, T]`, its largest weight 1.
+        keys: exp(alpha), `[F, T]`, its largest 1.
+        sums: Z, `[F, T]`.
+    """
+
+    tables: LinearTables
+    distance: Tensor
+    keys: Tensor
+    sums: Tensor
+
+
+def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
+    """Return the tables of one pattern per head."""
+    patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
+    # Fewest tiles N with (N - 1) C + 1 >= band width: the first distance that the state serves.
+    num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
+    poles = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
+    weights = torch.stack([one.distance_weights() for one in patterns])
+    largest = weights.amax(-1, keepdim=True)
+    heads = zip(patterns, largest, strict=True)
+    rows = zip(*(_head_tables(one, largest, chunk, num_tiles, poles) for one, largest in heads), strict=True)
+    tables = LinearTables._make(map(torch.stack, rows))
+    keys = torch.stack([one.key_logits() for one in patterns])
+    keys = (keys - keys.amax(-1, keepdim=True)).exp()
+    return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
+
+
+def _head_tables(
+    pattern: ExponentialPattern, largest: Tensor, rows: int, num_tiles: int, num_poles: int
+) -> tuple[Tensor, ...]:
+    """Return the tables of one head over its `largest` weight."""
+    width, missing = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
+    damping, frequency, cosine, sine = (
+        pad(x, (0, missing)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
+    )
+    far = DampedCosines(damping, frequency, num_tiles * rows - width).sum(torch.cat([cosine, sine]))
+    weights = torch.cat([pattern.band.exp(), far]) / largest
+    row = torch.arange(rows, device=damping.device)
+    lag = row[:, None] - row + rows * torch.arange(num_tiles, device=damping.device)[:, None, None]
+    near = torch.where(lag >= 0, weights[lag.clamp(min=0)], 0.0)
+
+    pole = torch.complex(-damping, frequency)
+    kept = (pole[:, None] * (rows - 1 - row)).exp()
+    # Read from the last row of chunk c - N, (N - 1) C + 1 before row 0.
+    # c cos + s sin = Re((c - is) e^{iwt}); Re(r h) = Re r Re h - Im r Im h.
+    seen = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
+    turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
+    return (
+        near,
+        torch.cat([kept.real, kept.imag]),
+        torch.cat([seen.real, -seen.imag], -1),
+        torch.stack([turns.real, turns.imag], 1),
+    )
+
+
+def _row_sums(tables: LinearTables, keys: Tensor) -> Tensor:
+    """Return Z `[F, T]` float64: the product of the tables with a column of ones."""
+    ones = torch.ones(1, *keys.shape, 1, dtype=torch.float64, device=keys.device)
+    wide = LinearTables(*(x.double() for x in tables))
+    return chunked_product(ones, wide, keys, torch.ones_like(keys))[0, :, :, 0]
+
+
+def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables, Tensor, Tensor]:
+    """Return the tables, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
+
+    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
+    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
+    hold.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    near, write, read, turns = exact.tables
+    rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
+    sums = _row_sums(rounded, exact.keys.to(dtype).double())
+    inverse = (1 / sums).to(wide).contiguous()
+    same = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
+    if not bool((inverse.isfinite() & (inverse > 0) & same).all()):
+        raise UnsupportedError(
+            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
+            "range too far; use pattern.to_compact()"
+        )
+    return rounded, exact.keys.to(wide), inverse

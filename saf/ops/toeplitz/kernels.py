@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
-from saf.ops.toeplitz.tables import TILE
+from saf.ops.toeplitz.op import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.

@@ -85,12 +85,11 @@ def _kernels_in_place(device: str) -> None:
     from saf.ops import launch
     from saf.ops.fused import kernels as fused
     from saf.ops.fused.op import Fused
-    from saf.ops.toeplitz import kernels, op, tables
+    from saf.ops.toeplitz import kernels, op
 
     if device == "cpu":
         Fused.unsupported_reason = lambda self, device, dtype: None  # type: ignore[method-assign]
-        for module in (op, tables):
-            module.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
+        op.uses_triton = lambda device, dtype: dtype in (HALF, FULL)
     LAUNCHED.clear()
 
     def noting(kernel, *arguments, **constants) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from saf.ops.linear.tables import exact_tables, linear_tables
+from saf.ops.linear.op import exact_tables, linear_tables
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.nan_memory import inside_nan, wrong_product
 

@@ -79,7 +79,7 @@ def _gradients(case: Case, device: str) -> list[str]:
     """At most twice the error of plain autograd; the interpreter multiplies bfloat16 numbers as float32 ones."""
     import saf.ops.toeplitz.kernels as kernels
     import saf.ops.toeplitz.op as module
-    from saf.ops.toeplitz.tables import balance, compact_tables
+    from saf.ops.toeplitz.op import balance, compact_tables
 
     value, upstream, alpha, rho = drawn(case, device)
     expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())

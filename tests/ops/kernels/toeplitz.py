@@ -57,7 +57,7 @@ CASES = FORWARD | {
 def run(case: Case, device: str) -> list[str] | None:
     """Return which limits of `wrong_product` break."""
     from saf.ops.toeplitz.kernels import ToeplitzConfig, toeplitz_matmul
-    from saf.ops.toeplitz.tables import make_tiles
+    from saf.ops.toeplitz.op import make_tiles
 
     if case.dtype == "bfloat16" and device == "cpu":
         return None
