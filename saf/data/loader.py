@@ -28,44 +28,6 @@ _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
 # --- the folder
 
 
-def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
-    """Write index.json with its schema, fingerprint and a hash of all of it, and return what was written.
-
-    The fingerprint is the SHA-256 of the tokenizer and of every token in order; paths play no part.
-    """
-    sums = {name: [info["sha256"]] if info["tokens"] else [] for name, info in index["partitions"].items()}
-    # The first entry is a constant: checkpoints and results name data by their fingerprint.
-    text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
-    index = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}))
-    index["hash"] = entries_hash(index)
-    write_json(folder / INDEX_FILE, index)
-    return index
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """Read a data folder's index.json; raise DataError when it is missing or was changed."""
-    path = folder / INDEX_FILE
-    restore_replaced_(folder)
-    if not path.is_file():
-        problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
-        raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
-    index = read_json(path, error=DataError, advice=_AGAIN)
-    if index.get("schema") != SCHEMA:
-        raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")
-    if index.get("hash") != entries_hash(index):
-        raise DataError(f"{path}: damaged, its entries were changed; restore it or {_AGAIN}")
-    return index
-
-
-def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
-    """Size and SHA-256 of a data folder's files by name, None where the index does not record them."""
-    files: dict[str, tuple[int | None, str | None]] = {INDEX_FILE: (None, None), CONFIG_FILE: (None, None)}
-    files[TOKENIZER_FILE] = (None, index["tokenizer"]["sha256"])
-    for name, info in index["partitions"].items():
-        files[f"{name}.bin"] = (info["tokens"] * np.dtype(index["dtype"]).itemsize, info["sha256"])
-    return files
-
-
 class TokenData:
     """The tokens of a prepared data folder; `TokenData.open(folder).tokens("train")` is an array of token ids."""
 
@@ -96,14 +58,14 @@ class TokenData:
         return data
 
     def _file(self, name: str) -> Path:
-        """The path of a file; raise DataError where its content is not what was prepared."""
+        """Return the path of a file; raise DataError where its content is not what was prepared."""
         if name not in self._checked:
             check_file(self.folder / name, sha256=files_of(self.index)[name][1], error=DataError, advice=_AGAIN)
             self._checked.add(name)
         return self.folder / name
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """Load the tokenizer that produced the tokens."""
         tokenizer = Tokenizer.load(self._file(TOKENIZER_FILE))
         if tokenizer.eot_id != self.eot_id:  # CONFIG_FILE names it, and has no checksum
             eot = f"end-of-text must have id {self.eot_id}, {CONFIG_FILE} names {tokenizer.eot_id}"
@@ -111,22 +73,22 @@ class TokenData:
         return tokenizer
 
     def num_tokens(self, partition: str) -> int:
-        """Number of tokens of a partition."""
-        return self._info(partition)["tokens"]
+        """Return the number of tokens of a partition."""
+        return self._facts(partition)["tokens"]
 
     def unigram_entropy(self, partition: str) -> float:
-        """Entropy of a partition's token frequencies, nats."""
-        return self._info(partition)["unigram_entropy"]
+        """Return the entropy of a partition's token frequencies, nats."""
+        return self._facts(partition)["unigram_entropy"]
 
     def tokens(self, partition: str) -> np.ndarray:
-        """A partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
-        if not self._info(partition)["tokens"]:
+        """Return a partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
+        if not self._facts(partition)["tokens"]:
             advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
             raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
         return np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
 
-    def _info(self, partition: str) -> dict[str, Any]:
+    def _facts(self, partition: str) -> dict[str, Any]:
         check_name("partition", partition, PARTITIONS)
         return self.index["partitions"][partition]
 
@@ -163,23 +125,61 @@ def check_separate(data: TokenData, partition: str, reported: TokenData) -> None
         raise DataError(f"{where}, got {shared}; give --data without them")
 
 
+def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
+    """Write index.json with its schema, fingerprint and a hash of all of it, and return what was written.
+
+    The fingerprint is the SHA-256 of the tokenizer and of every token in order; paths play no part.
+    """
+    sums = {name: [info["sha256"]] if info["tokens"] else [] for name, info in index["partitions"].items()}
+    # The first entry is a constant: checkpoints and results name data by their fingerprint.
+    text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
+    index = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}))
+    index["hash"] = entries_hash(index)
+    write_json(folder / INDEX_FILE, index)
+    return index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Read a data folder's index.json; raise DataError when it is missing or was changed."""
+    path = folder / INDEX_FILE
+    restore_replaced_(folder)
+    if not path.is_file():
+        problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
+        raise DataError(f"{folder}: {problem}; give --data a folder made by `saf data prepare`")
+    index = read_json(path, error=DataError, advice=_AGAIN)
+    if index.get("schema") != SCHEMA:
+        raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")
+    if index.get("hash") != entries_hash(index):
+        raise DataError(f"{path}: damaged, its entries were changed; restore it or {_AGAIN}")
+    return index
+
+
+def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
+    """Return size and SHA-256 of a data folder's files by name, None where the index does not record them."""
+    files: dict[str, tuple[int | None, str | None]] = {INDEX_FILE: (None, None), CONFIG_FILE: (None, None)}
+    files[TOKENIZER_FILE] = (None, index["tokenizer"]["sha256"])
+    for name, info in index["partitions"].items():
+        files[f"{name}.bin"] = (info["tokens"] * np.dtype(index["dtype"]).itemsize, info["sha256"])
+    return files
+
+
 # --- windows
 
 
 def generator(stream: int, seed: int, number: int) -> np.random.Generator:
-    """A counter-based generator: the same numbers for one stream, seed and number wherever it is made."""
+    """Return a counter-based generator: one stream, seed and number always give the same numbers."""
     key, counter = np.array([seed, number], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 @lru_cache(maxsize=2)
 def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """The order of `count` items in an epoch, remembered for the next batch."""
+    """Return the order of `count` items in an epoch, cached for the next batch."""
     return generator(stream, seed, epoch).permutation(count)
 
 
 def _count_windows(tokens: np.ndarray, length: int) -> int:
-    """Number of windows of `length + 1` tokens that start every `length` tokens; raise for none."""
+    """Count the windows of `length + 1` tokens that start every `length` tokens; raise DataError for none."""
     if length < 1:
         raise InputError(f"length must be at least 1, got {length}")
     if (windows := (len(tokens) - 1) // length) < 1:
@@ -190,7 +190,7 @@ def _count_windows(tokens: np.ndarray, length: int) -> int:
 
 
 def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> Tensor:
-    """Windows of `size` tokens from these starts, `[N, size]` int64."""
+    """Read windows of `size` tokens, `[starts, size]` int64."""
     out = np.empty((len(starts), size), dtype=np.int64)
     for row, start in enumerate(starts):
         out[row] = tokens[start : start + size]
@@ -198,7 +198,7 @@ def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> 
 
 
 def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
-    """Windows number `position` to `position + size - 1` of training, int64 `[size, length + 1]`.
+    """Read windows number `position` to `position + size - 1` of training, int64 `[size, length + 1]`.
 
     Every epoch visits each window once, in an order drawn from (seed, epoch). Inputs are `w[:, :-1]`, targets
     `w[:, 1:]`. Windows start every `length` tokens, so neighbours share a token: a target once, and an input once.
@@ -213,14 +213,14 @@ def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: in
 
 
 def random_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
-    """Windows that start anywhere, each start drawn from (seed, number); otherwise as `shuffled_windows`."""
+    """Read windows that start anywhere, each start drawn from (seed, number); otherwise as `shuffled_windows`."""
     _count_windows(tokens, length)
     numbers, most = range(position, position + size), len(tokens) - length
     return _read(tokens, [int(generator(_RANDOM, seed, number).integers(most)) for number in numbers], length + 1)
 
 
 def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:
-    """The first `limit` windows in order, or all, int64 `[windows, length + 1]`; raise DataError for less than one."""
+    """Read the first `limit` windows in order, or all, int64 `[windows, length + 1]`; DataError for less than one."""
     windows = _count_windows(tokens, length)
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
@@ -252,8 +252,6 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     tokens = data.tokens(source)
     if (windows := len(tokens) // length) < count:
         few = f"the {source} partition has {windows} of its {len(tokens):,} tokens"
-        raise DataError(
-            f"calibration needs {count} windows of length {length}, {few}; ask for fewer (--sequences, of a run "
-            "--calibration-sequences) or give more text"
-        )
+        fewer = "use fewer (--sequences, of a run --calibration-sequences) or more text"
+        raise DataError(f"calibration needs {count} windows of length {length}, {few}; {fewer}")
     return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)

@@ -1,4 +1,4 @@
-"""Turn text into a data folder: read, tokenise, divide into partitions by document, shuffle, write.
+"""Turn text into a data folder: read, train the tokenizer, tokenise, divide into partitions, shuffle, write.
 
 A document's partition depends on its content and the seed. Each document has a seeded key; whole documents are held out
 in the order of their keys, balanced by tokens. So nearly all held-out documents stay so when others are added.
@@ -11,10 +11,10 @@ import warnings
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
 # What is tokenised at once: little, because tokenising takes some 150 times a text's size in memory. That also limits a
 # document: a longer one is cut.
-_BATCH_CHARACTERS, _BATCH_TEXTS, _LONGEST_DOCUMENT = 2**21, 4096, 2**23
+_BATCH_BYTES, _LONGEST_DOCUMENT = 2**21, 2**23
 _BLOCK = 2**20
 # Longest piece of a document in the tokenizer's sample, and how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
@@ -109,7 +109,7 @@ def prepare(
     progress: bool | None = None,
     **settings: Any,
 ) -> TokenData:
-    """Make a data folder of tokens from text and return it.
+    """Write a data folder of tokens from text and return it.
 
     The four partitions share no document: a repeated one is kept once, and one that is also held out is dropped from
     training. Within a partition documents follow one another in a seeded order, each ended by the end-of-text token.
@@ -138,8 +138,6 @@ def prepare(
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)
-            # Preparing takes hours: something may have been put there meanwhile.
-            _check_target(out, overwrite=overwrite)
     return TokenData(out, index)
 
 
@@ -163,31 +161,40 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
     """Write the files of a data folder and return its index."""
+    bar.add_task("reading", total=None)
+    corpus = Corpus(folder / "text.spool", groups, config)
+    documents = corpus.documents
     bar.add_task("choosing the tokenizer", total=None)
-    tokenizer, trained_on = _choose_tokenizer(groups["train"], config)
+    pool = _may_be_held_out(documents["key"], documents["bytes"], config.fraction)
+    tokenizer, trained_on = _choose_tokenizer(corpus, config, pool)
     tokenizer.save(folder / TOKENIZER_FILE)
     tokenizer.save_config(folder / CONFIG_FILE)
-    sources = [source for group in groups.values() for source in group]
-    sizes = [source.size for source in sources]
-    task = bar.add_task("tokenising", total=None if None in sizes else sum(filter(None, sizes)))
-    corpus = _Corpus(folder, tokenizer)
-    corpus.read(groups, config, lambda count: bar.advance(task, count))
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+    task = bar.add_task("tokenising", total=int(documents["bytes"].sum()))
+    ids = folder / "tokens.spool"
+    tokens = _tokenise(corpus, tokenizer, ids, dtype, lambda count: bar.advance(task, count))
+    corpus.file.unlink()
     bar.add_task("writing", total=None)
-    partition = _assign(np.frombuffer(corpus.rows, _DOCUMENT), np.array(corpus.tokens), config)
-    partitions = {name: corpus.write(np.flatnonzero(partition == n), name) for n, name in enumerate(PARTITIONS)}
-    corpus.spool.unlink()
+    partition, partitions = _assign(documents, tokens, pool, config), {}
+    for number, name in enumerate(PARTITIONS):
+        members = np.flatnonzero(partition == number)
+        members = members[np.argsort(documents["key"][members], kind="stable")]
+        facts = {"documents": len(members), "bytes": int(documents["bytes"][members].sum())}
+        partitions[name] = facts | _write(folder / f"{name}.bin", ids, members, tokens, dtype, tokenizer.vocab_size)
+    ids.unlink()
     kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
     index = {
-        "dtype": corpus.dtype.name,
+        "dtype": dtype.name,
         "tokenizer": {"kind": kind, "sha256": tokenizer.fingerprint, **vocabulary},
         "partitions": partitions,
         "calibration_from": config.calibration_from,
-        "sources": corpus.sources["train"],
-        "heldout": corpus.sources["heldout"],
+        "sources": corpus.facts["train"],
+        "heldout": corpus.facts["heldout"],
         "duplicates": dict(corpus.skipped),
         "left_out": [
             {"source": source.name, "file": file, "reason": reason}
+            for sources in groups.values()
             for source in sources
             for file, reason in sorted(source.left_out.items())
         ],
@@ -200,90 +207,62 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
 # --- documents
 
 
-class _Corpus:
-    """The distinct documents of all sources: facts of each, and a file of their tokens in reading order."""
+class Corpus:
+    """The distinct documents of all sources in the order of reading: their text in a file, all else in memory."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
-        self.folder, self.spool, self.tokenizer = folder, folder / "spool.bin", tokenizer
-        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-        self.sources: dict[str, list[dict[str, Any]]] = {}
-        self.skipped = Counter(repeated=0, also_held_out=0, empty=0)
-        self.rows = bytearray()
+    def __init__(self, file: Path, groups: dict[str, list[Source]], config: PrepareConfig):
+        """Read the sources of each group once and write the text of distinct documents, one behind the other."""
+        self.file, self.skipped = file, Counter(repeated=0, also_held_out=0, empty=0)
+        self.facts: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
+        """Documents and bytes of each source."""
+        self.training = array("q")
+        """Numbers of the documents of training sources, again for those that come again."""
+        rows, seen = bytearray(), dict[bytes, tuple[int, str]]()
+        with open(file, "wb", buffering=_BLOCK) as spool:
+            for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
+                for data in self._read(sources, config, self.facts[group]):
+                    digest = _digest(data)
+                    if digest in seen:
+                        self.skipped["repeated" if seen[digest][1] == group else "also_held_out"] += 1
+                    else:
+                        seen[digest] = len(seen), group
+                        rows += np.array(
+                            (_key(digest, config.seed), len(data), group == "heldout"), _DOCUMENT
+                        ).tobytes()
+                        spool.write(data)
+                    if group == "train":
+                        self.training.append(seen[digest][0])
+        self.documents = np.frombuffer(rows, _DOCUMENT)
         """A `_DOCUMENT` for each."""
-        self.tokens = array("q")
-        """Tokens of each, end-of-text included."""
 
-    def read(self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]) -> None:
-        """Read and tokenise the documents of all sources; `advance` is called with the bytes of each."""
-        with open(self.spool, "wb", buffering=_BLOCK) as file:
-            for ids in _encoded(self._texts(groups, config, advance), self.tokenizer):
-                file.write(np.array([*ids, self.tokenizer.eot_id], dtype=self.dtype).tobytes())
-                self.tokens.append(len(ids) + 1)
+    def _read(self, sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]]) -> Iterator[bytes]:
+        """Yield documents, cut where long, until `max_bytes` is reached; count those of each source."""
+        longest = min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT)
+        rest = limit = config.max_bytes or sys.maxsize
+        for source in sources:
+            facts.append({"source": source.name, "documents": 0, "bytes": 0})
+            for whole in source.documents():
+                if config.max_bytes is not None and len(data := whole.encode()) > limit:
+                    whole = data[:limit].decode(errors="ignore")
+                for text in split_text(whole, longest):
+                    if not text.strip():
+                        self.skipped["empty"] += 1
+                        continue
+                    data = text.encode()
+                    facts[-1]["documents"] += 1
+                    facts[-1]["bytes"] += len(data)
+                    yield data
+                    if (rest := rest - len(data)) <= 0:
+                        return
 
-    def _texts(
-        self, groups: dict[str, list[Source]], config: PrepareConfig, advance: Callable[[int], Any]
-    ) -> Iterator[str]:
-        seen: dict[bytes, str] = {}
-        for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
-            self.sources[group] = []
-            for text, size in _read(sources, config, self.sources[group], self.skipped):
-                advance(size)
-                digest = _digest(text)
-                if digest in seen:
-                    self.skipped["repeated" if seen[digest] == group else "also_held_out"] += 1
-                    continue
-                seen[digest] = group
-                row = (_order_key(digest, config.seed), size, group == "heldout")
-                self.rows += np.array(row, _DOCUMENT).tobytes()
-                yield text
-
-    def write(self, members: np.ndarray, name: str) -> dict[str, Any]:
-        """Write the documents of a partition and return its entries of the index."""
-        documents, path = np.frombuffer(self.rows, _DOCUMENT), self.folder / f"{name}.bin"
-        members = members[np.argsort(documents["key"][members], kind="stable")]
-        sizes, vocabulary = np.array(self.tokens) * self.dtype.itemsize, self.tokenizer.vocab_size
-        starts, counts = np.cumsum(sizes) - sizes, np.zeros(vocabulary, dtype=np.int64)
-        # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
-        with open(self.spool, "rb", buffering=0) as spool, open(path, "wb") as file:
-            for document in members.tolist():
-                spool.seek(int(starts[document]))
-                file.write(spool.read(int(sizes[document])))
-        with open(path, "rb") as file:
-            while len(block := np.fromfile(file, self.dtype, _BLOCK)):
-                counts += np.bincount(block, minlength=vocabulary)
-        share = counts[counts > 0] / max(counts.sum(), 1)
-        return {
-            "documents": len(members),
-            "bytes": int(documents["bytes"][members].sum()),
-            "tokens": int(counts.sum()),
-            "unigram_entropy": max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None,
-            "sha256": file_hash(path),
-        }
-
-
-def _read(
-    sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]], skipped: Counter[str]
-) -> Iterator[tuple[str, int]]:
-    """Yield documents and their bytes, cut where long, until `max_bytes` is reached; add the facts of each source."""
-    longest, left = (
-        min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT),
-        config.max_bytes or sys.maxsize,
-    )
-    for source in sources:
-        facts.append({"source": source.name, "documents": 0, "bytes": 0})
-        for whole in source.documents():
-            if config.max_bytes is not None and len(data := whole.encode()) > config.max_bytes:
-                whole = data[: config.max_bytes].decode(errors="ignore")
-            for text in split_text(whole, longest):
-                if not text.strip():
-                    skipped["empty"] += 1
-                    continue
-                size = len(text.encode())
-                facts[-1]["documents"] += 1
-                facts[-1]["bytes"] += size
-                yield text, size
-                if (left := left - size) <= 0:
-                    return
+    def texts(self, numbers: Iterable[int]) -> Iterator[str]:
+        """Yield the text of documents by their numbers."""
+        sizes = self.documents["bytes"]
+        starts = np.cumsum(sizes) - sizes
+        with open(self.file, "rb") as file:
+            for number in numbers:
+                file.seek(int(starts[number]))
+                yield file.read(int(sizes[number])).decode()
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:
@@ -304,41 +283,61 @@ def split_text(text: str, limit: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=16).digest()  # 128 bits: no two documents of a corpus collide
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()  # 128 bits: no two documents of a corpus collide
 
 
-def _order_key(digest: bytes, seed: int) -> int:
+def _key(digest: bytes, seed: int) -> int:
     """Return a document's key in the seeded order, uniform in [0, 2^64), from its content alone."""
     return int.from_bytes(blake2b(digest, digest_size=8, salt=seed.to_bytes(16, "little")).digest(), "little")
 
 
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the token ids of each text, in order; a batch is tokenised on all cores while the next one is read."""
-    batch, size = list[str](), 0
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(tokenizer.encode_batch, batch)
-        for text in texts:
-            batch.append(text)
-            size += len(text)
-            if size >= _BATCH_CHARACTERS or len(batch) == _BATCH_TEXTS:
-                yield from pending.result()
-                pending, batch, size = pool.submit(tokenizer.encode_batch, batch), [], 0
-        yield from pending.result()
-        yield from tokenizer.encode_batch(batch)
+def _tokenise(
+    corpus: Corpus, tokenizer: Tokenizer, ids: Path, dtype: np.dtype, advance: Callable[[int], Any]
+) -> np.ndarray:
+    """Write the token ids of all documents and return the number of each, end-of-text included, `[documents]`."""
+    counts, ends = list[int](), np.cumsum(corpus.documents["bytes"])
+    texts = corpus.texts(range(len(ends)))
+    with open(ids, "wb", buffering=_BLOCK) as file:
+        while (first := len(counts)) < len(ends):
+            begin = ends[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, begin + _BATCH_BYTES, side="right")))
+            for row in tokenizer.encode_batch(list(islice(texts, last - first))):
+                file.write(np.array([*row, tokenizer.eot_id], dtype=dtype).tobytes())
+                counts.append(len(row) + 1)
+            advance(int(ends[last - 1] - begin))
+    return np.array(counts)
+
+
+def _write(
+    path: Path, ids: Path, members: np.ndarray, tokens: np.ndarray, dtype: np.dtype, vocabulary: int
+) -> dict[str, Any]:
+    """Write the tokens of a partition's documents, `members` in order, and return its entries of the index."""
+    sizes, counts = tokens * dtype.itemsize, np.zeros(vocabulary, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
+    with open(ids, "rb", buffering=0) as spool, open(path, "wb") as file:
+        for document in members.tolist():
+            spool.seek(int(starts[document]))
+            file.write(spool.read(int(sizes[document])))
+    with open(path, "rb") as file:
+        while len(block := np.fromfile(file, dtype, _BLOCK)):
+            counts += np.bincount(block, minlength=vocabulary)
+    share = counts[counts > 0] / max(counts.sum(), 1)
+    entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
+    return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
 
 
 # --- partitions
 
 
-def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) -> np.ndarray:
-    """Give each document its partition, an index into PARTITIONS `[documents]`.
+def _assign(documents: np.ndarray, tokens: np.ndarray, pool: np.ndarray, config: PrepareConfig) -> np.ndarray:
+    """Choose the partition of each document, an index into PARTITIONS `[documents]`.
 
     Warns where much less is held out than requested; raises DataError when a partition gets no document.
     """
     keys, heldout = documents["key"], documents["heldout"]
     if config.fraction is not None:
-        pool = _may_be_held_out(keys, documents["bytes"], config.fraction)
         heldout = _hold_out(keys, tokens, config.fraction, pool)
     where = np.flatnonzero(heldout)
     partition = np.zeros(len(keys), dtype=np.int8)
@@ -356,27 +355,27 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, config: PrepareConfig) ->
     return partition
 
 
-def _key_limit(fraction: float) -> int:
+def _key_limit(fraction: float | None) -> int:
     """Return the key below which a document may be held out: twice the fraction of all keys."""
-    return min(int(2 * fraction * 2**64), 2**64 - 1)
+    return 0 if fraction is None else min(int(2 * fraction * 2**64), 2**64 - 1)
 
 
-def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
+def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float | None) -> np.ndarray:
     """Mask the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
 
     The tokenizer learns only from the others. The pool is the documents with keys below `_key_limit`. Few documents
     may hold too little text; then the next keys join until it suffices, but for too long documents.
     """
-    pool, target = keys < np.uint64(_key_limit(fraction)), fraction * sizes.sum()
-    if 2 * fraction * len(keys) < _MANY_HELD_OUT:
-        order = np.argsort(keys, kind="stable")
+    pool = keys < np.uint64(_key_limit(fraction))
+    if fraction is not None and 2 * fraction * len(keys) < _MANY_HELD_OUT:
+        target, order = fraction * sizes.sum(), np.argsort(keys, kind="stable")
         order = order[_MARGIN * sizes[order] <= _LONGEST_HELD_OUT[-1] * target]
         pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
     return pool
 
 
 def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.ndarray) -> np.ndarray:
-    """Return the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
+    """Mask the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
 
     A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
     that leaves too little, the limit is a third. All arrays are `[documents]`.
@@ -394,7 +393,7 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
 
 
 def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Give each document its part, 0 to len(shares) - 1: the longest first, to the part furthest behind.
+    """Choose the part of each document, 0 to len(shares) - 1: the longest first, to the part furthest behind.
 
     So every part gets its share of long and of short documents. A share of zero gets none.
     """
@@ -411,46 +410,42 @@ def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndar
 # --- the tokenizer
 
 
-def _choose_tokenizer(sources: Sequence[Source], config: PrepareConfig) -> tuple[Tokenizer, dict[str, int] | None]:
+def _choose_tokenizer(
+    corpus: Corpus, config: PrepareConfig, pool: np.ndarray
+) -> tuple[Tokenizer, dict[str, int] | None]:
     """Load or train the tokenizer that the settings name; also return the size of its training text, if any."""
     name = "openai-community/gpt2" if config.tokenizer == "gpt2" else config.tokenizer
     if name != "bpe":
         on_hub = name.count("/") == 1 and not Path(name).exists()
         return (Tokenizer.from_hub if on_hub else Tokenizer.load)(name), None
-    sample = _sample(sources, config)
+    sample = _sample(corpus, config, pool)
     facts = {"bytes": sum(len(piece.encode()) for piece in sample), "pieces": len(sample)}
     return train_bpe(sample, vocab_size=config.vocab_size), facts
 
 
-def _sample(sources: Sequence[Source], config: PrepareConfig) -> list[str]:
+def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str]:
     """Draw pieces of training text, at most `tokenizer_bytes`, for the tokenizer to learn from.
 
-    Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. A
-    document that may be held out is never used; where documents are few, all are read to know which may.
+    Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. None is of
+    a document that may be held out, in `pool`.
     """
-    limit, many = 0, 0.0
-    if config.fraction is not None:
-        limit, many = _key_limit(config.fraction), _MANY_HELD_OUT / (2 * config.fraction)
-    sizes: dict[int, int] = {}  # bytes of documents by their keys, as long as they are few
-    heap: list[tuple[int, int, str, int]] = []
-    sampled, read, enough = 0, 0, False
-    for text, bytes_ in _read(sources, config, [], Counter()):
-        document = _order_key(_digest(text), config.seed)
-        if len(sizes) < many:
-            sizes[document] = bytes_
-        read += bytes_
-        for piece in split_text(text, _SAMPLE_PIECE) if document >= limit and not enough else ():
-            size = len(piece.encode())
-            heapq.heappush(heap, (_order_key(_digest(piece), config.seed), size, piece, document))
-            sampled += size
-            while sampled > config.tokenizer_bytes and len(heap) > 1:
-                sampled -= heapq.heappop(heap)[1]
-            if enough := read >= _LOOK_AHEAD * config.tokenizer_bytes:
-                break
-        if enough and len(sizes) >= many:
-            break
-    excluded = set[int]()
-    if config.fraction is not None and len(sizes) < many:
-        keys, held = np.fromiter(sizes, dtype=np.uint64), np.fromiter(sizes.values(), dtype=np.int64)
-        excluded = set(keys[_may_be_held_out(keys, held, config.fraction)].tolist())
-    return [piece for _, _, piece, document in sorted(heap) if document not in excluded]
+    heap, sampled = list[tuple[int, int, str, int]](), 0
+    for number, piece in _pieces(corpus, _key_limit(config.fraction), _LOOK_AHEAD * config.tokenizer_bytes):
+        data = piece.encode()
+        heapq.heappush(heap, (_key(_digest(data), config.seed), len(data), piece, number))
+        sampled += len(data)
+        while sampled > config.tokenizer_bytes and len(heap) > 1:
+            sampled -= heapq.heappop(heap)[1]
+    return [piece for _, _, piece, number in sorted(heap) if not pool[number]]
+
+
+def _pieces(corpus: Corpus, limit: int, enough: int) -> Iterator[tuple[int, str]]:
+    """Yield pieces of training documents whose keys reach `limit`, until so many bytes are read."""
+    read = 0
+    for number, text in zip(corpus.training, corpus.texts(corpus.training), strict=True):
+        read += int(corpus.documents["bytes"][number])
+        if corpus.documents["key"][number] >= limit:
+            for piece in split_text(text, _SAMPLE_PIECE):
+                yield number, piece
+                if read >= enough:
+                    return

@@ -1,7 +1,8 @@
-"""Read text from files, folders, datasets and Python's own library, as documents; files of records, one a line.
+"""Documents of files, folders, datasets and Python's own library, and the records of files that have them.
 
-An error names the file, and the line where there are lines. Records are streamed. Parquet, folders saved by `datasets`
-and the Hugging Face hub are read by that package.
+Files are streamed, and an error names file and line. `datasets` reads Parquet, saved folders and the Hugging Face hub.
+It does not read the rest: it turns a column of dates into times, "NA" in a table into nothing, and a JSON Lines file
+whose fields change along the way into an error.
 """
 
 import csv
@@ -23,14 +24,13 @@ from typing import Any
 
 from saf.errors import DataError
 
-Records = Iterator[tuple[int, dict[str, Any]]]
-"""Records of a file with their line or row numbers."""
+Records = Iterator[tuple[str, dict[str, Any]]]
+"""Records of a file, each behind its place: "line 3", or "row 3" of Parquet and datasets."""
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
-# Files of these suffixes must be readable. Any other file of a folder may turn out to be no text, and is then skipped.
+# A folder's files of these suffixes must be readable. Others that prove not to be text are skipped.
 _TEXT_SUFFIXES = {".txt", *JSON_LINES, ".csv", ".tsv", ".parquet"}
 _COMPRESSED = (".gz", ".zst", ".xz")
 _EXPECTED = "a file of text, JSON Lines, .csv or .tsv (each also as .gz, .zst or .xz) or .parquet, or a folder of them"
-_BOM = "\ufeff".encode()
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 # Tests are repetitive, `encodings` is tables of code pages, and the help topics are read as text instead.
 _NOT_PROSE = {"test", "tests", "site-packages", "dist-packages", "encodings", "pydoc_data"}
@@ -40,162 +40,7 @@ class MissingFieldError(DataError):
     """A record has no field of the name that holds the text."""
 
 
-def bare_suffix(path: Path) -> str:
-    """Return a file's suffix in lower case, without that of its compression."""
-    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
-
-
-# --- files
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a file for reading bytes, decompressed; turn faults of the file into DataError."""
-    suffix = path.suffix.lower()
-    try:
-        with open(path, "rb", buffering=2**17) as file:
-            if suffix == ".gz":
-                yield gzip.GzipFile(fileobj=file)
-            elif suffix == ".xz":
-                yield lzma.LZMAFile(file)  # noqa: SIM115 (the file that it reads is closed)
-            elif suffix == ".zst":
-                arrow = _package("pyarrow", path)
-                # Unlike the readers of the zstandard package, Arrow's notices a truncated file.
-                yield io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file), "zstd"), 2**17)
-            else:
-                yield file
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        damage = f"truncated or damaged {suffix} file" if suffix in _COMPRESSED else "cannot be read"
-        raise DataError(f"{path}: {damage} ({error})") from error
-
-
-def _package(name: str, reader: Path | str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise DataError(f"{reader}: reading it needs the package {name}: pip install 'saf[data]'") from error
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file as one string, without a byte order mark."""
-    with _open(path) as file:
-        data = file.read().removeprefix(_BOM)
-    if (at := data.find(b"\0")) >= 0:
-        raise DataError(f"{path}: not text: a NUL byte at {at:,}; convert UTF-16 to UTF-8")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}: not UTF-8 at byte {error.start:,} (line {line}); convert it to UTF-8") from error
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a UTF-8 file with their numbers, line ends included, without a byte order mark."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield number, (line.removeprefix(_BOM) if number == 1 else line).decode()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
-
-
-def read_records(path: Path, field: str) -> Records | None:
-    """Read the records of a file by its suffix; None for one of other text.
-
-    A .json file may be JSON Lines, a list of objects, or an object with `field`; anything else in it is other text.
-    """
-    match bare_suffix(path):
-        case ".parquet":
-            return enumerate(_rows("parquet", str(path), data_files=glob.escape(str(path))), 1)
-        case ".json":
-            return _read_json(path, field)
-        case ".csv":
-            return _read_table(path, strict=True)
-        case ".tsv":
-            return _read_table(path, delimiter="\t", quoting=csv.QUOTE_NONE)
-        case suffix:
-            return read_json_lines(path) if suffix in JSON_LINES else None
-
-
-def read_json_lines(path: Path) -> Records:
-    """Yield the objects of a JSON Lines file; blank lines are skipped."""
-    for number, line in read_lines(path):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error}), got {line.strip()[:80]}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
-            yield number, record
-
-
-def _read_json(path: Path, field: str) -> Records | None:
-    try:
-        whole = json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        return read_json_lines(path)
-    records = whole if isinstance(whole, list) else [whole]
-    is_text = not records or not all(isinstance(record, dict) and field in record for record in records)
-    return None if is_text else enumerate(records, 1)
-
-
-def _read_table(path: Path, **dialect: Any) -> Records:
-    """Yield the rows of a table, whose first line names the columns; raise DataError for an uneven row."""
-    csv.field_size_limit(2**31 - 1)  # a field may be a book
-    reader = csv.reader((line for _, line in read_lines(path)), **dialect)
-    rows = filter(None, reader)  # without blank lines
-    try:
-        names = next(rows, [])
-        if len(set(names)) < len(names):
-            raise DataError(f"{path}, line 1: columns must have different names, got {', '.join(names)}")
-        for row in rows:
-            if len(row) != len(names):
-                fields = f"a row must have {len(names)} fields, got {len(row)}"
-                raise DataError(f"{path}, line {reader.line_num}: {fields}")
-            yield reader.line_num, dict(zip(names, row, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
-
-
-def _rows(path: str, place: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a dataset, saved or downloaded as it is read; DataError in place of what `datasets` raises."""
-    package, row = _package("datasets", place), 0
-    try:
-        if "data_files" not in options and Path(path).exists():
-            dataset = package.load_from_disk(path)
-            if isinstance(dataset, package.DatasetDict):
-                splits = ", ".join(f"{path}/{split}" for split in dataset)
-                raise DataError(f"{path}: a saved dataset of several splits; give one of them: {splits}")
-        else:
-            dataset = package.load_dataset(path, streaming=True, **{"split": "train", **options})
-        for record in dataset:
-            row += 1
-            yield dict(record)
-    except DataError:
-        raise
-    except Exception as error:
-        problem = f"{place}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error})"
-        raise DataError(f"{problem}; check its name (OWNER/NAME:CONFIG:SPLIT) and the network") from error
-
-
-def _documents(records: Records, place: str, unit: str, field: str) -> Iterator[str]:
-    """Yield the text of each record."""
-    for number, record in records:
-        at = f"{place}, {unit} {number}"
-        if field not in record:
-            fields = ", ".join(sorted(map(str, record))) or "none"
-            raise MissingFieldError(f"{at}: no field {field!r}; fields found: {fields}; name one with --text-field")
-        if not isinstance(text := record[field], str):
-            raise DataError(f"{at}: {field} must be a string, got {type(text).__name__}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON's escapes can spell half of a surrogate pair
-            raise DataError(f"{at}: {field} must be Unicode, got half a surrogate pair at {error.start}") from error
-        yield text
-
-
-# --- sources
+# --- sources of documents
 
 
 class Source:
@@ -206,26 +51,19 @@ class Source:
     """
 
     def __init__(self, name: str, *, text_field: str = "text"):
-        self.name, self.text_field = name, text_field
+        self.name, self.text_field, path = name, text_field, Path(name)
         self.left_out: dict[str, str] = {}
         """Files of a folder that are no text, with the reason; complete once all documents were read."""
-        self._files: list[Path] = []
-        path = Path(name)
+        saved = any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json"))
+        on_hub = not path.exists() and _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES
         if name == "python":
             self._read = _python_documents
-        elif name and any((path / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        elif name and (saved or on_hub):
             self._read = self._dataset_documents
         elif name and path.exists():
-            self._read, self._files = self._files_documents, _files(path)
-        elif _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES:
-            self._read = self._dataset_documents
+            self._read = self._file_documents
         else:
             raise DataError(f"{name or 'a source'}: no such file or folder; expected `python`, {_EXPECTED}, OWNER/NAME")
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of the files on disk; None for other sources."""
-        return sum(file.stat().st_size for file in self._files) if self._files else None
 
     def documents(self) -> Iterator[str]:
         """Yield the documents; raise DataError when not one of them has text."""
@@ -237,41 +75,48 @@ class Source:
             reasons = "".join(f"; {file}: {reason}" for file, reason in list(self.left_out.items())[:3])
             raise DataError(f"{self.name}: no text in it; expected {_EXPECTED}{reasons}")
 
-    def _files_documents(self) -> Iterator[str]:
-        """Yield the documents of each file; a folder's file that turns out to be no text is skipped."""
-        for file in self._files:
+    def _file_documents(self) -> Iterator[str]:
+        """Yield the documents of the file, or of every visible file below the folder, in the order of their paths."""
+        root = Path(self.name)
+        for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
+            if file != root and (not file.is_file() or any(part[0] == "." for part in file.relative_to(root).parts)):
+                continue
             begun = False
             try:
-                for text in self._file_documents(file):
+                records = read_records(file, self.text_field)
+                for text in [read_text(file)] if records is None else _texts(records, str(file), self.text_field):
                     begun = True
                     yield text
             except DataError as error:
                 must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingFieldError)
-                if begun or must_be_text or file == Path(self.name):
+                if begun or must_be_text or file == root:
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
 
-    def _file_documents(self, path: Path) -> Iterator[str]:
-        """Yield the text of each record of a file, or the whole of other text."""
-        if (records := read_records(path, self.text_field)) is None:
-            yield read_text(path)
-        else:
-            unit = "row" if bare_suffix(path) == ".parquet" else "line"
-            yield from _documents(records, str(path), unit, self.text_field)
-
     def _dataset_documents(self) -> Iterator[str]:
         path, config, split = (*self.name.split(":"), "", "")[:3]
-        options = {"name": config or None, "split": split or "train"}
-        rows = _rows(self.name if Path(self.name).exists() else path, self.name, **options)
-        yield from _documents(enumerate(rows, 1), self.name, "row", self.text_field)
+        if Path(self.name).exists():
+            path = self.name
+        rows = _read_dataset(path, self.name, name=config or None, split=split or "train")
+        yield from _texts(rows, self.name, self.text_field)
 
 
-def _files(path: Path) -> list[Path]:
-    """The file, or the files below a folder, sorted, without hidden ones."""
-    if not path.is_dir():
-        return [path]
-    below = (file for file in sorted(path.rglob("*")) if file.is_file())
-    return [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+def _texts(records: Records, source: str, field: str) -> Iterator[str]:
+    """Yield the text of each record."""
+    for place, record in records:
+        if field not in record:
+            fields = ", ".join(sorted(map(str, record))) or "none"
+            raise MissingFieldError(
+                f"{source}, {place}: no field {field!r}; fields found: {fields}; name one with --text-field"
+            )
+        if not isinstance(text := record[field], str):
+            raise DataError(f"{source}, {place}: {field} must be a string, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON's escapes can spell half of a surrogate pair
+            half = f"got half a surrogate pair at {error.start}"
+            raise DataError(f"{source}, {place}: {field} must be Unicode, {half}") from error
+        yield text
 
 
 def _python_documents() -> Iterator[str]:
@@ -284,3 +129,135 @@ def _python_documents() -> Iterator[str]:
     for path in sorted(prose, key=lambda path: blake2b(path.as_posix().encode()).digest()):
         with tokenize.open(root / path) as file:
             yield file.read()
+
+
+# --- records of files
+
+
+def bare_suffix(path: Path) -> str:
+    """Return a file's suffix in lower case, without that of its compression."""
+    return (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+
+
+def read_records(path: Path, field: str = "") -> Records | None:
+    """Read the records of a file by its suffix; None for one of other text.
+
+    A .json file may be JSON Lines, a list of objects, or an object with `field`; anything else in it is other text.
+    """
+    match bare_suffix(path):
+        case ".parquet":
+            return _read_dataset("parquet", str(path), data_files=glob.escape(str(path)), split="train")
+        case ".json":
+            return _read_json(path, field)
+        case ".csv":
+            return _read_table(path, strict=True)
+        case ".tsv":
+            return _read_table(path, delimiter="\t", quoting=csv.QUOTE_NONE)
+        case suffix:
+            return read_json_lines(path) if suffix in JSON_LINES else None
+
+
+def read_json_lines(path: Path) -> Records:
+    """Yield the objects of a JSON Lines file; blank lines are skipped."""
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number}: not JSON ({error}), got {line.strip()[:80]}") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number}: expected a JSON object, got {type(record).__name__}")
+            yield f"line {number}", record
+
+
+def _read_json(path: Path, field: str) -> Records | None:
+    try:
+        whole = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return read_json_lines(path)
+    records = whole if isinstance(whole, list) else [whole]
+    are_records = records and all(isinstance(record, dict) and field in record for record in records)
+    return ((f"line {number}", record) for number, record in enumerate(records, 1)) if are_records else None
+
+
+def _read_table(path: Path, **dialect: Any) -> Records:
+    """Yield the rows of a table, whose first line names the columns; raise DataError for an uneven row."""
+    csv.field_size_limit(2**31 - 1)  # a field may be a book
+    reader = csv.reader(read_lines(path), **dialect)
+    rows = filter(None, reader)  # without blank lines
+    try:
+        names = next(rows, [])
+        if len(set(names)) < len(names):
+            raise DataError(f"{path}, line 1: columns must have different names, got {', '.join(names)}")
+        for row in rows:
+            if len(row) != len(names):
+                fields = f"a row must have {len(names)} fields, got {len(row)}"
+                raise DataError(f"{path}, line {reader.line_num}: {fields}")
+            yield f"line {reader.line_num}", dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not a table ({error})") from error
+
+
+def _read_dataset(path: str, source: str, **options: Any) -> Records:
+    """Yield the rows of a dataset, saved or downloaded as it is read; DataError in place of what `datasets` raises."""
+    import datasets
+
+    row = 0
+    try:
+        if "data_files" not in options and Path(path).exists():
+            dataset = datasets.load_from_disk(path)
+            if isinstance(dataset, datasets.DatasetDict):
+                splits = ", ".join(f"{path}/{split}" for split in dataset)
+                raise DataError(f"{path}: a saved dataset of several splits; name one of them: {splits}")
+        else:
+            dataset = datasets.load_dataset(path, streaming=True, **options)
+        for row, record in enumerate(dataset, 1):
+            yield f"row {row}", dict(record)
+    except DataError:
+        raise
+    except Exception as error:
+        problem = f"{source}: cannot be read as a dataset after {row} rows ({type(error).__name__}: {error})"
+        raise DataError(f"{problem}; check its name (OWNER/NAME:CONFIG:SPLIT) and the network") from error
+
+
+# --- text of files
+
+
+def read_text(path: Path) -> str:
+    """Read a text file as one string."""
+    text = "".join(read_lines(path))
+    if (at := text.find("\0")) >= 0:
+        raise DataError(f"{path}: not text: a NUL byte at {at:,}; convert UTF-16 to UTF-8")
+    return text
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, line ends included, without a byte order mark."""
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield (line.removeprefix("\ufeff".encode()) if number == 1 else line).decode()
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """Open a file for reading bytes, decompressed; raise DataError for one that is truncated or damaged."""
+    suffix = path.suffix.lower()
+    try:
+        with open(path, "rb", buffering=2**17) as file:
+            if suffix == ".gz":
+                yield gzip.GzipFile(fileobj=file)
+            elif suffix == ".xz":
+                yield lzma.LZMAFile(file)  # noqa: SIM115 (the file that it reads is closed)
+            elif suffix == ".zst":
+                import pyarrow
+
+                # Unlike the readers of the zstandard package, Arrow's notices a truncated file.
+                yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"), 2**17)
+            else:
+                yield file
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        damage = f"truncated or damaged {suffix} file" if suffix in _COMPRESSED else "cannot be read"
+        raise DataError(f"{path}: {damage} ({error})") from error

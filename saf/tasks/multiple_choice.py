@@ -77,23 +77,23 @@ def is_json_lines(name: str) -> bool:
     return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
 
 
-def _own(number: int, record: dict[str, Any]) -> Iterator[Example]:
+def _own(place: str, record: dict[str, Any]) -> Iterator[Example]:
     """A user's own example; null is the same as no "id" or "question"."""
     choices, answer = record["choices"], record["answer"]
     if not isinstance(choices, list):
         raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
     if type(answer) is not int:  # true is none
         answer = choices.index(answer) if answer in choices else -1
-    name = f"line {number}" if record.get("id") is None else str(record["id"])
+    name = place if record.get("id") is None else str(record["id"])
     yield Example(
         id=name, text=record["text"], question=record.get("question") or "", choices=tuple(choices), answer=answer
     )
 
 
-def _sst2(number: int, record: dict[str, Any]) -> Iterator[Example]:
+def _sst2(place: str, record: dict[str, Any]) -> Iterator[Example]:
     sentence = record["sentence"].strip()
     yield Example(
-        id=f"line {number}",
+        id=place,
         text=f"Review: {sentence}" if sentence else "",
         question="\nSentiment:" if sentence else "",
         choices=(" negative", " positive"),
@@ -101,10 +101,10 @@ def _sst2(number: int, record: dict[str, Any]) -> Iterator[Example]:
     )
 
 
-def _boolq(number: int, record: dict[str, Any]) -> Iterator[Example]:
+def _boolq(place: str, record: dict[str, Any]) -> Iterator[Example]:
     label = record["label"]
     yield Example(
-        id=str(record.get("idx", f"line {number}")),
+        id=str(record.get("idx", place)),
         text=record["passage"].strip(),
         question=f"\nQuestion: {record['question'].strip()}?\nAnswer:",
         choices=(" no", " yes"),
@@ -112,7 +112,7 @@ def _boolq(number: int, record: dict[str, Any]) -> Iterator[Example]:
     )
 
 
-def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
+def _quality(place: str, record: dict[str, Any]) -> Iterator[Example]:
     """QuALITY's questions on one article; the choices are the letters of its options, listed before them."""
     article = record["article"].strip()
     for index, question in enumerate(record["questions"], 1):
@@ -122,7 +122,7 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
         letters = LETTERS[: len(options)]
         listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
         yield Example(
-            id=str(question.get("question_unique_id", f"line {number}, question {index}")),
+            id=str(question.get("question_unique_id", f"{place}, question {index}")),
             text=article,
             question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
             choices=tuple(f" {letter}" for letter in letters),
@@ -130,7 +130,7 @@ def _quality(number: int, record: dict[str, Any]) -> Iterator[Example]:
         )
 
 
-EXAMPLE_FORMATS: Mapping[str, tuple[str, Callable[[int, dict[str, Any]], Iterator[Example]]]] = {
+EXAMPLE_FORMATS: Mapping[str, tuple[str, Callable[[str, dict[str, Any]], Iterator[Example]]]] = {
     "jsonl": ("text", _own),
     "sst2": ("sentence", _sst2),
     "boolq": ("question", _boolq),
@@ -147,9 +147,9 @@ def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
     """
     path, examples, left_out, seen = Path(path), list[Example](), LeftOut(list), set[str]()
     field, examples_of = EXAMPLE_FORMATS[task]
-    for number, record in read_records(path, field) or read_json_lines(path):
+    for place, record in read_records(path, field) or read_json_lines(path):
         try:
-            for example in examples_of(number, record):
+            for example in examples_of(place, record):
                 reason = "duplicate id" if example.id in seen else example.problem
                 seen.add(example.id)
                 if reason is None:
@@ -158,7 +158,7 @@ def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
                     left_out[reason].append(example.id)
         except (KeyError, TypeError, AttributeError) as error:
             problem = f"no example of {task} ({type(error).__name__}: {error}): {str(record)[:160]}"
-            raise DataError(f"{path}, line {number}: {problem}") from error
+            raise DataError(f"{path}, {place}: {problem}") from error
     if not examples:
         raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
     return examples, left_out

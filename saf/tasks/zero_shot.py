@@ -45,19 +45,19 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     if (path := next((path for path in paths if path.is_file()), None)) is None:
         names = " or ".join(task.files)
         raise DataError(f"{folder / name} holds no {names}, gzipped or not; leave the folder out to take the hub's")
-    records, sums, rows = read_records(path, "") or iter(()), {path.name: file_hash(path)}, []
+    records, sums, rows = read_records(path) or iter(()), {path.name: file_hash(path)}, []
     if (beside := _labels_beside(path)).is_file():
-        labels, numbered = [line.strip() for _, line in read_lines(beside)], list(records)
+        labels, numbered = [line.strip() for line in read_lines(beside)], list(records)
         if len(labels) != len(numbered):
             raise DataError(f"{path} holds {len(numbered)} questions, {beside} {len(labels)} labels")
         records = ((at, record | {"label": label}) for (at, record), label in zip(numbered, labels, strict=True))
         sums[beside.name] = file_hash(beside)
-    for number, record in islice(records, limit):
+    for place, record in islice(records, limit):
         try:
             rows.append(task.question(record))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             problem = f"no question of {name} ({type(error).__name__}: {error})"
-            raise DataError(f"{path}, line {number}: {problem}") from error
+            raise DataError(f"{path}, {place}: {problem}") from error
     if not rows:
         raise DataError(f"{path} holds no question")
     return Questions(rows, path, entries_hash(sums) if len(sums) > 1 else sums[path.name])

@@ -85,8 +85,8 @@ def test_a_parquet_file(tmp_path):
     ("name", "data", "message"),
     [
         ("a.txt", b" \n\t", "a.txt: no text in it"),
-        ("a.txt", b"abc\nd\xff", r"a.txt: not UTF-8 at byte 5 \(line 2\)"),
-        ("a.txt", "utf-16".encode("utf-16"), "a.txt: not text: a NUL byte at 3"),
+        ("a.txt", b"abc\nd\xff", "a.txt, line 2: not UTF-8"),
+        ("a.txt", "utf-16".encode("utf-16-le"), "a.txt: not text: a NUL byte at 1"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
         ("a.jsonl", b'{"text": "ok"}\n{"text": \n', "a.jsonl, line 2: not JSON"),
         ("a.jsonl", b'{"text": "ok"}\n\n["x"]\n', "a.jsonl, line 3: expected a JSON object, got list"),
@@ -128,7 +128,7 @@ def test_a_mixed_folder_is_read_where_it_is_text_and_the_rest_is_listed(tmp_path
     assert documents(source, out) == sorted([*ROWS, "also read"])
     left_out = {Path(row["file"]).name: row["reason"] for row in TokenData.open(out).index["left_out"]}
     assert left_out == {
-        "late.md": "not UTF-8 at byte 100,000 (line 1); convert it to UTF-8",
+        "late.md": "line 1: not UTF-8 (invalid start byte); convert it to UTF-8",
         "table.csv": "line 2: no field 'text'; fields found: age, name; name one with --text-field",
         "table.tsv": "line 2: no field 'text'; fields found: age, name; name one with --text-field",
     }
@@ -141,7 +141,7 @@ def test_datasets(tmp_path):
     package = pytest.importorskip("datasets")
     rows = package.Dataset.from_dict({"body": ROWS, "id": range(40)})
     package.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "both")
-    with pytest.raises(DataError, match=r"several splits; give one of them: .*both/train, .*both/test"):
+    with pytest.raises(DataError, match=r"several splits; name one of them: .*both/train, .*both/test"):
         read(tmp_path / "both")
     single = tmp_path / "both" / "test"
     assert read(single, text_field="body") == ROWS
