@@ -21,15 +21,15 @@ from saf.targets import FITTED, TARGETS, Storage, check_options
 BUDGETS = ("rate", "count", "heads", "match_heads")
 """Settings that set the number of heads; one of them counts."""
 _HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
-_WITHOUT_EFFECT = {
+_OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
+_OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
+_NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
+_IDLE = {
     "heads": ("count", "exclude", "only", "below", "max_per_layer", "match", "match_heads", "whole_groups"),
     "match_heads": ("count", "max_per_layer", "match"),
     "match": ("max_per_layer",),
 }
 """Settings without effect where another one is set."""
-_NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
-_OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
-_OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
 _COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change")
 """Scores of how attention differs between sequences: nothing but rounding where all sequences are alike."""
 CANDIDATES = 3
@@ -108,7 +108,7 @@ class FreezeConfig:
     """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 
     def __post_init__(self):
-        """Raise InputError for unknown names, values out of range, and settings that would have no effect."""
+        """Raise InputError for unknown names, values out of range, and settings that contradict or idle others."""
         check_name("operation", self.operation, get_args(Operation))
         check_name("storage", self.storage, get_args(Storage))
         check_name("pattern", self.pattern, TARGETS)
@@ -123,10 +123,9 @@ class FreezeConfig:
                 object.__setattr__(self, name, tuple(head_pairs(heads)))
                 HeadSet(heads)  # raises for a head named twice
         check_options(self.pattern, self.pattern_options)
-        if not self.max_fit_kl > 0:
-            raise InputError(f"max_fit_kl must be positive, in nats, got {self.max_fit_kl}")
-        if self.budget is not None and not self.budget > 0:
-            raise InputError(f"budget must be positive, such as 0.01 for 1% of perplexity, got {self.budget}")
+        for name, unit in (("max_fit_kl", "in nats"), ("budget", "such as 0.01 for 1% of perplexity")):
+            if (number := getattr(self, name)) is not None and not number > 0:
+                raise InputError(f"{name} must be positive, {unit}, got {number}")
         for name, least in (("count", 0), ("max_per_layer", 1), ("seed", 0)):
             if (number := getattr(self, name)) is not None and number < least:
                 raise InputError(f"{name} must be at least {least}, got {number}")
@@ -134,27 +133,24 @@ class FreezeConfig:
 
     def _check_effects(self) -> None:
         """Raise InputError for settings that others leave without effect, or contradict."""
-        if self.operation == "prune":
-            self._refuse("pruned heads have no patterns", _OF_PATTERNS)
-        if self.jointly:
-            self._refuse("heads are chosen by their joint cost", _NAMING)
-        if reason := unfitted_reason(self.storage, self.pattern):
-            self._refuse(f"{reason}, and nothing is fitted", _OF_FITS)
-        for name, others in _WITHOUT_EFFECT.items():
-            if getattr(self, name) is not None:
-                self._refuse(f"{name} sets which heads are chosen", others)
+        unfitted = unfitted_reason(self.storage, self.pattern)
+        idle = [
+            (self.operation == "prune", "pruned heads have no patterns", _OF_PATTERNS),
+            (self.jointly, "heads are chosen by their joint cost", _NAMING),
+            (unfitted is not None, f"{unfitted}, and nothing is fitted", _OF_FITS),
+        ]
+        idle += [(getattr(self, by) is not None, f"{by} sets which heads are chosen", _IDLE[by]) for by in _IDLE]
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        for applies, reason, names in idle:
+            changed = [name for name in names if getattr(self, name) != defaults[name]]
+            if applies and changed:
+                raise InputError(f"{reason}: leave {' and '.join(changed)} out")
         if self.match is not None and self.match == self.score:
             raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
         if self.storage == "exponential" and TARGETS[self.pattern].exact is not None:
             raise InputError(f"pattern={self.pattern!r} is not fitted: use storage='compact' with it")
         if self.trainable and self.storage != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
-
-    def _refuse(self, reason: str, names: Sequence[str]) -> None:
-        """Raise InputError for those of the settings that differ from their defaults."""
-        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        if changed := [name for name in names if getattr(self, name) != defaults[name]]:
-            raise InputError(f"{reason}: leave {' and '.join(changed)} out")
 
     def check_calibration(self, *, sequences: int) -> None:
         """Raise InputError where so many different sequences are too few."""
@@ -164,16 +160,6 @@ class FreezeConfig:
                 f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
                 "the paper's runs had 16 to 32"
             )
-
-    @property
-    def jointly(self) -> bool:
-        """Return whether heads are chosen by what they cost together."""
-        return self.joint_cost or self.budget is not None
-
-    @property
-    def kind(self) -> str:
-        """Return what the event makes of heads, a kind of `saf.heads.KINDS`: frozen or pruned."""
-        return STATE_AFTER[self.operation]
 
     def requested(self, num_heads: int) -> int:
         """Return k, how many heads of a model of `num_heads` these settings ask for.
@@ -192,18 +178,28 @@ class FreezeConfig:
         return not self.requested(1_000_000)
 
     @property
+    def jointly(self) -> bool:
+        """Whether heads are chosen by what they cost together."""
+        return self.joint_cost or self.budget is not None
+
+    @property
+    def kind(self) -> str:
+        """The kind of heads that the event leaves behind, one of `saf.heads.KINDS`: frozen or pruned."""
+        return STATE_AFTER[self.operation]
+
+    @property
     def score_names(self) -> tuple[str | Score, ...]:
-        """Return the score by which heads are chosen and the one whose counts by layer are matched, if any."""
+        """The score by which heads are chosen, and the one whose counts by layer are matched, if any."""
         return tuple(dict.fromkeys(name for name in (self.score, self.match) if name is not None))
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what the scores read beyond the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
+        """What the scores read beyond the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
 
     @property
     def collect(self) -> tuple[str, ...]:
-        """Return what the calibration collects for the scores beyond the statistics."""
+        """What the calibration collects for the scores beyond the statistics."""
         rows = {"mean_rows"} if "outputs" in self.needs else set[str]()
         return tuple(sorted(rows | (self.needs & COLLECTIONS.keys())))
 
@@ -248,19 +244,17 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen or pruned already; name live heads")
     num_live, total, size = int(live.sum()), live.numel(), layouts[0].num_heads // layouts[0].num_kv_heads
-    equal = torch.zeros(live.shape).masked_fill(~live, math.nan)
-    order = head_order(dict.fromkeys(config.score_names, equal), replace(config, below=None), group_size=size)
+    equal = dict.fromkeys(config.score_names, torch.zeros(live.shape).masked_fill(~live, math.nan))
+    order = head_order(equal, replace(config, below=None), group_size=size)
     available = sum(map(len, order.propose()))
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")
     most = min(available, config.requested(total))
     if config.operation == "prune" and most == sum(layout.num_slots for layout in layouts):
         raise InputError(f"pruning must leave the model a head, got all {most} to prune: ask for fewer")
-    if (available or allow_empty) and not (config.strict and not order.attained(available)):
-        return
-    if not num_live:
-        raise InputError(f"all {total} heads are frozen or pruned already; take a model with live heads")
-    raise InputError(
-        f"at least 1 of {total} heads must be {config.kind}, and all {order.total} if strict: rate or count, only, "
-        f"exclude, max_per_layer and whole_groups leave {available}"
-    )
+    if (config.strict and not order.attained(available)) or not (available or allow_empty):
+        least = order.total if config.strict else 1
+        raise InputError(
+            f"at least {least} of {total} heads must be {config.kind}, got {available} of {num_live} live ones: rate "
+            "or count, only, exclude, max_per_layer and whole_groups allow no more"
+        )

@@ -2,7 +2,8 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 
 from saf.heads import Head, HeadSet
-from saf.heal import Healing
-from saf.heldout import JointCost, perplexity_rise
+from saf.heldout import Healing, JointCost, LossChange, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.run import STATE_AFTER, EventRecord, append_event, total_in_words
 from saf.records.table import Table, markdown_of, number, signed
@@ -25,72 +25,94 @@ _KNOWN = (
 """Values of a report that a model's configuration keeps."""
 
 
+@dataclass(frozen=True)
+class FittedHead:
+    """A head's pattern, on the CPU, and how its compact fit went; a pruned head has neither."""
+
+    pattern: Pattern | None = None
+    fit_kl: float = 0.0
+    """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
+    certificate: dict[str, Any] | None = None
+    """The fit's `saf.fit.Certificate` in plain values; None without a fit."""
+    marginals: Tensor | None = None
+    """With exponential storage, those of the target by key and by distance, `[2, T]`; None otherwise."""
+    exponential: dict[str, Any] | None = None
+    """With exponential storage, the numbers of `saf.fit.ExponentialFit` (`extra_kl`, `cancellation`, `poles`,
+    `free_keys`) and the pattern's `kind`, compact where these did not pass; None otherwise."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FreezeReport:
-    """Hold the result of `freeze_`; `print(report)` shows its cost and a table, `save` writes JSON and safetensors."""
+    """The result of `freeze_`; `print(report)` shows its cost and a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet
     """The heads frozen, or pruned."""
-    patterns: Pattern | list[Pattern] | None
-    """`[F, T]` (dense: `[F, T, T]`) in the heads' order, with exponential ones among them a list of one pattern a head;
-    None when no head was frozen, or heads were pruned."""
-    fit_kl: dict[Head, float]
-    """Row-averaged KL of each frozen head's target to its compact fit, in nats."""
-    rejected: dict[Head, float]
-    """Heads skipped because their KL was above the limit, with it."""
+    deferred: tuple[Head, ...] = ()
+    """Heads accepted with them but left live, by ascending score: those after `max_heads`."""
+    fits: dict[Head, FittedHead]
+    """Patterns and fits of all these."""
+    rejected_fits: dict[Head, FittedHead]
+    """Fits of heads skipped because their KL was above the limit."""
     requested: int
     """k, the number of heads that the settings request."""
-    in_all: dict[str, int]
-    """Numbers of heads that are frozen and pruned after the event, by these words, with those of events before it."""
-    deferred: tuple[Head, ...] = ()
-    """Heads chosen and accepted with them but left live, by ascending score: those after `max_heads`."""
     scores: Tensor
     """`[L, H]`; NaN for heads that were frozen or pruned before."""
     statistics: AttentionStatistics
     config: dict[str, Any]
+    in_all: dict[str, int]
+    """Numbers of heads that are frozen and pruned after the event, with those of events before it, by these words."""
     seconds: dict[str, float]
     """Wall-clock seconds of capture, statistics, score, select, fit, install or prune, and held-out loss."""
-    certificates: dict[Head, dict[str, Any]] = field(default_factory=dict)
-    """Of each fit, rejected ones too: `saf.fit.Certificate` in plain values; empty where nothing is fitted."""
-    exponential: dict[Head, dict[str, Any]] = field(default_factory=dict)
-    """With exponential storage, of each frozen head the numbers of `saf.fit.ExponentialFit`: `extra_kl`,
-    `cancellation`, `poles` and `free_keys`; and its `kind`, compact where these did not pass."""
     joint_cost: JointCost | None = None
     """With a budget: which heads were accepted together and refused, and what each costs alone."""
-    loss_before: float | None = None
-    """Mean loss on the held-out text before the event, nats a token; None without such text."""
-    loss_after: float | None = None
-    """The same after it."""
+    loss: LossChange | None = None
+    """Loss before and after; None without a text to measure."""
+    loss_text: str = "held-out"
+    """Kind of that text: held-out or calibration."""
     worst_layer: tuple[int, float] | None = None
     """Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
     which share perplexity rises with them on the first 4 held-out sequences."""
     healing: Healing | None = None
     """Losses after training this model and the ordinary one alike; None without."""
 
+    @cached_property
+    def patterns(self) -> Pattern | list[Pattern] | None:
+        """Patterns `[F, T]` (dense: `[F, T, T]`) in the heads' order, with exponential ones a list of one a head.
+
+        None where no head was frozen, or heads were pruned.
+        """
+        patterns = [pattern for head in self.heads if (pattern := self.fits[head].pattern) is not None]
+        if not patterns or {one.kind for one in patterns} not in ({"compact"}, {"dense"}):
+            return patterns or None
+        kind: Any = type(patterns[0])
+        return kind.stack(patterns)
+
     @property
-    def perplexity_rise(self) -> float:
-        """Return by which share perplexity rose on the held-out text; NaN without one."""
-        return perplexity_rise(self.loss_before, self.loss_after)
+    def fit_kl(self) -> dict[Head, float]:
+        """Row-averaged KL of each frozen head's target to its compact fit, nats; empty where nothing is fitted."""
+        fits = {head: self.fits[head] for head in self.heads}
+        return {head: fit.fit_kl for head, fit in fits.items() if fit.certificate is not None}
+
+    @property
+    def rejected(self) -> dict[Head, float]:
+        """The KL of heads skipped because it was above the limit."""
+        return {head: fit.fit_kl for head, fit in self.rejected_fits.items()}
+
+    @property
+    def exponential(self) -> dict[Head, dict[str, Any]]:
+        """With exponential storage, the numbers of each frozen head's `FittedHead.exponential`."""
+        return {head: form for head in self.heads if (form := self.fits[head].exponential) is not None}
 
     @property
     def kind(self) -> str:
-        """Return what the heads are after the event: frozen or pruned."""
+        """What the heads are after the event: frozen or pruned."""
         return STATE_AFTER[self.config["operation"]]
 
-    @property
-    def summary(self) -> str:
-        """Return how many heads were frozen or pruned, and by what; after earlier events also how many are in all."""
-        by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
-        in_all = total_in_words({self.kind: len(self.heads)}, self.in_all)
-        later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
-        return f"{len(self.heads)} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
-
-    def __repr__(self) -> str:
-        """Return one line: its tensors would fill a notebook."""
-        return f"<FreezeReport: {self.summary}; print() shows the table>"
+    # --- as plain values
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
+        fits = sorted((self.fits | self.rejected_fits).items())
         values = {
             "schema": SCHEMA,
             "config": self.config,
@@ -101,12 +123,14 @@ class FreezeReport:
             "scores": [[None if value != value else value for value in row] for row in self.scores.tolist()],
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
             "rejected": [[*head, kl] for head, kl in sorted(self.rejected.items())],
-            "certificates": [{"head": list(head), **each} for head, each in sorted(self.certificates.items())],
+            "certificates": [{"head": list(head), **fit.certificate} for head, fit in fits if fit.certificate],
             "seconds": self.seconds,
             "num_sequences": self.statistics.num_sequences,
             "length": self.statistics.length,
             "sequences_hash": self.statistics.sequences_hash,
         }
+        if self.loss is not None:
+            values |= {f"loss_{name}": value for name, value in vars(self.loss).items()} | {"loss_text": self.loss_text}
         optional = {
             "exponential": [{"head": list(head), **each} for head, each in self.exponential.items()],
             "lengths": list(self.statistics.lengths),
@@ -115,14 +139,11 @@ class FreezeReport:
             "healing": self.healing and asdict(self.healing),
             "worst_layer": self.worst_layer and list(self.worst_layer),
         }
-        if self.loss_before is not None:
-            values |= {"loss_before": self.loss_before, "loss_after": self.loss_after}
         return values | {name: value for name, value in optional.items() if value}
 
     def known(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
-        named = self.config["heads"] is not None
-        choice = {"kind": self.kind, "pattern": self.config["pattern"], "named": named}
+        choice = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
         return choice | {name: value for name, value in self.to_dict().items() if name in _KNOWN}
 
     def tensors(self) -> dict[str, Tensor]:
@@ -144,13 +165,26 @@ class FreezeReport:
         """Record this event, with `extra` values, in the `events.jsonl` of an existing folder, and its tensors."""
         return append_event(Path(folder), self.config["operation"], self.to_dict() | extra, self.tensors())
 
+    # --- for people
+
+    @property
+    def summary(self) -> str:
+        """How many heads were frozen or pruned, and by what; after earlier events also how many are in all."""
+        by = f"by {self.config['score']}" if self.config["heads"] is None else "as named"
+        in_all = total_in_words({self.kind: len(self.heads)}, self.in_all)
+        later = f"; {len(self.deferred)} chosen for later" if self.deferred else ""
+        return f"{len(self.heads)} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
+
     @property
     def cost(self) -> str:
-        """Return what the event cost on held-out text, and which layer costs most, or has the worst fit if unknown."""
+        """What the event cost, and which layer costs most, or has the worst fit if that is not known."""
         rise = "not measured: there is no held-out text"
-        if self.loss_before is not None:
-            losses = f"{self.loss_before:.4f} nats before, {self.loss_after:.4f} after"
-            rise = f"perplexity {signed(100 * self.perplexity_rise)} on held-out text ({losses})"
+        if (loss := self.loss) is not None:
+            ends = [signed(100 * end) for end in loss.interval or ()]
+            interval = f" (95% interval {' to '.join(ends)})" if ends else ""
+            losses = f"{loss.before:.4f} nats before, {loss.after:.4f} after"
+            text = f"{loss.tokens:,} {self.loss_text} tokens"
+            rise = f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses})"
         layer = ""
         if self.worst_layer is not None:
             layer = f"; {worst_layer_words(self.worst_layer)}"
@@ -161,29 +195,33 @@ class FreezeReport:
 
     def table(self) -> Table:
         """Return one row a layer that lost heads: these, their score range and worst fit; totals in the note."""
-        kind, rows = self.kind, []
+        rows, fit_kl = [], self.fit_kl
         for layer in sorted({layer for layer, _ in self.heads}):
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
             span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
-            worst = [f"{max(kl for (at, _), kl in self.fit_kl.items() if at == layer):.4f}"] if self.fit_kl else []
+            worst = [f"{max(kl for (at, _), kl in fit_kl.items() if at == layer):.4f}"] if fit_kl else []
             rows.append([layer, " ".join(map(str, chosen)), span, *worst])
-        notes = []
-        if kind == "frozen":
-            notes.append(f"{len(self.rejected)} rejected")
+        notes = [f"{len(self.rejected)} rejected"] if self.kind == "frozen" else []
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
-        if self.joint_cost is not None:
-            counts = f"{len(self.joint_cost.accepted)} accepted together, {len(self.joint_cost.refused)} refused"
-            rise = signed(100 * perplexity_rise(0.0, self.joint_cost.rise), 2)
-            notes.append(f"{counts} of {len(self.joint_cost.alone)} tried (perplexity {rise} where they were chosen)")
+        if (joint := self.joint_cost) is not None:
+            rise = signed(100 * perplexity_rise(0.0, joint.rise), 2)
+            notes.append(
+                f"{len(joint.accepted)} accepted together, {len(joint.refused)} refused of {len(joint.alone)} tried "
+                f"(perplexity {rise} where they were chosen)"
+            )
         if self.healing is not None:
             notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
-        fits = ["fit KL, nats (worst)"] if self.fit_kl else []
-        columns = ["layer", f"{kind} heads", f"{self.config['score']} ({kind})", *fits]
+        columns = ["layer", f"{self.kind} heads", f"{self.config['score']} ({self.kind})"]
+        columns += ["fit KL, nats (worst)"] * bool(fit_kl)
         return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
+
+    def __repr__(self) -> str:
+        """Return one line: its tensors would fill a notebook."""
+        return f"<FreezeReport: {self.summary}; print() shows the table>"
 
     def __str__(self) -> str:
         try:

@@ -1,22 +1,18 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
-Where its lines are: scores, 4 to 6, in `freeze_`; the order of heads and which are accepted, 7 to 10 and 16 to 20, in
-`accept_fits` with `Chooser` of saf/selection.py; the mean pattern and its marginals, 11 and 12, in calibration (line 4
-reads all it takes); the fit, 13 to 15, in `_fit`; the installation, 21, at the end of `freeze_`. The caller trains
-before, 1 to 3, and after, 22 to 26. Settings are in saf/freeze_config.py, the record of an event in
-saf/freeze_report.py, what heads cost on held-out text in saf/heldout.py.
+`freeze_` calls its lines 4 to 21 in order; the caller trains before, 1 to 3, and after, 22 to 26. Settings are in
+saf/freeze_config.py, the record of an event in saf/freeze_report.py, the cost of heads in saf/heldout.py.
 """
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from saf.calibration import (
     Batch,
@@ -33,24 +29,13 @@ from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
 from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options
 from saf.freeze_config import FreezeConfig, check_heads, head_order
-from saf.freeze_report import FreezeReport
+from saf.freeze_report import FittedHead, FreezeReport
 from saf.heads import EDITED, Head, HeadSet
-from saf.heldout import (
-    GUARD_SEQUENCES,
-    MAX_RISE,
-    JointCost,
-    Trial,
-    accept_jointly,
-    halves,
-    heldout_loss,
-    perplexity_rise,
-    within_budget,
-    worst_layer,
-)
+from saf.heldout import GUARD_SEQUENCES, MAX_RISE, LossChange, Trial, choose_jointly, halves, worst_layer
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
-from saf.patterns import CompactPattern, Pattern
+from saf.patterns import CompactPattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
 from saf.selection import Chooser
 from saf.statistics import AttentionStatistics
@@ -58,7 +43,7 @@ from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtyp
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
 _AT_CALLER = {"category": SafWarning, "stacklevel": 5}
-"""Warnings show the line that called `freeze_`, past a function here, its lambda and `on_rank0`."""
+"""Warnings show the line that called `freeze_`, past a function here, `choose` and `on_rank0`."""
 
 
 def freeze_(
@@ -113,94 +98,92 @@ def freeze_(
         SelectionError: No head that may be chosen and fits; with `strict`, fewer than k. The model is unchanged.
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
     """
-    config, inputs = config or FreezeConfig(), score_inputs or {}
+    config = config or FreezeConfig()
     check_editable(model, optimizer)  # now, not after the whole measurement
     adapter = adapter_for(model)
     timer = Stopwatch(adapter.device)
-    sequences = on_rank0(lambda: _read(adapter, batches, config, allow_empty))
-    choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
-    # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
-    options = {"collect": config.collect, "capture_bytes": capture_bytes, "progress": progress}
-    statistics = on_rank0(lambda: calibrate(model, sequences, timer=timer, **options))
-    loss_before = loss_after = worst = None
-    if reporting is not None:
-        with timer("loss"):
-            loss_before = loss_after = on_rank0(lambda: heldout_loss(model, reporting))
+    def choose() -> FreezeReport:
+        """Lines 4 to 20 of the algorithm: the first process measures and decides for all."""
+        sequences = read_sequences(batches)
+        _check(adapter, sequences, config, allow_empty)
+        choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
-    # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
-    with timer("score"):
-        scores = on_rank0(lambda: _scores(adapter, sequences, statistics, config, choosing, inputs))
-    with timer("select"):
-        layout = adapter.sites()[0].layout
-        order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
+        # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
+        limits = {"capture_bytes": capture_bytes, "progress": progress}
+        statistics = calibrate(model, sequences, collect=config.collect, timer=timer, **limits)
 
-    # Lines 7 to 20: fit head after head until k are within the tolerance; fewer are refused or warned of.
-    fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
-    fits, rejected = on_rank0(lambda: accept_fits(order, fit, config, allow_empty=allow_empty))
-    if config.storage == "exponential":  # past the paper: patterns that run in linear time
-        with timer("fit"):
-            fits = on_rank0(partial(fit_exponential_forms, fits, config, adapter.device))
+        # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
+        with timer("score"):
+            scores = _scores(adapter, sequences, statistics, config, choosing, score_inputs or {})
+        with timer("select"):
+            layout = adapter.sites()[0].layout
+            order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
 
-    # Past the paper: of more candidates than k, accept those that cost least together.
-    edit_ = partial(_edit_, model, fits=fits, config=config, optimizer=optimizer)
-    undo_ = partial(uninstall_, model, optimizer=optimizer)
-    trial = partial(_trial, edit_, undo_)  # edits heads for the length of a measurement
-    joint = None
-    if config.jointly:
-        texts = choosing, reporting, loss_before
-        with timer("joint cost"):
-            joint = on_rank0(lambda: _cheapest_together(model, fits, config, texts, trial, joint_progress, allow_empty))
-    accepted = fits if joint is None else joint.accepted
-    ranked = sorted(accepted, key=lambda head: (float(scores[config.score][head]), head))
-    heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
+        # Lines 7 to 19: fit head after head until k are within the tolerance. Line 20: fewer are refused or warned of.
+        fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
+        fits, rejected = accept_fits(order, fit, config, allow_empty=allow_empty)
 
-    # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
-    if len(heads) and loss_before is not None:
-        by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
-        on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
-        with timer("loss"):
-            loss_after, worst = on_rank0(lambda: _cost(model, heads, reporting, loss_before, trial, on_rise))
+        # Past the paper: patterns that run in linear time; of more candidates than k, those that cost least together.
+        if config.storage == "exponential":
+            with timer("fit"):
+                fits = fit_exponential_forms(fits, config, adapter.device)
+        k, joint = config.requested(statistics.variance.numel()), None
+        trial = partial(_trial, model, fits, config, optimizer)
+        if config.jointly:
+            options = {"budget": config.budget, "allow_empty": allow_empty, "progress": joint_progress}
+            with timer("joint cost"):
+                joint = choose_jointly(model, fits, (choosing, reporting), k, trial=trial, **options)
+            fits = {head: fits[head] for head in joint.accepted}
+        ranked = sorted(fits, key=lambda head: (float(scores[config.score][head]), head))
+        heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
 
-    # Line 21: install the patterns; value and output weights and the optimiser's state stay.
-    if len(heads):
-        with timer("prune" if config.operation == "prune" else "install"):
-            _on_all_ranks_(edit_, undo_, heads)
+        # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
+        loss = worst = None
+        if reporting is not None:
+            by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
+            with timer("loss"):
+                on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
+                loss, worst = _cost(model, heads, reporting, trial, on_rise)
+        counts = {kind: len(adapter.heads(kind)) + len(heads) * (kind == config.kind) for kind in EDITED}
+        return FreezeReport(
+            heads=heads,
+            deferred=deferred,
+            fits=fits,
+            rejected_fits=rejected,
+            requested=k,
+            scores=scores[config.score],
+            statistics=statistics,
+            config=config.to_dict(),
+            in_all={kind: count for kind, count in counts.items() if count or kind == config.kind},
+            seconds=timer.seconds,
+            joint_cost=joint,
+            loss=loss,
+            loss_text="calibration" if heldout is None else "held-out",
+            worst_layer=worst,
+        )
 
-    own = {head: fits[head] for head in heads if fits[head].pattern is not None}
-    tried = {head: fits[head] for head in accepted} | rejected
-    counts = {kind: len(adapter.heads(kind)) for kind in EDITED}
-    report = FreezeReport(
-        heads=heads,
-        patterns=_stacked([fit.pattern for fit in own.values() if fit.pattern is not None]),
-        fit_kl={head: fit.fit_kl for head, fit in own.items()},
-        rejected={head: fit.fit_kl for head, fit in rejected.items()},
-        requested=config.requested(statistics.variance.numel()),
-        in_all={kind: count for kind, count in counts.items() if count or kind == config.kind},
-        deferred=deferred,
-        scores=scores[config.score],
-        statistics=statistics,
-        config=config.to_dict(),
-        certificates={head: fit.certificate for head, fit in tried.items() if fit.certificate is not None},
-        exponential={head: fit.exponential for head, fit in own.items() if fit.exponential is not None},
-        joint_cost=joint,
-        loss_before=loss_before,
-        loss_after=loss_after,
-        worst_layer=worst,
-        seconds=on_rank0(lambda: timer.seconds),
-    )
-    if len(heads):
+    report = on_rank0(choose)
+    if len(report.heads):
+        # Line 21: install the patterns; value and output weights and the optimiser's state stay.
+        # On all ranks or on none: where one fails, the others undo theirs.
+        with timer("prune" if config.operation == "prune" else "install"), ExitStack() as undo:
+            with all_ranks_or_raise():
+                _edit_(model, report.fits, config, optimizer, report.heads)
+                undo.callback(uninstall_, model, report.heads, optimizer=optimizer)
+            undo.pop_all()
+        report = replace(report, seconds=on_rank0(lambda: timer.seconds))
         adapter.remember(report.known())
     return report
 
 
-# --- what is read, before anything is measured
+# --- what is checked and read before anything is measured
 
 
-def _read(adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, allow_empty: bool) -> Sequences:
-    """Return the batches, read once; raise a SafError for what cannot be measured or frozen, before anything is."""
-    sequences, longest, sites = read_sequences(batches), adapter.max_length, adapter.sites()
-    length, freezes = sequences.length, config.operation == "freeze"  # pruned heads have no pattern that ends
+def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_empty: bool) -> None:
+    """Raise a SafError for what cannot be measured or frozen, and warn of lengths that are not the model's."""
+    longest, sites, length = adapter.max_length, adapter.sites(), sequences.length
+    freezes = config.operation == "freeze"  # pruned heads have no pattern that ends
     if freezes and longest is not None and length != longest:
         shorter = "once heads are frozen, longer inputs are refused"
         longer = "attention is measured beyond its context"
@@ -219,7 +202,6 @@ def _read(adapter: Adapter, batches: Iterable[Batch], config: FreezeConfig, allo
         kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
-    return sequences
 
 
 def _texts(
@@ -259,13 +241,13 @@ def _scores(
     config: FreezeConfig,
     heldout: Iterable[Batch] | None,
     inputs: Mapping[str, Any],
-) -> dict[str | Score, Tensor]:
+) -> dict[str | Score, torch.Tensor]:
     """Return every score that the settings name, `[L, H]`; raise InputError for one that is the same for all heads.
 
     What scores read beyond the statistics is in `inputs`, or measured here: gates on the calibration batches (paper,
     appendix C), outputs on the held-out ones.
     """
-    scores: dict[str | Score, Tensor] = {}
+    scores: dict[str | Score, torch.Tensor] = {}
     for name in config.score_names:
         needed: dict[str, Any] = {"seed": config.seed} if name == "random" else {}
         for key in required_inputs(name):
@@ -287,68 +269,6 @@ def _scores(
 # --- lines 7 to 20: fits, and which are accepted
 
 
-@dataclass(frozen=True)
-class FittedHead:
-    """Hold a head's pattern, on the CPU, and how its compact fit went; a pruned head has neither."""
-
-    pattern: Pattern | None = None
-    fit_kl: float = 0.0
-    """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
-    certificate: dict[str, Any] | None = None
-    """The fit's `Certificate` in plain values; None without a fit."""
-    marginals: Tensor | None = None
-    """With exponential storage, those of the target by key and by distance, `[2, T]`; None otherwise."""
-    exponential: dict[str, Any] | None = None
-    """With exponential storage, the numbers of `saf.fit.ExponentialFit` and the pattern's kind; None otherwise."""
-
-
-def fit_heads(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    statistics: AttentionStatistics,
-    heads: HeadSet,
-    config: FreezeConfig,
-    timer: Stopwatch,
-) -> dict[Head, FittedHead]:
-    """Return each head's pattern, with the KL and certificate of its compact fit.
-
-    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
-    """
-    if config.operation == "prune":
-        return dict.fromkeys(heads, FittedHead())
-    collect = collect_for(config.pattern, config.storage)
-    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
-    device, ordered = adapter_for(model).device, list(heads)
-    fits: dict[Head, FittedHead] = {}
-    for start in range(0, len(ordered), size):
-        some = HeadSet(ordered[start : start + size])
-        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
-        with timer("fit"):
-            fits |= zip(some, _fit(measured, some, config, device), strict=True)
-    return fits
-
-
-def _fit(
-    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
-) -> list[FittedHead]:
-    """Make the patterns of heads from statistics that have all they need; fits run on `device`."""
-    options = {"seed": config.seed} | config.pattern_options
-    if config.storage not in FITTED:
-        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
-        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
-    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
-        return [*map(FittedHead, exact.canonical().singles())]
-    # Lines 11 and 12: the floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
-    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
-    options, _ = split_options(config.fitter, config.fitter_options, config.storage)
-    # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
-    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **options)
-    fits = [compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()]
-    if config.storage == "exponential":
-        fits.append(torch.stack(goal[:2], 1).cpu().unbind())
-    return [*map(FittedHead, *fits)]
-
-
 def accept_fits(
     order: Chooser,
     fit: Callable[[HeadSet], Mapping[Head, FittedHead]],
@@ -365,7 +285,7 @@ def accept_fits(
     rejected: dict[Head, FittedHead] = {}
     # Lines 7 to 10, and 19 for the next heads: none is proposed once k are accepted.
     while (proposed := order.propose()) and not (rejected and strict):
-        fits |= fit(HeadSet(head for unit in proposed for head in unit))
+        fits |= fit(HeadSet(head for unit in proposed for head in unit))  # lines 11 to 15
         for unit in proposed:
             # Line 16. Not "> max_fit_kl": a KL that is NaN never passes.
             missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
@@ -385,6 +305,51 @@ def accept_fits(
     return {head: fits[head] for head in HeadSet(order)}, rejected
 
 
+def fit_heads(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    config: FreezeConfig,
+    timer: Stopwatch,
+) -> dict[Head, FittedHead]:
+    """Return each head's pattern, with the KL and certificate of its compact fit.
+
+    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
+    """
+    if config.operation == "prune":
+        return dict.fromkeys(heads, FittedHead())
+    collect, ordered, fits = collect_for(config.pattern, config.storage), list(heads), dict[Head, FittedHead]()
+    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
+    for start in range(0, len(ordered), size):
+        some = HeadSet(ordered[start : start + size])
+        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
+        with timer("fit"):
+            fits |= zip(some, _fit(measured, some, config, adapter_for(model).device), strict=True)
+    return fits
+
+
+def _fit(
+    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
+) -> list[FittedHead]:
+    """Return the patterns of heads from statistics that have all they need; fits run on `device`."""
+    options = {"seed": config.seed} | config.pattern_options
+    if config.storage not in FITTED:
+        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
+        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
+    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
+        return [*map(FittedHead, exact.canonical().singles())]
+    # Lines 11 and 12: the floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
+    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
+    options, _ = split_options(config.fitter, config.fitter_options, config.storage)
+    # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
+    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **options)
+    fits = [compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()]
+    if config.storage == "exponential":
+        fits.append(torch.stack(goal[:2], 1).cpu().unbind())
+    return [*map(FittedHead, *fits)]
+
+
 def fit_exponential_forms(
     fits: Mapping[Head, FittedHead], config: FreezeConfig, device: torch.device
 ) -> dict[Head, FittedHead]:
@@ -395,9 +360,9 @@ def fit_exponential_forms(
     compact = CompactPattern.stack(patterns).to(device=device)
     marginals = torch.stack([fit.marginals for fit in fits.values() if fit.marginals is not None], 1).to(device)
     _, options = split_options(config.fitter, config.fitter_options, config.storage)
+    results = fit_exponential_heads(compact, *marginals, **options)
     forms = {}
-    found = fit_exponential_heads(compact, *marginals, **options)
-    for (head, fit), own, form in zip(fits.items(), patterns, found, strict=True):
+    for (head, fit), own, form in zip(fits.items(), patterns, results, strict=True):
         kl = fit.fit_kl if form.pattern.kind == "compact" else fit.fit_kl + form.extra_kl
         pattern, kl = (form.pattern.to(device="cpu"), kl) if kl <= config.max_fit_kl else (own, fit.fit_kl)
         numbers = {name: value for name, value in vars(form).items() if name != "pattern"} | {"kind": pattern.kind}
@@ -405,89 +370,40 @@ def fit_exponential_forms(
     return forms
 
 
-# --- joint cost, the guard and installation
+# --- the edit, for good at line 21, and for a while where its cost is measured
 
 
-def _edit_(
-    model: nn.Module,
-    heads: HeadSet,
-    *,
-    fits: Mapping[Head, FittedHead],
-    config: FreezeConfig,
-    optimizer: torch.optim.Optimizer | None,
-) -> None:
+def _edit_(model: nn.Module, fits: Mapping[Head, FittedHead], config: FreezeConfig, optimizer: Any, heads: HeadSet):
     """Install the heads' patterns, or remove the heads where the settings prune."""
     if config.operation == "prune":
         prune_(model, heads, optimizer=optimizer)
-        return
-    patterns: Any = [fits[head].pattern for head in heads]
-    install_(model, heads, patterns, optimizer=optimizer, backend=config.backend, trainable=config.trainable)
+    else:
+        patterns: Any = [fits[head].pattern for head in heads]
+        install_(model, heads, patterns, optimizer=optimizer, backend=config.backend, trainable=config.trainable)
 
 
 @contextmanager
-def _trial(edit_: Callable[[HeadSet], None], undo_: Callable[[HeadSet], None], heads: HeadSet) -> Iterator[None]:
+def _trial(
+    model: nn.Module, fits: Mapping[Head, FittedHead], config: FreezeConfig, optimizer: Any, heads: HeadSet
+) -> Iterator[None]:
     """Edit heads within the block."""
-    edit_(heads)
+    _edit_(model, fits, config, optimizer, heads)
     try:
         yield
     finally:
-        undo_(heads)
-
-
-def _on_all_ranks_(edit_: Callable[[HeadSet], None], undo_: Callable[[HeadSet], None], heads: HeadSet) -> None:
-    """Edit heads on every rank, or on none: where the edit of one rank fails, the others undo theirs."""
-    edited = False
-    try:
-        with all_ranks_or_raise():
-            edit_(heads)
-            edited = True
-    except Exception:
-        if edited:
-            undo_(heads)
-        raise
-
-
-def _cheapest_together(
-    model: nn.Module,
-    fits: Mapping[Head, FittedHead],
-    config: FreezeConfig,
-    texts: tuple[Any, Any, Any],
-    trial: Trial,
-    progress: Callable[[int, int], None] | None,
-    allow_empty: bool,
-) -> JointCost:
-    """Return which of the fitted heads cost least together, within the budget; raise SelectionError where none is.
-
-    `texts` are the text by which heads are accepted, other text on which the budget must hold, and the loss there.
-    """
-    choosing, reporting, loss = texts
-    most = config.requested(sum(site.layout.num_heads for site in adapter_for(model).sites()))
-    budget = math.inf if config.budget is None else config.budget
-    joint = accept_jointly(model, fits, choosing, most, trial=trial, budget=budget, progress=progress)
-    if config.budget is not None:
-        joint = within_budget(joint, model, reporting, loss, budget=budget, trial=trial)
-    if not joint.accepted and not allow_empty:
-        least = perplexity_rise(0.0, min(joint.alone.values()))
-        raise SelectionError(
-            f"at least 1 head must keep perplexity within {100 * budget:+.3g}% on both halves of the text, got none of "
-            f"{len(joint.alone)}: the cheapest costs {100 * least:+.3g}% alone where heads are chosen; "
-            "raise budget (--budget)"
-        )
-    return joint
+        uninstall_(model, heads, optimizer=optimizer)
 
 
 def _cost(
-    model: nn.Module, heads: HeadSet, text: Any, before: float, trial: Trial, on_rise: str
-) -> tuple[float, tuple[int, float] | None]:
-    """Return the loss with the heads frozen, and the worst layer of a rise beyond the limit that no training follows.
+    model: nn.Module, heads: HeadSet, text: Any, trial: Trial, on_rise: str
+) -> tuple[LossChange, tuple[int, float] | None]:
+    """Return the loss before and after, and the worst layer of a rise beyond the limit that no training follows.
 
     Such a rise raises LossError, warns, or is accepted.
     """
-    with trial(heads):
-        after = heldout_loss(model, text)
-    rise = perplexity_rise(before, after)
-    if rise <= MAX_RISE or on_rise == "train":  # a rise that is NaN is never within the limit
-        return after, None
+    loss = LossChange.measure(model, text, trial(heads))
+    if not len(heads) or on_rise == "train" or loss.rise <= MAX_RISE:  # a rise that is NaN is never within the limit
+        return loss, None
     layer, alone = worst_layer(model, heads, text, trial)
     advice = (
         f"layer {layer} costs most (its {len(heads.in_layer(layer))} heads alone {alone:.1%}); freeze fewer there, "
@@ -495,17 +411,10 @@ def _cost(
     )
     if on_rise == "refuse":
         raise LossError(
-            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {rise:.1%}: {advice}, or pass "
+            f"held-out perplexity must rise by at most {MAX_RISE:.0%}, got {loss.rise:.1%}: {advice}, or pass "
             "accept_loss=True (--accept-loss)"
         )
     if on_rise == "warn":
-        warnings.warn(f"perplexity rose by {rise:.1%} on the calibration text: {advice}, or train on", **_AT_CALLER)
-    return after, (layer, alone)
-
-
-def _stacked(patterns: Sequence[Pattern]) -> Pattern | list[Pattern] | None:
-    """Stack compact or dense patterns over `[F]`; others differ in shape and stay a list. None when there are none."""
-    if not patterns or {one.kind for one in patterns} not in ({"compact"}, {"dense"}):
-        return list(patterns) or None
-    kind: Any = type(patterns[0])
-    return kind.stack(patterns)
+        text = f"perplexity rose by {loss.rise:.1%} on the calibration text: {advice}, or train on"
+        warnings.warn(text, **_AT_CALLER)
+    return loss, (layer, alone)

@@ -1,8 +1,8 @@
-"""Held-out text shows what heads cost: its loss, the layer that costs most, and which heads cost least together.
+"""What heads cost on held-out text: the loss, the costliest layer, the heads that cost least together, and healing.
 
 Heads that are harmless alone may be fatal together: on SmolLM2-135M the 14 heads of lowest variance cost 0.004 nats
-each, and 1.7 nats together. So `accept_jointly` takes heads one after another, each time the one that adds least to the
-loss with those taken before. `within_budget` then holds them to other text, too.
+each, and 1.7 nats together. So `choose_jointly` takes heads one after another, each time the one that adds least to the
+loss with those before it, and holds the choice to other text, too.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from saf.calibration import Batch, free_bytes, read_sequences
 from saf.calibration.capture import check_vocabulary, evaluation_mode
-from saf.errors import InputError
+from saf.errors import InputError, LossError, SelectionError
 from saf.heads import Head, HeadSet
-from saf.models.adapter import LanguageModel, adapter_for
+from saf.machine import Precision, autocast
+from saf.models.adapter import LanguageModel, adapter_for, language_model
 
 Trial = Callable[[HeadSet], AbstractContextManager[None]]
 """Returns a context in which these heads of a model are frozen or pruned; they are live again afterwards."""
@@ -41,18 +42,35 @@ _MOST_LOGITS = 2**28
 # --- the loss
 
 
+class Losses(NamedTuple):
+    """The mean loss of each forward pass over a text, nats a token, and its number of predicted tokens."""
+
+    means: list[float]
+    tokens: list[int]
+
+    @property
+    def mean(self) -> float:
+        """The mean over all tokens."""
+        return sum(mean * count for mean, count in zip(*self, strict=True)) / sum(self.tokens)
+
+
 def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
     """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode."""
-    adapter, sequences, total, count = adapter_for(model), read_sequences(batches), 0.0, 0
+    return measure_losses(model, batches).mean
+
+
+def measure_losses(model: nn.Module, batches: Iterable[Batch], *, together: bool = True) -> Losses:
+    """Measure the losses of next tokens; each pass is of one sequence unless `together`, as many as fit then."""
+    adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
-    with torch.no_grad(), evaluation_mode(model):
-        for ids in rows_at_once(adapter, _rows(sequences)):
-            targets = ids[:, 1:]
-            total += float(adapter.next_token_loss(ids[:, :-1], targets)) * targets.numel()
-            count += targets.numel()
-    if not count:
+    if not (rows := [row[None] for row in sequences.tokens if len(row) > 1]):
         raise InputError("heldout must have sequences of two tokens or more, got none")
-    return total / count
+    losses = Losses([], [])
+    with torch.no_grad(), evaluation_mode(model):
+        for ids in rows_at_once(adapter, rows) if together else (row.to(adapter.device) for row in rows):
+            losses.means.append(float(adapter.next_token_loss(ids[:, :-1], ids[:, 1:])))
+            losses.tokens.append(ids[:, 1:].numel())
+    return losses
 
 
 def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -68,28 +86,64 @@ def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterat
         start = end
 
 
-def _rows(batches: Iterable[Batch]) -> list[Tensor]:
-    """Return the sequences with a next token, `[1, T]` each."""
-    return [row[None] for row in read_sequences(batches).tokens if len(row) > 1]
-
-
-def perplexity_rise(before: float | None, after: float | None) -> float:
-    """Return by which share perplexity rises between two losses, nats; NaN without one, `inf` where it overflows.
+def perplexity_rise(before: float, after: float) -> float:
+    """Return by which share perplexity rises between two losses, nats; `inf` where it overflows.
 
     >>> round(perplexity_rise(3.0, 3.1), 4)
     0.1052
     """
-    if before is None or after is None:
-        return math.nan
     try:
         return math.expm1(after - before)
     except OverflowError:
         return math.inf
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossChange:
+    """The mean loss of one text, nats a token, before and after an event."""
+
+    before: float
+    after: float
+    tokens: int
+    """Number of predicted tokens."""
+    sequences: int
+    error: float | None
+    """Standard error of the difference, paired by sequence; None for one sequence."""
+
+    @classmethod
+    def measure(cls, model: nn.Module, text: Iterable[Batch], trial: AbstractContextManager[None]) -> "LossChange":
+        """Measure a model as it is, and within `trial`."""
+        before = measure_losses(model, text, together=False)
+        with trial:
+            after = measure_losses(model, text, together=False)
+        rise, tokens, count = after.mean - before.mean, sum(before.tokens), len(before.tokens)
+        squares = sum(
+            (size / tokens * (later - earlier - rise)) ** 2
+            for earlier, later, size in zip(before.means, after.means, before.tokens, strict=True)
+        )
+        error = math.sqrt(squares * count / (count - 1)) if count > 1 else None
+        return cls(before=before.mean, after=after.mean, tokens=tokens, sequences=count, error=error)
+
+    @property
+    def rise(self) -> float:
+        """The share by which perplexity rises."""
+        return perplexity_rise(self.before, self.after)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of `rise` over texts like this one, by Student's t; None for one sequence."""
+        if self.error is None or not math.isfinite(self.error):
+            return None
+        from scipy.stats import t  # takes half a second to import
+
+        reach = float(t.ppf(0.975, self.sequences - 1)) * self.error
+        return perplexity_rise(self.before, self.after - reach), perplexity_rise(self.before, self.after + reach)
+
+
 def worst_layer(model: nn.Module, heads: HeadSet, text: Iterable[Batch], trial: Trial) -> tuple[int, float]:
     """Return the layer whose heads cost most together, the others live, and by which share perplexity rises."""
-    few, losses, layers = _rows(text)[:_BLAME_SEQUENCES], dict[int, float](), CachedLayers(model)
+    few = [row[None] for row in read_sequences(text).tokens if len(row) > 1][:_BLAME_SEQUENCES]
+    losses, layers = dict[int, float](), CachedLayers(model)
     before = layers.loss(few)
     for layer in sorted({layer for layer, _ in heads}):
         with trial(HeadSet((layer, head) for head in heads.in_layer(layer))):
@@ -98,7 +152,7 @@ def worst_layer(model: nn.Module, heads: HeadSet, text: Iterable[Batch], trial: 
     return layer, perplexity_rise(before, loss)
 
 
-# --- joint cost: heads are accepted on the first half of the text, and must keep the budget on the second half, too
+# --- joint cost: heads are chosen on the first half of the text, and must keep the budget on the second half, too
 
 
 def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
@@ -124,17 +178,53 @@ class JointCost:
 
     @property
     def rise(self) -> float:
-        """Return the rise of the loss with all accepted heads."""
+        """Rise of the loss with all accepted heads."""
         return self.rises[-1] if self.rises else 0.0
-
-    def first(self, count: int) -> "JointCost":
-        """Return the same with only the first of the accepted heads; the others are refused."""
-        refused = self.refused + self.accepted[count:]
-        return replace(self, accepted=self.accepted[:count], rises=self.rises[:count], refused=refused)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self) | {"alone": [[*head, cost] for head, cost in self.alone.items()], "rise": self.rise}
+
+
+def choose_jointly(
+    model: nn.Module,
+    candidates: Iterable[Head],
+    texts: tuple[Iterable[Batch], Iterable[Batch]],
+    max_heads: int,
+    *,
+    trial: Trial,
+    budget: float | None,
+    allow_empty: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> JointCost:
+    """Accept candidates on the first text, and of these the first ones that keep the budget on the other text, too.
+
+    Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096 tokens lower perplexity there
+    by 0.3% and raise it by 3.4% elsewhere. Raises SelectionError where no head is left, unless `allow_empty`.
+    """
+    limit = math.inf if budget is None else budget
+    joint = accept_jointly(model, candidates, texts[0], max_heads, trial=trial, budget=limit, progress=progress)
+    if budget is not None:
+        before = heldout_loss(model, texts[1])
+
+        def exceeds(count: int) -> bool:
+            with trial(HeadSet(joint.accepted[:count])):  # true for a loss that is NaN
+                return not perplexity_rise(before, heldout_loss(model, texts[1])) <= limit
+
+        few, many = 0, len(joint.accepted) + 1  # `few` heads keep the budget, `many` exceed it or are more than all
+        count = len(joint.accepted)
+        while many - few > 1:
+            few, many = (few, count) if exceeds(count) else (count, many)
+            count = (few + many) // 2
+        refused = joint.refused + joint.accepted[few:]
+        joint = replace(joint, accepted=joint.accepted[:few], rises=joint.rises[:few], refused=refused)
+    if not joint.accepted and not allow_empty:
+        least = perplexity_rise(0.0, min(joint.alone.values()))
+        raise SelectionError(
+            f"at least 1 of {len(joint.alone)} heads must keep perplexity within {100 * limit:+.3g}%, and the cheapest "
+            f"costs {100 * least:+.3g}% alone on the text that chooses: raise budget (--budget)"
+        )
+    return joint
 
 
 def accept_jointly(
@@ -189,28 +279,6 @@ def accept_jointly(
     return JointCost(tuple(accepted), tuple(rises[1:]), tuple(refused), alone)
 
 
-def within_budget(
-    joint: JointCost, model: nn.Module, text: Iterable[Batch], before: float, *, budget: float, trial: Trial
-) -> JointCost:
-    """Return the joint cost of the first accepted heads, as many as keep the budget on other text, too.
-
-    The loss there was `before`. Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096
-    tokens lower perplexity there by 0.3% and raise it by 3.4% elsewhere.
-    """
-
-    def exceeds(count: int) -> bool:
-        with trial(HeadSet(joint.accepted[:count])):
-            return not perplexity_rise(before, heldout_loss(model, text)) <= budget  # true for a loss that is NaN
-
-    if not exceeds(len(joint.accepted)):
-        return joint
-    few, many = 0, len(joint.accepted)  # bisect: `few` heads keep the budget, `many` exceed it
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if exceeds(middle) else (middle, many)
-    return joint.first(few)
-
-
 class CachedLayers:
     """Compute losses of one text from the lowest changed layer on: outputs of the layers below are in a cache.
 
@@ -260,3 +328,97 @@ class CachedLayers:
 
 def _bytes(output: Any) -> int:
     return sum(each.nbytes for each in tree_leaves(output) if isinstance(each, Tensor))
+
+
+# --- healing: training for a while, so that the other heads make up for the frozen ones
+
+LEARNING_RATE = 2e-4
+UPDATE_TOKENS = 16_384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """Losses on held-out text, nats a token, of a frozen model and the ordinary one before and after training."""
+
+    tokens: int
+    """Tokens that each was trained on."""
+    loss_ordinary: float
+    loss_frozen: float
+    loss_healed: float
+    loss_twin: float
+    """Loss of the ordinary model trained alike: training on new text changes both."""
+
+
+def heal_and_compare(
+    frozen: nn.Module,
+    ordinary: nn.Module,
+    windows: Tensor,
+    heldout: Iterable[Batch],
+    *,
+    accept_loss: bool = False,
+    precision: Precision = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> Healing:
+    """Train both models alike on windows `[N, T + 1]`, and measure them on held-out text before and after.
+
+    `progress` is called with (updates done, updates), of both models. Raises LossError where the healed model stays too
+    far above the ordinary one, unless `accept_loss`.
+    """
+    heldout, models = list(heldout), (frozen, ordinary)
+    with autocast(language_model(frozen).device, precision):
+        before = [heldout_loss(model, heldout) for model in models]
+        for number, model in enumerate(models):
+            show = progress and (lambda done, updates, number=number: progress(number * updates + done, 2 * updates))
+            heal_(model, windows, precision=precision, progress=show)
+        healed, twin = (heldout_loss(model, heldout) for model in models)
+    rise = perplexity_rise(twin, healed)
+    if not (accept_loss or rise <= MAX_RISE):  # a rise that is NaN is never within the limit
+        raise LossError(
+            f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got {rise:.1%}: "
+            "freeze fewer heads, heal longer, or pass --accept-loss"
+        )
+    losses = {"loss_ordinary": before[1], "loss_frozen": before[0], "loss_healed": healed, "loss_twin": twin}
+    return Healing(tokens=windows[:, 1:].numel(), **losses)
+
+
+def heal_(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    precision: Precision = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Train a model's weights on windows `[N, T + 1]` of token ids, once through in order, by AdamW.
+
+    The learning rate rises over a tenth of the updates and falls by a cosine to a tenth. `progress` is called with
+    (updates done, updates). Raises InputError for weights of 16 bits, which round small steps away.
+    """
+    language, parameters = language_model(model), [each for each in model.parameters() if each.requires_grad]
+    if narrow := {each.dtype for each in parameters} - {torch.float32, torch.float64}:
+        raise InputError(f"weights must be float32 to be trained, got {narrow.pop()}: open the model in float32")
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    batches = windows.split(max(1, UPDATE_TOKENS // (windows.shape[1] - 1)))
+    was_training = model.training
+    model.train()
+    for update, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * _share_of_rate(update, len(batches))
+        for ids in rows_at_once(language, batch.split(1)):
+            with autocast(language.device, precision):
+                loss = language.next_token_loss(ids[:, :-1], ids[:, 1:])
+            (loss * len(ids) / len(batch)).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.clear_autocast_cache()  # an enclosing autocast would keep copies of the old weights
+        if progress is not None:
+            progress(update + 1, len(batches))
+    model.train(was_training)
+
+
+def _share_of_rate(update: int, updates: int) -> float:
+    """Return the share of the learning rate at an update: a tenth of warm-up, then a cosine to a tenth."""
+    warmup = max(1, updates // 10)
+    if update < warmup:
+        return (update + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (update - warmup) / max(1, updates - 1 - warmup)))

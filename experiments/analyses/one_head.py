@@ -25,7 +25,8 @@ from experiments.analyses.common import (
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.cli.output import say
 from saf.freeze_config import FreezeConfig
-from saf.freezing import FittedHead, fit_heads
+from saf.freeze_report import FittedHead
+from saf.freezing import fit_heads
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
 from saf.records.table import MISSING, Part, Table, correlation, percent, signed

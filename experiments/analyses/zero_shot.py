@@ -30,7 +30,7 @@ from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.heal import heal_
+from saf.heldout import heal_
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model

@@ -46,7 +46,7 @@ class Command(CheckpointFreezing):
                 countdown=lambda verb, items: bars.enter_context(Countdown(verb, items)),
             )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
-        lines = [f"{kind} {self.out}", f"hash {written}", self._next(kind, report.statistics.length)]
+        lines = [f"{kind} written to {self.out}", f"hash {written}", self._next(kind, report.statistics.length)]
         show(result, report.cost, report.table(), *lines, as_json=self.json)
         return result
 

@@ -356,7 +356,8 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
     origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}
     if own and PARENT in checkpoints[1] and not own & origins:
         origin = checkpoints[1][PARENT][:12]
-        lines.append(f"parent: the frozen model was made from {origin}, which is not the ordinary model")
+        remedy = "compare one frozen twice with the one frozen once, or pass --allow-differences"
+        lines.append(f"parent: the frozen model was made from {origin}, which is not the ordinary model; {remedy}")
     models = [each.get("model") for each in checkpoints]
     data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
     return _header(kind, settings, folders, hashes=models, heads=counts, lines=lines, data=data)

@@ -27,8 +27,7 @@ from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.evaluate.passes import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
 from saf.freeze_report import FreezeReport
-from saf.heal import heal_and_compare
-from saf.heldout import halves
+from saf.heldout import halves, heal_and_compare
 from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import watch_folders

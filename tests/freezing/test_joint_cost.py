@@ -40,9 +40,9 @@ def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text):
     assert joint.rise <= math.log1p(budget)
     for head in list(joint.alone)[:3]:
         assert joint.alone[head] == pytest.approx(loss_with([head], choosing) - before, abs=1e-4)
-    assert report.loss_before == pytest.approx(loss(fluent(), reporting), abs=1e-4)
-    assert report.loss_after == pytest.approx(loss(model, reporting), abs=1e-4)
-    assert report.loss_after - report.loss_before <= math.log1p(budget)
+    assert report.loss.before == pytest.approx(loss(fluent(), reporting), abs=1e-4)
+    assert report.loss.after == pytest.approx(loss(model, reporting), abs=1e-4)
+    assert report.loss.after - report.loss.before <= math.log1p(budget)
     assert len(joint.alone) == TOTAL  # three times the half that is asked for
     first = joint.accepted[: len(joint.accepted) // 2 + 1]
     assert joint.rises[len(first) - 1] == pytest.approx(loss_with(list(first), choosing) - before, abs=1e-4)
@@ -54,7 +54,7 @@ def test_the_budget_holds_on_the_half_that_heads_are_not_chosen_by(text):
     free = saf.freeze_(fluent(), [tokens()], config(None, joint_cost=True), **options)
     report = saf.freeze_(fluent(), [tokens()], config(budget), **options)
     assert 0 < len(report.heads) < len(free.heads)
-    assert report.loss_after - report.loss_before <= math.log1p(budget) < free.loss_after - free.loss_before
+    assert report.loss.after - report.loss.before <= math.log1p(budget) < free.loss.after - free.loss.before
     assert not set(report.joint_cost.refused) & set(report.heads)
     longer = [*report.heads, next(head for head in free.joint_cost.accepted if head not in report.heads)]
     assert loss_with(longer, text[:2]) - loss(fluent(), text[:2]) > math.log1p(budget)

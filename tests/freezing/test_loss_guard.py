@@ -2,13 +2,16 @@
 
 import math
 import re
+import statistics
 
 import pytest
 import torch
+from scipy.stats import ttest_1samp
 
 import saf
 from saf.errors import InputError, LossError, SafWarning
 from saf.heldout import heldout_loss
+from saf.records.table import signed
 from tests import transformers_models
 from tests.freezing.small_model import fluent, loss, tokens
 from tests.surgery.trained_model import assert_equal, snapshot
@@ -58,17 +61,22 @@ def test_an_accepted_rise_and_a_harmless_event_are_reported_with_their_losses(te
         model = fluent()
         before = loss(model, text)
         report = saf.freeze_(model, [tokens()], config, heldout=[text], **accept)
-        assert (report.loss_before, report.loss_after) == pytest.approx((before, loss(model, text)), abs=1e-5)
-        assert report.to_dict()["loss_after"] == report.loss_after
-        assert f"{report.loss_before:.4f} nats before, {report.loss_after:.4f} after" in " ".join(str(report).split())
-    assert report.perplexity_rise == pytest.approx(math.expm1(report.loss_after - report.loss_before))
-    assert report.perplexity_rise < 0.05
+        assert (report.loss.before, report.loss.after) == pytest.approx((before, loss(model, text)), abs=1e-5)
+        assert report.to_dict()["loss_after"] == report.loss.after
+        rises = [loss(model, row[None]) - loss(fluent(), row[None]) for row in text]
+        mean, within = statistics.fmean(rises), ttest_1samp(rises, 0).confidence_interval(0.95)
+        low, high = map(math.log1p, report.loss.interval)
+        assert (report.loss.rise, low, high) == pytest.approx((math.expm1(mean), *within), rel=1e-2, abs=1e-4)
+        assert f"to {signed(100 * report.loss.interval[1])}) on {text[:, 1:].numel()} held-out tokens" in report.cost
+        assert f"{report.loss.before:.4f} nats before, {report.loss.after:.4f} after" in " ".join(str(report).split())
+    assert report.loss.rise == pytest.approx(math.expm1(report.loss.after - report.loss.before))
+    assert report.loss.rise < 0.05
 
 
 def test_with_an_optimizer_a_rise_is_recorded_unless_it_is_not_accepted(text):
     model, optimizer = trained(text)
     report = saf.freeze_(model, [tokens()], QUARTER, optimizer=optimizer, heldout=[text])
-    assert report.loss_after > report.loss_before + 0.05
+    assert report.loss.after > report.loss.before + 0.05
     model(text[:, :-1], text[:, 1:]).backward()
     optimizer.step()
 
@@ -94,10 +102,10 @@ def test_a_model_of_transformers_is_measured_on_its_calibration_text():
     layer, rise = report.worst_layer
     own = saf.FreezeConfig(heads=tuple(head for head in report.heads if head[0] == layer), max_fit_kl=99)
     alone = saf.freeze_(transformers_models.make("llama"), [ids], own, accept_loss=True)
-    assert alone.perplexity_rise == pytest.approx(rise, abs=1e-4)
+    assert alone.loss.rise == pytest.approx(rise, abs=1e-4)
     assert f"layer {layer} costs most" in report.cost
-    assert report.loss_before == pytest.approx(heldout_loss(transformers_models.make("llama"), [ids[:8]]))
-    assert report.loss_after == pytest.approx(heldout_loss(model, [ids[:8]]))
+    assert report.loss.before == pytest.approx(heldout_loss(transformers_models.make("llama"), [ids[:8]]))
+    assert report.loss.after == pytest.approx(heldout_loss(model, [ids[:8]]))
     with pytest.raises(LossError):
         saf.freeze_(transformers_models.make("llama"), [ids], config, accept_loss=False)
 
