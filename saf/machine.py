@@ -110,6 +110,23 @@ def own_program(function: Callable[..., Any]) -> FunctionType:
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
+@contextmanager
+def one_host_thread(device: str) -> Iterator[None]:
+    """With a GPU, run host operations on one thread in this context.
+
+    Copies of batches wake all threads, which then spin next to the one that launches kernels: an update of 34M at 4K
+    takes 0.080 s with 64 threads and 0.055 s with one (four runs on an H200 host). The whole run has one number,
+    because compiled code is compiled again where it changes.
+    """
+    threads = torch.get_num_threads()
+    if device != "cpu" and torch.cuda.is_available():
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 # --- CUDA graphs
 
 

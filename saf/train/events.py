@@ -1,6 +1,7 @@
 """`apply_event` changes the heads of a model in training: it freezes or prunes some, or makes them live again.
 
-`saf pretrain` and the `Trainer` callback of transformers share it; both record the event and the losses around it.
+`saf pretrain` and the `Trainer` callback of transformers share it; both record the event and the losses around it. The
+checks that come before training follow it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,17 +20,7 @@ from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.frozen_heads import choose_backend
 from saf.records.run import STATE_AFTER, EventRecord
-from saf.schedules import (
-    Event,
-    Freeze,
-    Gradual,
-    OneTime,
-    Outcome,
-    Proposer,
-    Prune,
-    Undo,
-    setting_of_moment,
-)
+from saf.schedules import Event, Freeze, Gradual, OneTime, Outcome, Proposer, Prune, Undo, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -39,7 +30,7 @@ GRADIENT = "qk_gradient"
 
 
 class TrainerLike(Protocol):
-    """The parts of a training that an event needs: a run has them, and the callback of a Trainer of transformers."""
+    """The parts of a training that an event reads: a run has them, and the callback of a Trainer of transformers."""
 
     model: Any
     updater: Any
@@ -75,7 +66,7 @@ class Change:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def outcome(self, number: int, *, loss_before: float, loss_after: float) -> Outcome:
-        """Return what the schedule hears of it, with its number in the run and the losses around it."""
+        """Return what the schedule reads of it, with its number in the run and the losses around it."""
         chosen = {"lowest_score": self.lowest_score, "deferred": self.deferred}
         return Outcome(number=number, heads=self.heads, loss_before=loss_before, loss_after=loss_after, **chosen)
 
@@ -90,7 +81,7 @@ def resolve_event(event: Event, config: Any) -> Event:
 def apply_event(trainer: TrainerLike, event: Event, *, guard: list[Tensor] | None = None) -> Change:
     """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`.
 
-    An event that costs too much on the sequences of `guard` is refused; no training follows it.
+    With the sequences `guard` no training follows, and an event that costs too much on them is refused.
     """
     return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event, guard)
 
@@ -148,11 +139,11 @@ def _undo(trainer: TrainerLike, event: Undo) -> Change:
     if event.event not in undoable:
         raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
     record = undoable[event.event]
-    heads, watch = HeadSet(record.heads), Stopwatch(trainer.execution.device)
-    with watch("uninstall"):
+    heads, timer = HeadSet(record.heads), Stopwatch(trainer.execution.device)
+    with timer("uninstall"):
         uninstall_(trainer.model, heads, optimizer=trainer.updater.optimizer)
     summary = f"{len(heads)} heads {STATE_AFTER[record.kind]} by event {event.event} are live again"
-    return Change(heads=heads, summary=summary, seconds=watch.seconds, values={"undoes": event.event})
+    return Change(heads=heads, summary=summary, seconds=timer.seconds, values={"undoes": event.event})
 
 
 # --- before training
@@ -214,19 +205,20 @@ def needs_gradient(config: TrainConfig, proposer: Proposer | None) -> bool:
 
 
 def start_gradient(
-    model: nn.Module, config: TrainConfig, proposer: Proposer | None, *, state: Mapping[str, Any] | None, update: int
+    model: nn.Module, config: TrainConfig, proposer: Proposer | None, *, state: Mapping[str, Any], update: int
 ) -> QKGradient | None:
-    """Return the average that a run keeps from `update` on, or None.
+    """Return the average that a run updates from `update` on, or None.
 
     Raises InputError when heads are to be frozen right away by gradients that no run averaged.
     """
     if not needs_gradient(config, proposer):
         return None
-    recorded = recorded_gradient(model, state or {})
-    moment, reads = (config.freeze_update, config.freeze is not None and "gradient" in config.freeze.needs)
-    if reads and recorded is None and config.schedule is not None and moment is not None and moment <= update:
+    if (recorded := recorded_gradient(model, state)) is not None:
+        return recorded
+    moment, reads = config.freeze_update, config.freeze is not None and "gradient" in config.freeze.needs
+    if reads and config.schedule is not None and moment is not None and moment <= update:
         raise InputError(
-            f"a score reads an average of Q/K gradients, and none was kept until update {update}: train the "
-            f"parent with track_gradients, or freeze later ({setting_of_moment(config.schedule)} above {update})"
+            f"a score needs an average of Q/K gradients before update {update}: train the parent with "
+            f"track_gradients, or freeze later ({setting_of_moment(config.schedule)} above {update})"
         )
-    return QKGradient(model) if recorded is None else recorded
+    return QKGradient(model)

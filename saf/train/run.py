@@ -1,4 +1,4 @@
-"""`Run` is the state of a training run: its time, its next update, its logs and its checkpoints."""
+"""`Run` is the state of a training run: its next update, time, logs and checkpoints. `loop.py` says in which order."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ import torch
 from saf.checkpoint import capture_random_state, prune_checkpoints_, save_checkpoint, step_name
 from saf.distributed import on_rank0
 from saf.heads import HeadSet
-from saf.machine import Execution, untimed_updates
+from saf.machine import Execution, device_name, rated_flops, untimed_updates
 from saf.models import GPT
 from saf.records.files import append_line, flush
 from saf.records.run import EventRecord, append_event, read_events
@@ -26,159 +26,8 @@ from saf.train.config import TrainConfig
 from saf.train.events import GRADIENT
 from saf.train.step import Updater, learning_rate
 
-# --- time
-
-PARTS = {
-    "load": "opening data, building or restoring the model, reading logs",
-    "train": "updates, and the time between them",
-    "compile": "updates that compile",
-    "freeze": "events: calibration, scores, selection, fits, installation, and recording them",
-    "evaluate": "losses on the controller's windows, those around events and after the last update included",
-    "checkpoint": "writing checkpoints, but for the last one",
-}
-"""The parts of a run's elapsed time. Reports and the last checkpoint are in none."""
-
-
-class Elapsed:
-    """Seconds of a run by part, over all processes that resumed it; a branch keeps its parent's apart, in `parent`."""
-
-    def __init__(self):
-        self._part: str | None = "load"
-        self._since = time.perf_counter()
-        self._own = dict.fromkeys(PARTS, 0.0)
-        self.parent: dict[str, float] | None = None
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each part of this run until now, its parent's left out."""
-        self.enter(self._part)
-        return dict(self._own)
-
-    @property
-    def total(self) -> float:
-        """The seconds of this run until now, its parent's left out."""
-        return sum(self.parts.values())
-
-    def enter(self, part: str | None) -> None:
-        """Count the seconds from now on under `part`; under None they do not count."""
-        now = time.perf_counter()
-        if self._part is not None:
-            self._own[self._part] += now - self._since
-        self._part, self._since = part, now
-
-    @contextmanager
-    def __call__(self, part: str | None) -> Iterator[None]:
-        """Count a block under `part`, but not where nothing counts any more; then go on with the part before."""
-        outer = self._part
-        self.enter(outer and part)
-        try:
-            yield
-        finally:
-            self.enter(outer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the seconds of this run and of its parent, as JSON values."""
-        return {"parts": self.parts, "parent": self.parent}
-
-    def go_on_(self, state: Mapping[str, Any], *, branch: bool) -> None:
-        """Take over the seconds in a checkpoint: as this run's own, or where it is a branch, as its parent's."""
-        if branch:
-            self.parent = _sum(state["parts"], state["parent"] or {})
-        else:
-            self._own, self.parent = _sum(self._own, state["parts"]), state["parent"]
-
-    def record(self) -> dict[str, Any]:
-        """Return the entries of result.json: both totals, the parent's part included, and the parts."""
-        parts = self.parts
-        both = _sum(parts, self.parent or {})
-        everything = sum(both.values())
-        warm = everything - both["load"] - both["compile"]
-        clocks = {"everything": {"seconds": everything}, "warm": {"seconds": warm}}
-        return {**clocks, "parts": parts, "parent_parts": self.parent}
-
-
-def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the elapsed seconds of a checkpoint, in `Elapsed.state_dict`'s form, with those of an event upon it."""
-    return {**state, "parts": _sum(state["parts"], {"freeze": seconds})}
-
-
-def _sum(*records: Mapping[str, float]) -> dict[str, float]:
-    return {part: sum(each.get(part, 0.0) for each in records) for part in PARTS}
-
-
-# --- logs
-
 CHECKPOINT_LOG = "clock.jsonl"
 """A line for each checkpoint of a run, also of those removed since: its hash and the elapsed seconds."""
-
-
-class RunLog:
-    """Write metrics.jsonl, evaluations.jsonl and TensorBoard events, and show progress on standard error.
-
-    Progress is a bar on a terminal, and elsewhere a line now and then.
-    """
-
-    def __init__(self, folder: Path, config: TrainConfig, *, done: int, total: int, tokens: int, peak: float | None):
-        """Go on with the logs in `folder`. An update has `tokens`; at the rated speed it takes `peak` seconds."""
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
-        self._total, self._every, self._tokens, self._peak = total, config.log_every, tokens, peak
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=config.quiet)
-        self._bar = self._board = None
-        if self._console.is_terminal and not config.quiet:
-            counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
-            self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
-            self._task = self._bar.add_task("training", total=total, completed=done, text="")
-            self._bar.start()
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
-
-    def updated(self, record: dict[str, Any], *, left: float | None) -> None:
-        """Record one update, a line of metrics.jsonl, and show it with the seconds `left`, if they are known."""
-        append_line(self._metrics, record, wait=False)
-        update, seconds = record["update"], record["update_seconds"]
-        values = {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm")}
-        values["speed/tokens_per_second"] = speed = self._tokens / seconds
-        words = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
-        if self._peak:
-            values["speed/model_flop_utilisation"] = utilisation = self._peak / seconds
-            words.append(f"MFU {utilisation:.1%}")
-        if left is not None:
-            words.append(f"{in_words(left)} left")
-        if self._board:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, update)
-        if self._bar:
-            self._bar.update(self._task, completed=update, text="  ".join(words))
-        elif update % self._every == 0 or update == self._total:
-            self._console.print(f"update {update}/{self._total}  " + "  ".join(words))
-
-    def evaluated(self, update: int, loss: float, when: str) -> None:
-        """Record one loss on the controller partition."""
-        line = {"update": update, "partition": "controller", "loss": loss, "when": when}
-        append_line(self._evaluations, line, wait=False)
-        if self._board and when == "periodic":
-            self._board.add_scalar("controller/loss", loss, update)
-        self.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
-
-    def say(self, text: str) -> None:
-        self._console.print(plain(text))
-
-    def flush(self) -> None:
-        for path in filter(Path.exists, (self._metrics, self._evaluations)):
-            flush(path)
-
-    def close(self) -> None:
-        for each in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
-            each()
-
-
-# --- the run
 
 
 @dataclass(kw_only=True)
@@ -193,16 +42,16 @@ class Run:
     updater: Updater
     proposer: Proposer | None
     """Decides when events come; None for a run that changes no heads."""
-    elapsed: Elapsed
+    elapsed: "Elapsed"
     start: int
-    """Update of the checkpoint that the run began at; 0 for a new one."""
+    """Update of the parent's checkpoint; 0 without a parent."""
     parent_hash: str | None
-    log: RunLog | None = None
+    log: "RunLog | None" = None
     """None on a rank that writes nothing."""
     heads_changed: int | None = None
-    """Update after which the newest event of its own came; None before any."""
+    """Update after which the newest event of this run came; None before any."""
     peak_memory: int | None = None
-    """Largest bytes allocated on CUDA in the updates that count; None elsewhere."""
+    """Largest number of bytes allocated on CUDA in the timed updates; None elsewhere."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     """Seconds of the newest updates since heads changed. A time budget expects the next one to take as long as the
     longest of them: every second update would exceed an average."""
@@ -242,7 +91,7 @@ class Run:
     # --- updates
 
     def budget_share(self) -> float | None:
-        """Return the share of the run's own budget that is used once the next update is done; None without one."""
+        """Return the share of the run's own budget that is used after the next update; None without a budget."""
         if (updates := self.config.update_budget) is not None:
             return (self.update - self.start + 1) / updates
         if (seconds := self.config.time_budget_seconds) is None:
@@ -258,7 +107,7 @@ class Run:
     def next_learning_rate(self) -> float:
         """Return the learning rate of the next update; a budget stretches the rest of the schedule over itself.
 
-        After an event it rises again from zero, over `rewarm_updates`.
+        After an event the rate rises again from zero, over `rewarm_updates`.
         """
         config, share = self.config, self.budget_share()
         done = self.update + 1 if share is None else self.start
@@ -280,25 +129,40 @@ class Run:
         if compiling:
             self.say("compiling the model for the next update, which may take a minute or more ...")
         with self.elapsed("compile" if compiling else "train"):
-            done = self.updater.update(rate)
+            result = self.updater.update(rate)
         if not compiling:
-            self.recent.append(done.seconds)
+            self.recent.append(result.seconds)
         if cuda and self.update >= self.timed_from:
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated())
-        record = {"update": self.update, "tokens": self.tokens, "loss": done.loss, "lr": rate}
-        record |= {"grad_norm": done.grad_norm, "update_seconds": done.seconds}
+        record = {"update": self.update, "tokens": self.tokens, "loss": result.loss, "lr": rate}
+        record |= {"grad_norm": result.grad_norm, "update_seconds": result.seconds}
         if self.log:
-            self.log.updated(record, left=self._seconds_left())
+            self.log.updated(record, remaining=self._remaining_seconds())
         return record
 
-    def _seconds_left(self) -> float | None:
+    def _remaining_seconds(self) -> float | None:
         config = self.config
         if config.time_budget_seconds is not None:
             return config.time_budget_seconds - self.elapsed.total
-        end = config.updates if config.update_budget is None else self.start + config.update_budget
-        return median(self.recent) * (end - self.update) if self.recent else None
+        return median(self.recent) * (self.last_update - self.update) if self.recent else None
+
+    @property
+    def last_update(self) -> int:
+        """The update at which the run ends, unless its time is over before."""
+        budget = self.config.update_budget
+        return self.config.updates if budget is None else self.start + budget
 
     # --- logs and checkpoints
+
+    def open_log_(self) -> None:
+        """Open the logs. Utilisation is of the devices of all ranks."""
+        tokens, execution = self.task.targets_per_update, self.execution
+        rated = rated_flops(device_name(execution.device), execution.precision)
+        flops = tokens * self.model.config.flops_per_token(self.task.length)
+        ideal = flops / (rated * self.updater.parallel.processes) if rated else None
+        self.log = RunLog(
+            self.folder, self.config, done=self.update, last=self.last_update, tokens=tokens, ideal_seconds=ideal
+        )
 
     def say(self, text: str) -> None:
         """Show a line about this moment of the run."""
@@ -306,7 +170,7 @@ class Run:
             self.log.say(f"update {self.update}: {text}")
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
-        """Return the task's controller loss, nats per target, of so many batches if given, and log it as `when`."""
+        """Return the task's controller loss, nats per target, of all or this many batches, and log it as `when`."""
         with self.elapsed("evaluate"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.log:
@@ -341,7 +205,7 @@ class Run:
                 **self.task.state(self.update),
             }
             if self.log:
-                self.log.flush()  # a checkpoint counts on the logs before it
+                self.log.flush()  # resuming from a checkpoint needs the lines before it
             engine = self.updater.engine
             saved = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
             on_rank0(lambda: self._log_checkpoint(path, saved))
@@ -351,3 +215,154 @@ class Run:
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / CHECKPOINT_LOG, line)
+
+
+# --- time
+
+PARTS = {
+    "load": "opening data, building or restoring the model, reading logs",
+    "train": "updates, and the time between them",
+    "compile": "updates that compile",
+    "freeze": "events: calibration, scores, selection, fits, installation, and recording them",
+    "evaluate": "losses on the controller's windows, those around events and after the last update included",
+    "checkpoint": "writing checkpoints, but for the last one",
+}
+"""The parts of a run's elapsed time. Reports and the last checkpoint are in none."""
+
+
+class Elapsed:
+    """Seconds of a run by part, over all processes that resumed it; those of its parents are separate, in `parent`."""
+
+    def __init__(self):
+        self._part: str | None = "load"
+        self._since = time.perf_counter()
+        self._own = dict.fromkeys(PARTS, 0.0)
+        self.parent: dict[str, float] | None = None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of this run until now, without its parents'."""
+        self.enter(self._part)
+        return dict(self._own)
+
+    @property
+    def total(self) -> float:
+        """The seconds of this run until now, without its parents'."""
+        return sum(self.parts.values())
+
+    def enter(self, part: str | None) -> None:
+        """Count the seconds from now on under `part`; under None they do not count."""
+        now = time.perf_counter()
+        if self._part is not None:
+            self._own[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    @contextmanager
+    def __call__(self, part: str | None) -> Iterator[None]:
+        """Count a block under `part`, unless nothing counts at the moment; then go on with the part before."""
+        outer = self._part
+        self.enter(outer and part)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seconds of this run and of its parents, as JSON values."""
+        return {"parts": self.parts, "parent": self.parent}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, branch: bool) -> None:
+        """Take over the seconds in a checkpoint: as this run's own, or those of the parents of a branch."""
+        if branch:
+            self.parent = _sum(state["parts"], state["parent"] or {})
+        else:
+            self._own, self.parent = _sum(self._own, state["parts"]), state["parent"]
+
+    def record(self) -> dict[str, Any]:
+        """Return the entries of result.json: both totals, with the parents' seconds, and the parts."""
+        parts = self.parts
+        both = _sum(parts, self.parent or {})
+        everything = sum(both.values())
+        warm = everything - both["load"] - both["compile"]
+        clocks = {"everything": {"seconds": everything}, "warm": {"seconds": warm}}
+        return {**clocks, "parts": parts, "parent_parts": self.parent}
+
+
+def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Return a state of `Elapsed` with the seconds of another event added."""
+    return {**state, "parts": _sum(state["parts"], {"freeze": seconds})}
+
+
+def _sum(*records: Mapping[str, float]) -> dict[str, float]:
+    return {part: sum(each.get(part, 0.0) for each in records) for part in PARTS}
+
+
+# --- logs
+
+
+class RunLog:
+    """Write metrics.jsonl, evaluations.jsonl and TensorBoard events, and show progress on standard error.
+
+    Progress is a bar on a terminal, and elsewhere a line every `config.log_every` updates.
+    """
+
+    def __init__(
+        self, folder: Path, config: TrainConfig, *, done: int, last: int, tokens: int, ideal_seconds: float | None
+    ):
+        """Go on with the logs in `folder`. At the rated speed an update of `tokens` takes `ideal_seconds`."""
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
+        self._last, self._every, self._tokens, self._ideal = last, config.log_every, tokens, ideal_seconds
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=config.quiet)
+        self._bar = self._board = None
+        if self._console.is_terminal and not config.quiet:
+            counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+            self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
+            self._task = self._bar.add_task("training", total=last, completed=done, text="")
+            self._bar.start()
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def updated(self, record: dict[str, Any], *, remaining: float | None) -> None:
+        """Record one update, a line of metrics.jsonl, and show it with the `remaining` seconds, if they are known."""
+        append_line(self._metrics, record, wait=False)
+        update, seconds = record["update"], record["update_seconds"]
+        values = {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm")}
+        values["speed/tokens_per_second"] = speed = self._tokens / seconds
+        words = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
+        if self._ideal:
+            values["speed/model_flop_utilisation"] = utilisation = self._ideal / seconds
+            words.append(f"MFU {utilisation:.1%}")
+        if remaining is not None:
+            words.append(f"{in_words(remaining)} left")
+        if self._board:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, update)
+        if self._bar:
+            self._bar.update(self._task, completed=update, text="  ".join(words))
+        elif update % self._every == 0 or update == self._last:
+            self._console.print(f"update {update}/{self._last}  " + "  ".join(words))
+
+    def evaluated(self, update: int, loss: float, when: str) -> None:
+        """Record one loss on the controller partition."""
+        line = {"update": update, "partition": "controller", "loss": loss, "when": when}
+        append_line(self._evaluations, line, wait=False)
+        if self._board and when == "periodic":
+            self._board.add_scalar("controller/loss", loss, update)
+        self.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
+
+    def say(self, text: str) -> None:
+        self._console.print(plain(text))
+
+    def flush(self) -> None:
+        for path in filter(Path.exists, (self._metrics, self._evaluations)):
+            flush(path)
+
+    def close(self) -> None:
+        for each in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
+            each()

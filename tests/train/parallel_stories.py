@@ -119,7 +119,7 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     exists = Path.exists
                     patch.setattr(Path, "exists", lambda at, was=exists: not at.name.startswith("step-") and was(at))
                     patch.setattr("saf.train.run.read_events", lambda folder: [])
-                    patch.setattr("saf.train.finish.latest", lambda folder: None)
+                    patch.setattr("saf.train.loop.latest", lambda folder: None)
                 watching = Watching(patch)
                 said[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
                 said[f"{name} {kind} hash"] = hash_of(watching.run)
