@@ -30,9 +30,9 @@ import saf
 from saf.data import TokenData, calibration_windows
 from saf.evaluate.compare import compare_evaluations
 from saf.evaluate.perplexity import evaluate_perplexity
-from saf.hf.card import folder_hash
 from saf.integrations.transformers import FreezeCallback
 from saf.machine import device_name
+from saf.opening import folder_hash
 from saf.records.files import write_json
 from saf.records.result import result_header
 

@@ -13,7 +13,7 @@ from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern
 from saf.heads import EDITED
-from saf.hf.card import folder_hash, weight_files
+from saf.opening import folder_hash, weight_files
 from saf.records.files import read_json, read_metadata
 from saf.records.run import Kind, RecordedRun, expect
 from saf.storage import storage_of

@@ -16,9 +16,10 @@ from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TextData, TokenData
 from saf.errors import DataError, InputError
 from saf.evaluate.passes import PARENT
+from saf.frozen_state import STATE_FILE, TENSORS_FILE
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
-from saf.records.files import file_hash
+from saf.records.files import entries_hash, file_hash
 from saf.records.run import Kind, expect, kind_of, means_transformers
 from saf.saving import load
 
@@ -27,8 +28,91 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class OpenedModel:
+    """A model with its data and its files."""
+
+    model: nn.Module
+    data: TokenData | None
+    source: "ModelFolder | TransformersFolder"
+
+    @property
+    def folder(self) -> Path:
+        """The path, or the name on the hub."""
+        return Path(self.source.name)
+
+    @property
+    def checkpoints(self) -> dict[str, str | None]:
+        """Hashes of the model and of the one it was frozen from, by role, for the head of a result."""
+        hashes: dict[str, str | None] = {"model": self.source.hash}
+        return hashes if (parent := self.source.parent) is None else hashes | {PARENT: parent}
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of an input; raises InputError where the configuration has no limit."""
+        if (longest := longest_input(self.model)) is None:
+            raise InputError(f"the configuration of {type(self.model).__name__} must have max_position_embeddings")
+        return longest
+
+    def encoder(self) -> "Encoder":
+        """Open the model's tokenizer."""
+        return self.source.encoder(self.data)
+
+
+def open_model(
+    path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
+) -> OpenedModel:
+    """Open the model that `path` means, and its data: `data`, or those it was trained on.
+
+    A model with a tokenizer of its own is opened without data unless some are named or needed.
+    With precision "fp32" weights are opened in float32, whatever the files hold.
+
+    Raises:
+        InputError: There is no model, or no data.
+        DataError: The data are of another tokenizer than the model's.
+        CheckpointError: The model's files are damaged.
+    """
+    source = find_source(path)
+    needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
+    tokens = source.data(data) if needs_data else None
+    model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
+    return OpenedModel(model, tokens, source)
+
+
+def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
+    """Return the model that `path` means; raise what `find_model` raises."""
+    if not means_transformers(path):
+        return find_model(path)
+    from saf.hf.folders import TransformersFolder
+
+    return TransformersFolder.find(Path(path))
+
+
+def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
+    """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
+
+    Raises:
+        InputError: The path is something else.
+        CheckpointError: A checkpoint is damaged.
+    """
+    path = Path(path)
+    if kind_of(path) is Kind.HEADS:
+        raise InputError(
+            f"{path} must hold a model, got frozen heads of another library's model: saf.load(model, folder) applies "
+            "them; for an ordinary model in the same folder, move saf.json and saf.safetensors out"
+        )
+    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
+    if kind is Kind.TRANSFORMERS:
+        raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
+    if kind is Kind.MODEL:
+        return ModelFolder(path, None)
+    checkpoint = find_checkpoint(path)
+    assert checkpoint is not None, "a checkpoint or run is one or raises"
+    return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
+
+
+@dataclass(frozen=True)
 class Encoder:
-    """How a model's tokenizer makes tokens of text."""
+    """How a model's tokenizer turns text into tokens."""
 
     encode: Callable[[str], list[int]]
     """Encodes a text, with the special tokens that stand before it for this model, and none behind it."""
@@ -63,7 +147,7 @@ class ModelFolder:
     @property
     def hash(self) -> str:
         """The hash of a checkpoint's manifest; of a saved model the SHA-256 of saf.json, which lists its files' own."""
-        return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / "saf.json")
+        return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / STATE_FILE)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -103,19 +187,11 @@ class ModelFolder:
                 raise DataError(f"{path} needs the tokenizer of the training data, {recorded}, which is not there")
             return TextData(path, trained.tokenizer())
         data = TokenData.open(path or Path(str(recorded)))
-        if data.fingerprint == self.state.get("data_fingerprint", data.fingerprint):
-            return data
+        same_data = data.fingerprint == self.state.get("data_fingerprint", data.fingerprint)
         expected = self.state.get("tokenizer")  # other text by the same tokenizer is fine
-        if expected is None:
-            if (trained := self.trained_data()) is None:
-                raise DataError(
-                    f"{self.folder} must record its tokenizer, or its data, {recorded}, be there to compare with "
-                    f"{data.folder}: give --data, the folder it was trained on"
-                )
-            expected = trained.tokenizer_hash
-        if expected != data.tokenizer_hash:
+        if not same_data and expected != data.tokenizer_hash:
             raise DataError(
-                f"{data.folder} must have the tokenizer of the model's training data, {expected[:12]}, got "
+                f"{data.folder} must have the tokenizer of the model's training data, {str(expected)[:12]}, got "
                 f"{data.tokenizer_hash[:12]}; prepare the text with that data's tokenizer (--tokenizer FOLDER)"
             )
         return data
@@ -129,84 +205,15 @@ class ModelFolder:
         return data if data.fingerprint == self.state.get("data_fingerprint") else None
 
 
-def find_model(path: Path | str, *, optimizer: bool = False) -> ModelFolder:
-    """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
-
-    Raises:
-        InputError: The path is something else.
-        CheckpointError: A checkpoint is damaged.
-    """
-    path = Path(path)
-    if kind_of(path) is Kind.HEADS:
-        raise InputError(
-            f"{path} must hold a model, got frozen heads of another library's model: saf.load(model, folder) applies "
-            "them; where an ordinary model is beside them, move saf.json and saf.safetensors out"
-        )
-    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
-    if kind is Kind.TRANSFORMERS:
-        raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
-    if kind is Kind.MODEL:
-        return ModelFolder(path, None)
-    checkpoint = find_checkpoint(path)
-    assert checkpoint is not None, "a checkpoint or run is one or raises"
-    return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
+# --- files of a model of transformers
 
 
-def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
-    """Return the model that `path` means; raise what `find_model` raises."""
-    if not means_transformers(path):
-        return find_model(path)
-    from saf.hf.folders import TransformersFolder
-
-    return TransformersFolder.find(Path(path))
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights in a folder of `save_pretrained`, by name."""
+    return sorted((*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")))
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model with its data and its files."""
-
-    model: nn.Module
-    data: TokenData | None
-    source: "ModelFolder | TransformersFolder"
-
-    @property
-    def folder(self) -> Path:
-        """The path, or the name on the hub."""
-        return Path(self.source.name)
-
-    @property
-    def checkpoints(self) -> dict[str, str | None]:
-        """Hashes of the model and of the one it was frozen from, by role, for the head of a result."""
-        hashes: dict[str, str | None] = {"model": self.source.hash}
-        return hashes if (parent := self.source.parent) is None else hashes | {PARENT: parent}
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of an input; raises InputError where the configuration has no limit."""
-        if (longest := longest_input(self.model)) is None:
-            raise InputError(f"the configuration of {type(self.model).__name__} must have max_position_embeddings")
-        return longest
-
-    def encoder(self) -> Encoder:
-        """Open the model's tokenizer."""
-        return self.source.encoder(self.data)
-
-
-def open_model(
-    path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
-) -> OpenedModel:
-    """Open the model that `path` means, and its data: `data`, or those it was trained on.
-
-    A model with a tokenizer of its own is opened without data unless some are named or needed.
-    With precision "fp32" weights are opened in float32, whatever the files hold.
-
-    Raises:
-        InputError: There is no model, or no data.
-        DataError: The data are of another tokenizer than the model's.
-        CheckpointError: The model's files are damaged.
-    """
-    source = find_source(path)
-    needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
-    tokens = source.data(data) if needs_data else None
-    model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
-    return OpenedModel(model, tokens, source)
+def folder_hash(folder: Path) -> str:
+    """Return one SHA-256 of configuration, weights and heads in a folder of `save_pretrained`."""
+    files = [folder / "config.json", *weight_files(folder), folder / STATE_FILE, folder / TENSORS_FILE]
+    return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})

@@ -258,7 +258,7 @@ class ModelPlan:
             model = GPT.skip_init(_config(self.model, self.length, self.num_layers), self.device)
             model.reset_parameters(generator)
             return model.to(dtype)
-        from saf.hf.random_model import random_model
+        from saf.hf.families import random_model
 
         family, _, hidden, mlp = TRANSFORMERS[self.model]
         shape = self.shape

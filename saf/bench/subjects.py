@@ -326,7 +326,7 @@ class Step(nn.Module):
     """The logits of one more token of every sequence, at the last position of a cache full of drawn numbers."""
 
     def __init__(self, model: nn.Module, token: Tensor, positions: int):
-        from saf.hf.random_model import random_cache
+        from saf.hf.cache import random_cache
 
         super().__init__()
         self.model, self.token, self.last = model, token, positions - 1

@@ -13,7 +13,7 @@ from saf.cli.parsing import parse
 from saf.errors import InputError
 from saf.evaluate.compare import compare_folders, compare_runs
 from saf.evaluate.tables import pair_tables, perplexity_change, verdict
-from saf.hf.card import folder_hash, record_cost_
+from saf.opening import folder_hash
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, heads_in_words, kind_of
 from saf.report import too_small
@@ -74,6 +74,8 @@ class Command:
         measured = record["provenance"]["checkpoints"].get("frozen")
         if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != measured:
             raise InputError(f"{self.frozen} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
+        from saf.hf.pretrained import record_cost_
+
         before = record["heads_by_kind"][0]
         heads = f" with {heads_in_words(before)}" if any(before.values()) else ""
         record_cost_(

@@ -1,29 +1,35 @@
-"""Attention of transformers' models once heads of theirs are frozen: the function that layers call, and their state.
+"""Attention of transformers' models once heads of theirs are frozen: the function that layers call, and its masks.
 
 An attention layer with edited heads carries a submodule `saf`, its `HeadState`. The model then attends by the function
-named "saf" in transformers' registry, `attend`, and layers with edited heads run `edited_forward`.
+named "saf" in transformers' registry, `attend`, with the masks of `padding_mask`, and layers with edited heads run
+`edited_forward`. Packed documents (`position_ids` that start again) attend in rows of their own, so that live and
+frozen heads compute each as if alone.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
-from saf.errors import UnsupportedError, shown
+from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout, roles_of
-from saf.hf.cache import StateLayer, filled, prepare
+from saf.hf.cache import StateLayer, first_places, prepare
 from saf.hf.families import Family
-from saf.hf.masks import PassMask, check_positions, padding_mask
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
-from saf.ops.frozen_heads import LayoutMixin
+from saf.ops.frozen_heads import LayoutMixin, beyond_patterns
 from saf.ops.heads import cached_order, join_heads
-from saf.ops.positions import first_real
+from saf.ops.operator import is_capturing
+from saf.ops.positions import CachePosition, device_assert, first_real, left_padding
 
 NAME = "saf"
 """Our name in transformers' registries of attention functions and their masks, and of a layer's state."""
@@ -31,83 +37,21 @@ STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attentio
 """Attention functions of transformers that compute softmax attention; others may not."""
 _UNDER_HOOKS = "_old_forward"
 """Where accelerate keeps the forward pass that its hooks run."""
-
-
-class HeadState(LayoutMixin):
-    """The frozen heads of one attention layer and their patterns."""
-
-    def __init__(self, layout: HeadLayout, family: Family):
-        super().__init__()
-        self.layout, self.family = layout, family
-        self.frozen: FrozenHeads | None = None
-        self.removed: Removed = {}
-        self.receivers: list[Receiver] = []
-        self.kernel = "auto"
-        """SDPA kernel of live heads, see `mixed_attention`."""
-        self.before: str | None = None
-        """The model's attention function before heads were frozen."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Let the process that unpickles a model save it with its heads."""
-        from saf.hf.pretrained import watch_folders
-
-        super().__setstate__(state)
-        watch_folders()
-
-    def take(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
-        """Take another layout."""
-        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
-        self.set_layout(layout, frozen)
-
-
-def state_of(attention: nn.Module) -> HeadState | None:
-    """Return the state of an attention layer; None where nothing of it is frozen, captured or pinned."""
-    return getattr(attention, NAME, None)
-
-
-def attach_state(attention: Any, family: Family) -> HeadState:
-    """Return the state of an attention layer, as its submodule `saf`."""
-    if (state := state_of(attention)) is None:
-        state = attention.saf = HeadState(layout_of(attention), family)
-    return state
-
-
-def detach_idle_state(attention: Any) -> None:
-    """Leave an attention layer as it was before `attach_state` once its state is idle."""
-    state = state_of(attention)
-    if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
-        del attention.saf
-
-
-def layout_of(attention: Any) -> HeadLayout:
-    """Return the order of an attention layer's heads."""
-    if (state := state_of(attention)) is not None:
-        return state.layout
-    heads = attention.config.num_attention_heads
-    return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
+_SLIDING = "sliding_attention"
+_OWN_ROWS = "pad each document in a row of its own"
 
 
 def attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: PassMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    output_attentions: bool = False,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    state_layer: StateLayer | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: "PassMask | None", dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    output_attentions: bool = False, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+    state_layer: StateLayer | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend with live and frozen heads in slot order, as transformers calls it.
 
     `query [B, L, Tq, D]` of the live heads, `key [B, K, T, D]` and `value` of the stored KV heads, cached tokens first;
-    `attention_mask` as `padding_mask` returns it; `position_ids [B or 1, Tq]`. `state_layer` is
-    the layer's own in a cache, where it keeps a recurrent state. Returns `[B, Tq, H, D]`.
+    `attention_mask` as `padding_mask` returns it; `position_ids [B or 1, Tq]`. `state_layer` is the layer's own in a
+    cache, where it keeps a recurrent state. Returns `[B, Tq, H, D]`.
 
     Raises UnsupportedError for dropout, attention weights as output, other masks, and a window shorter than the input
     where heads are frozen or measured; InputError for inputs longer than the patterns.
@@ -125,7 +69,7 @@ def attend(
             f"set_attn_implementation({NAME!r})"
         )
     if seen.fills:
-        key, value = filled(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
+        key, value = first_places(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
     length = value.shape[-2] if seen.documents is None else seen.documents.longest
     beyond = sliding_window is not None and length > sliding_window
     if beyond and state is not None and (state.frozen is not None or state.receivers):
@@ -145,12 +89,8 @@ def attend(
     return output.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, padding_mask)
-
-
 def _mix(
-    state: HeadState | None, live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    state: "HeadState | None", live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Return the output `[B, H, Tq, D]` of a layer, one sequence a row.
 
@@ -170,9 +110,7 @@ def _mix(
         parts.append(live_heads(query, key, value, slots, kernel=state.kernel, **live))
     if state.frozen is not None:
         parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **frozen))
-    if not parts:
-        return query  # of no heads
-    return join_heads(*parts)
+    return join_heads(*parts) if parts else query  # of no heads
 
 
 def no_dropout(rate: float, setting: str) -> str:
@@ -180,16 +118,14 @@ def no_dropout(rate: float, setting: str) -> str:
     return f"with frozen heads dropout of attention layers must be 0, got {rate:g}: open the model with {setting}=0"
 
 
+# --- layers with edited heads
+
+
 def edited_forward(
-    module: Any,
-    rotate: Callable[..., tuple[Tensor, Tensor]] | None,
-    hidden_states: Tensor,
-    *,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: PassMask | None = None,
-    past_key_values: Any = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
+    module: Any, rotate: Callable[..., tuple[Tensor, Tensor]] | None, hidden_states: Tensor, *,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, attention_mask: "PassMask | None" = None,
+    past_key_values: Any = None, **rest: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Compute an attention layer `[B, Tq, C]` as its class does, with the heads that each role has left."""
     state, family = module.saf, module.saf.family
     query, key, value = _project(module, hidden_states)
@@ -199,7 +135,7 @@ def edited_forward(
         query, key = rotate(query, key, *position_embeddings)
     state_layer = None
     if past_key_values is not None:
-        state_layer = prepare(past_key_values, module.layer_idx, state.layout, state.frozen, value.device)
+        state_layer = prepare(past_key_values, module.layer_idx, state, value.device)
         key, value = _cached(module, past_key_values, key, value, stock=state_layer is None)
     options = {
         "dropout": family.dropout_rate(module) if module.training else 0.0,
@@ -246,17 +182,245 @@ def _cached(module: Any, cache: Any, key: Tensor, value: Tensor, *, stock: bool)
     return counted[:, :0], counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
 
 
+class HeadState(LayoutMixin):
+    """The frozen heads of one attention layer and their patterns: its submodule `saf`."""
+
+    def __init__(self, layout: HeadLayout, family: Family):
+        super().__init__()
+        self.layout, self.family = layout, family
+        self.frozen: FrozenHeads | None = None
+        self.removed: Removed = {}
+        self.receivers: list[Receiver] = []
+        self.kernel = "auto"
+        """SDPA kernel of live heads, see `mixed_attention`."""
+        self.before: str | None = None
+        """The model's attention function before heads were frozen."""
+        self.fingerprint = ""
+        """Kinds of the heads and digests of their patterns: a cache goes on with those that filled it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Let the process that unpickles a model save it with its heads."""
+        from saf.hf.pretrained import watch_folders
+
+        super().__setstate__(state)
+        watch_folders()
+
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Take another layout, its frozen heads, and the rows for undoing."""
+        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
+        self.set_layout(layout, frozen)
+        self.fingerprint = "" if self.frozen_layout is None else str(self.frozen_layout.tolist())
+
+
+def state_of(attention: nn.Module) -> HeadState | None:
+    """Return the state of an attention layer; None where nothing of it is frozen, captured or pinned."""
+    return getattr(attention, NAME, None)
+
+
+def attach_state(attention: Any, family: Family) -> HeadState:
+    """Return the state of an attention layer, as its submodule `saf`."""
+    if (state := state_of(attention)) is None:
+        state = attention.saf = HeadState(layout_of(attention), family)
+    return state
+
+
+def detach_idle_state(attention: Any) -> None:
+    """Leave an attention layer as it was before `attach_state` once its state is idle."""
+    state = state_of(attention)
+    if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
+        del attention.saf
+
+
+def layout_of(attention: Any) -> HeadLayout:
+    """Return the order of an attention layer's heads."""
+    if (state := state_of(attention)) is not None:
+        return state.layout
+    heads = attention.config.num_attention_heads
+    return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
+
+
 def choose_forward(attention: Any) -> None:
     """Set the forward pass of a layer: ours with edited heads, else its class's. Hooks of accelerate stay around it."""
-    layout, name = layout_of(attention), "forward"
-    if {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys():
-        name = _UNDER_HOOKS
+    hooked = {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys()
+    name = _UNDER_HOOKS if hooked else "forward"
     present = vars(attention).get(name)
-    if not layout.ordinary:
+    if not layout_of(attention).ordinary:
         rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         setattr(attention, name, partial(edited_forward, attention, rotate))
     elif isinstance(present, partial) and present.func is edited_forward:
-        if name == _UNDER_HOOKS:
+        if hooked:
             setattr(attention, name, MethodType(type(attention).forward, attention))
         else:
             del attention.forward
+
+
+# --- masks: padding, packed documents, positions in a cache of fixed size
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a batch of rows `[B, T]` lie, in groups of similar length."""
+
+    groups: tuple[tuple[Tensor, Tensor], ...]
+    """Of each group `[N, L]` the tokens' indices in the flattened rows, and which are no padding on the right."""
+    length: int
+    """Tokens of a row."""
+    longest: int
+    """Tokens of the longest document."""
+
+    @classmethod
+    def of(cls, mask: Callable[..., Tensor], batch: int, length: int, device: torch.device) -> "Documents | None":
+        """Return the documents that transformers' `mask(row, head, query, key)` separates; None for whole rows.
+
+        A document begins where a token does not see the one before it. Waits for the device.
+        """
+        row, position = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
+        begins = torch.ones(batch, length, dtype=torch.bool, device=device)
+        begins[:, 1:] = ~mask(row, position.new_zeros(()), position[1:], position[:-1])
+        first = begins.flatten().nonzero().flatten()
+        if len(first) == batch:
+            return None
+        sizes = torch.diff(first, append=first.new_tensor([batch * length]))
+        power = (sizes - 1).double().log2().floor()  # lengths of one group differ by a factor of two at most
+        groups = []
+        for each in power.unique():
+            begin, size = first[power == each], sizes[power == each]
+            step = torch.arange(int(size.max()), device=device)
+            real = step < size[:, None]
+            groups.append((torch.where(real, begin[:, None] + step, begin[:, None]), real))
+        return cls(tuple(groups), length, int(sizes.max()))
+
+    def attend(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Return the outputs `[B, H, T, D]` of `attend` for `inputs [B, *, T, D]`, every document in a row of its own.
+
+        The padding of a group stands behind its documents, where none of their tokens sees it.
+        """
+        flat = [each.transpose(1, 2).flatten(0, 1) for each in inputs]
+        rows = [attend(*(each[index].transpose(1, 2) for each in flat)).transpose(1, 2) for index, _ in self.groups]
+        output = rows[0].new_empty(flat[0].shape[0], *rows[0].shape[2:])
+        for (index, real), part in zip(self.groups, rows, strict=True):
+            output = output.index_put((index[real],), part[real])
+        return output.unflatten(0, (-1, self.length)).transpose(1, 2)
+
+
+class PassMask(NamedTuple):
+    """Which tokens those of a pass see, among the ones before them."""
+
+    padding: Tensor | None = None
+    """`[B, T]`, zero at padding; None where all tokens are real."""
+    documents: Documents | None = None
+    """Where the documents of packed rows lie."""
+    positions: CachePosition | None = None
+    """Where the pass stands in a cache of fixed size."""
+    fills: bool = False
+    """Whether the pass fills a cache of fixed size from its first place on. Its queries see each other alone, so
+    attention reads the filled places as it reads whole sequences."""
+
+
+def padding_mask(
+    *, q_length: int, kv_length: int | Tensor, q_offset: int | Tensor = 0, kv_offset: int | Tensor = 0,
+    mask_function: Any, attention_mask: Tensor | None = None, batch_size: int = 1, device: Any = None,
+    local_size: int | None = None, config: Any = None, use_vmap: bool = False, **_: Any,
+) -> PassMask | None:  # fmt: skip
+    """Return which tokens those of a pass see, as transformers asks for each kind of layer; None for all before them.
+
+    Raises UnsupportedError for masks that frozen heads cannot follow, InputError for padding between real tokens.
+    """
+    kinds = getattr(config, "layer_types", None) or [_SLIDING]
+    if local_size is not None and _SLIDING not in kinds:
+        return None  # Gemma makes this mask, and no layer takes it
+    if isinstance(kv_length, Tensor) or isinstance(kv_offset, Tensor):  # transformers 5.17, of a growing window
+        kv_length, q_offset, kv_offset = int(kv_length), int(q_offset), int(kv_offset)
+    # The length of a cache of fixed size is a tensor once it is in use.
+    fixed = isinstance(q_offset, Tensor) or (
+        q_offset == 0 and kv_length > q_length and (attention_mask is None or attention_mask.shape[1] == q_length)
+    )
+    if not fixed and kv_offset + kv_length != q_offset + q_length:
+        raise UnsupportedError(
+            "with frozen heads the keys must end where the tokens end: give an attention_mask as long as the input"
+        )
+    # While compiling, transformers takes any row for several documents; `attend` checks positions and windows then.
+    plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
+    alone = attention_mask is None and kv_length == q_length
+    if use_vmap or not getattr(config, "is_causal", True) or not (plain or alone or local_size is not None):
+        raise UnsupportedError(f"frozen heads take causal masks, and packed documents without cache: {_OWN_ROWS}")
+    if alone and not plain:
+        documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
+        _check_length(q_length if documents is None else documents.longest, config)
+        if documents is None or documents.longest <= (local_size or inf):
+            return None if documents is None else PassMask(documents=documents)
+        raise UnsupportedError(f"packed documents must fit the sliding window, {local_size} tokens: {_OWN_ROWS}")
+    _check_length(kv_length if fixed else q_offset + q_length, config)
+    if fixed:
+        return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
+    if attention_mask is None:
+        return None
+    if (last := kv_offset + kv_length) > attention_mask.shape[-1]:
+        raise InputError(f"attention_mask must cover cached tokens too, {last}, got {attention_mask.shape[-1]}")
+    padding = _if_padded(attention_mask[:, kv_offset:last])  # it may cover tokens to come
+    return None if padding is None else PassMask(padding)
+
+
+def _check_length(length: Any, config: Any) -> None:
+    """Raise InputError for more positions than the patterns cover, before the first layer: a cache stays as it was."""
+    longest = (getattr(config, "saf", None) or {}).get("max_length")
+    if longest is not None and length > longest:
+        raise InputError(beyond_patterns(length, longest))
+
+
+def _if_padded(attention_mask: Tensor) -> Tensor | None:
+    """Return a mask `[B, T]` where it has padding on the left, else None. It waits for the device, once a pass."""
+    return None if left_padding(attention_mask, allow_empty=True) is None else attention_mask
+
+
+def _in_fixed_cache(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> PassMask:
+    """Return what the queries of a pass see in a cache of fixed size with `kv_length` places."""
+    if not isinstance(q_offset, Tensor):
+        return PassMask(None if attention_mask is None else _if_padded(attention_mask), fills=True)
+    start = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
+    # The cache counts on in the tensor that holds its length.
+    return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, start))
+
+
+def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
+    """Return the mask `[B, T]` of a step of `generate`, where transformers would make one of all pairs.
+
+    It is padded to the places of a cache of fixed size that is in use: compiled code needs one shape in every step.
+    """
+    if attention_mask is None or not isinstance(past_key_values.get_seq_length(), Tensor):
+        return attention_mask
+    places = past_key_values.get_mask_sizes(attention_mask.shape[1], 0)[0]
+    return F.pad(attention_mask, (0, places - attention_mask.shape[1]))
+
+
+def check_positions(seen: PassMask, position_ids: Tensor | None, cu_seq_lens: Tensor | None, rows: int) -> None:
+    """Raise UnsupportedError for packed documents where each row is taken for one sequence.
+
+    With a mask or a cache transformers takes it so, and its documents see each other. The positions of real tokens
+    must count up by one; in compiled code the device raises a RuntimeError instead, and CUDA graphs go unchecked.
+    """
+    if cu_seq_lens is not None and len(cu_seq_lens) > rows + 1:
+        raise UnsupportedError(f"frozen heads know packed documents by position_ids, not cu_seq_lens_q: {_OWN_ROWS}")
+    compiling = torch.compiler.is_compiling()
+    if position_ids is None or position_ids.shape[-1] < 2 or (not compiling and is_capturing(position_ids.device)):
+        return
+    steps = position_ids.diff(dim=-1)
+    counts = steps == 1
+    real = seen.padding if seen.positions is None else seen.positions.real
+    if real is not None:
+        real = real[:, -position_ids.shape[-1] :].bool()
+        counts = counts | ~(real[:, 1:] & real[:, :-1])
+    elif not compiling:
+        # Padding on the right, which no mask shows here, has one position throughout; a document goes on counting.
+        counts = counts.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
+    if compiling:
+        device_assert(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_OWN_ROWS}")
+    elif not counts.all():
+        raise UnsupportedError(
+            "packed documents (position_ids that start again) take no attention_mask and no cache: leave the mask out "
+            f"and pass use_cache=False, or {_OWN_ROWS}"
+        )
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, padding_mask)

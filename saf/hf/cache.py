@@ -1,4 +1,4 @@
-"""Caches of transformers beside frozen heads.
+"""Caches of transformers for layers with frozen heads: which keys and values they hold, and recurrent states.
 
 A growing cache stores as many key and value heads as a layer passes to it. A `StaticCache` allocates equally many of
 both, so layers with other numbers get a layer of their own in it, `FixedLayer`. Frozen heads keep no keys unless a live
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticCache, StaticLayer
 
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
@@ -20,19 +20,18 @@ from saf.ops.frozen_heads import FrozenHeads
 from saf.ops.heads import cached_order, take_heads
 from saf.ops.linear.op import RecurrentState
 
-OTHER_HEADS = "the cache was filled beside other frozen heads, or by prefix tuning for all of them; make a new one"
+OTHER_HEADS = "the cache was filled by other frozen heads, or by prefix tuning for all of them; make a new one"
 SAFE_OFFLOADING = (5, 20)
 """The first transformers whose offloading stream waits for the device; with earlier ones copies race, and tokens are
 wrong (docs/log.md)."""
 
 
-def prepare(
-    past_key_values: Any, index: int, layout: HeadLayout, frozen: FrozenHeads | None, device: torch.device
-) -> "StateLayer | None":
+def prepare(past_key_values: Any, index: int, state: Any, device: torch.device) -> "StateLayer | None":
     """Fit a cache to what layer `index` keeps, before its pass; return its own layer where that keeps a state.
 
-    Raises UnsupportedError for a cache that was filled beside other heads, a quantised one of a layer without keys, one
-    of fixed size with windows, and an offloaded one on a GPU whose copies would race.
+    `state` is the layer's `HeadState`. Raises UnsupportedError for a cache that other heads or other patterns filled, a
+    quantised one of a layer without keys, one of fixed size with windows, and an offloaded one on a GPU whose copies
+    would race.
     """
     if getattr(past_key_values, "offloading", False) and device.type == "cuda":
         version = importlib.metadata.version("transformers")
@@ -43,14 +42,14 @@ def prepare(
         layers.append(new_layer())
     layer = layers[index]
     # The layer's class is not tested, which compiled code would guard.
-    if (filled_for := getattr(layer, "layout", None)) is None:
+    if (filled_by := getattr(layer, "fingerprint", None)) is None:
         if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
             raise UnsupportedError(
                 "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
             )
-        layers[index] = layer = _fitting_layer(layer, layout, frozen)
-        layer.layout = layout
-    elif filled_for is not layout and filled_for != layout:
+        layers[index] = layer = _fitting_layer(layer, state.layout, state.frozen)
+        layer.fingerprint = state.fingerprint
+    elif filled_by != state.fingerprint:
         raise UnsupportedError(OTHER_HEADS)
     return layer if getattr(layer, "sizes", None) is not None else None
 
@@ -77,7 +76,7 @@ def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -
     return layer if linear is None else GrowingLayer(layout, linear)
 
 
-def filled(key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state: bool) -> tuple[Tensor, Tensor]:
+def first_places(key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state: bool) -> tuple[Tensor, Tensor]:
     """Return the first `count` places of a cache of fixed size; without a state value heads in the layer's order."""
     value = value[:, :, :count]
     order = cached_order(layout.kv_head, layout.num_frozen)
@@ -100,7 +99,7 @@ def cache_bytes(past_key_values: Any) -> int:
 
 
 class StateLayer:
-    """What layers of both kinds of caches have in common: which values they keep, and a state of linear heads.
+    """A layer of a cache that keeps some value heads, and a state of linear heads.
 
     Attributes:
         order: the value heads kept, in order; None for all in the layer's own order.
@@ -113,7 +112,7 @@ class StateLayer:
     value: Tensor | None = None
 
     def describe(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Set what is kept."""
+        """Set which values the layer keeps, and the sizes of its state."""
         self.sizes = None if frozen is None else frozen.state_sizes()
         order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
         self.order = None if order == tuple(range(len(layout.rows["value"]))) else order
@@ -169,7 +168,7 @@ class GrowingLayer(StateLayer, DynamicLayer):
         left = max(0, min(self.length, stays))
         if 0 < left < self.longest - self.chunk:
             raise UnsupportedError(
-                f"beside a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - left}: "
+                f"with a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - left}: "
                 "propose fewer, or use a new cache"
             )
         super().crop(tokens_to_remove)
@@ -213,3 +212,21 @@ class FixedLayer(StateLayer, StaticLayer):
     def reset(self) -> None:
         super().reset()
         self.map_rows(Tensor.zero_)
+
+
+def random_cache(model: Any, token: Tensor, places: int) -> tuple[Any, Tensor]:
+    """Return a cache of fixed size full of drawn keys and values, and how far its layers are filled, `[layers]`.
+
+    A pass of `token [B, 1]` allocates the cache. Each layer's count is a view of the tensor returned, so that one
+    kernel resets all of them.
+    """
+    cache: Any = StaticCache(config=model.config, max_cache_len=places)
+    with torch.no_grad():
+        model(input_ids=token, past_key_values=cache)
+    filled = torch.zeros(len(cache.layers), dtype=torch.long, device=token.device)
+    generator = torch.Generator(token.device).manual_seed(0)
+    for layer, own in zip(cache.layers, filled.unbind(), strict=True):
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
+        layer.cumulative_length = own
+    return cache, filled

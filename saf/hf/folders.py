@@ -28,12 +28,12 @@ from saf.evaluate.passes import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
 from saf.freeze_report import FreezeReport
 from saf.heldout import halves, heal_and_compare
-from saf.hf.card import CAUSAL, folder_hash, mark_of, weight_files
+from saf.hf.adapter import mark_of
 from saf.hf.families import FAMILIES
-from saf.hf.pretrained import watch_folders
+from saf.hf.pretrained import CAUSAL, watch_folders
 from saf.machine import device_name, pick_device
 from saf.models.adapter import adapter_for
-from saf.opening import Encoder, OpenedModel
+from saf.opening import Encoder, OpenedModel, folder_hash, weight_files
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
 from saf.surgery import finalize_

@@ -1,14 +1,16 @@
-"""`save_pretrained` and `from_pretrained` of models with frozen heads: weights, `saf.json` and `saf.safetensors`.
+"""`save_pretrained` and `from_pretrained` of models with frozen heads: weights, `saf.json`, `saf.safetensors`, card.
 
 `watch_folders` wraps these methods of `PreTrainedModel`. transformers builds a model from its configuration, without
 weights, then fills it: a frozen head has no rows of queries and keys, so the empty model is cut to the shapes of the
-file in between, and gets its heads once it is filled.
+file in between, and gets its heads once it is filled. `section` is the part of the README about the heads.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from saf.errors import CheckpointError, UnsupportedError
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.freeze_report import healing_words, worst_layer_words
 from saf.frozen_state import (
+    OPENS,
     STATE_FILE,
     TENSORS_FILE,
     check_savable,
@@ -27,13 +31,19 @@ from saf.frozen_state import (
     restore_,
     write_description,
 )
-from saf.hf.adapter import TransformersAdapter
+from saf.heads import EDITED, HeadLayout, HeadSet
+from saf.heldout import perplexity_rise
+from saf.hf.adapter import TransformersAdapter, mark_of, unmark_
 from saf.hf.attention import NAME, HeadState, state_of
-from saf.hf.card import CARD, mark_of, section, unmark_, write_section
 from saf.models.adapter import Adapter, adapter_for
 from saf.ops.frozen_heads import LAYOUT, compare_layouts
-from saf.records.files import new_files
+from saf.records.files import new_files, write_atomically
+from saf.records.run import heads_in_words
+from saf.records.table import signed
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How names of models that predict the next token end."""
+CARD = "README.md"
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that locate files."""
 
@@ -46,6 +56,9 @@ def watch_folders() -> None:
     own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
     own.save_pretrained = _saving(methods["save_pretrained"])
     own._upload_modified_files = _uploading(own._upload_modified_files)
+
+
+# --- saving
 
 
 def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +109,9 @@ def _edited(model: Any) -> Adapter | None:
     states = (module for module in model.modules() if isinstance(module, HeadState))
     ordinary = _saves_adapters(model) or all(state.layout.ordinary for state in states)
     return None if ordinary else TransformersAdapter.of(model)
+
+
+# --- opening
 
 
 def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,3 +194,98 @@ def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> No
     for site, layout in zip(sites, layouts, strict=True):
         own = state_of(site.attention)
         compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, layout)
+
+
+# --- the section of the model card
+
+_BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
+_SECTION = re.compile(f"{re.escape(_BEGIN)}\n(.*?){re.escape(_END)}\n?", re.DOTALL)
+_COST = "- what freezing cost: "
+_NEW_CARD = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n# A model with frozen attention heads\n"
+_MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
+
+
+def section(adapter: Adapter) -> str:
+    """Return the model card's section about the heads, in Markdown; drop events all of whose heads were undone."""
+    layouts = [site.layout for site in adapter.sites()]
+    total = sum(layout.num_heads for layout in layouts)
+    counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
+    longest = min((site.frozen.max_length for site in adapter.sites() if site.frozen is not None), default=None)
+    limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
+    rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
+    name = type(adapter.model).__name__
+    opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
+    mark = mark_of(adapter.sites()[0].attention.config) or {"events": []}
+    mark["events"] = _current_events(mark["events"], adapter.heads(*EDITED))
+    events = "".join(f"- {_event_line(event)}\n" for event in mark["events"])
+    return (
+        f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
+        f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
+        f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
+        f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
+        f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{rows}\n```\n\n{events}"
+    )
+
+
+def _map(layout: HeadLayout) -> str:
+    """Return one character for each head of a layer."""
+    marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(layout, kind)}
+    return "".join(marks[head] for head in range(layout.num_heads))
+
+
+def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
+    """Return the events some of whose heads are edited still, with their number as `remaining`."""
+    current = []
+    for event in reversed(events):
+        heads = edited & HeadSet(event["heads"])
+        edited = edited - heads
+        if len(heads):
+            current.append(event | {"remaining": len(heads)})
+    return current[::-1]
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    """Return a line about an event that froze or pruned heads."""
+    count = len(event["heads"])
+    chosen = "as named" if event.get("named") else f"by {event['score_name']}"
+    patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
+    undone = "" if event["remaining"] == count else f" ({event['remaining']} of them still)"
+    parts = [f"{count} head{'s' * (count != 1)} {event['kind']}{undone} {chosen}{patterns}"]
+    if event.get("update") is not None:
+        parts.append(f"after update {event['update']}")
+    data = f" of {event['data']}" if event.get("data") else ""
+    bos = ", each begun by the BOS token" if event.get("bos") is not None else ""
+    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{data}{bos}")
+    if divergences := [kl for *_, kl in event["fit_kl"]]:
+        parts.append(f"KL of the fits {median(divergences):.4f} nats (median), {max(divergences):.4f} at most")
+    if event.get("loss_before") is not None:
+        rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
+        losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
+        parts.append(f"held-out loss {losses} (perplexity {rise})")
+    if event.get("worst_layer"):
+        parts.append(worst_layer_words(event["worst_layer"]))
+    if event.get("healing"):
+        parts.append(healing_words(event["healing"]))
+    return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"
+
+
+def write_section(folder: Path, text: str) -> None:
+    """Replace the section about frozen heads in a folder's model card, or add it at its end."""
+    path, whole = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
+    card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
+    match = _SECTION.search(card)
+    card = f"{card.rstrip()}\n\n{whole}" if match is None else card.replace(match[0], whole)
+    write_atomically(path, card.encode())
+
+
+def record_cost_(folder: Path, line: str) -> None:
+    """Write the cost of freezing into the section of a folder's model card; raise InputError where it has none.
+
+    Saving the model again leaves the line out: its weights may be others.
+    """
+    path = folder / CARD
+    match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if match is None:
+        raise InputError(f"{path} has no section about frozen heads; give the folder that `saf freeze` wrote")
+    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", match[1], flags=re.MULTILINE)
+    write_section(folder, f"{rest}{_COST}{line}\n\n")

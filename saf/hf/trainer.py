@@ -3,8 +3,8 @@
 Schedules and events are those of `saf pretrain` (`saf.train.events`). An event comes between two updates, after the
 checkpoint of the state before it: a run that resumes there meets the event again.
 
-A Trainer hands callbacks neither itself nor the checkpoints that it loads. `join_trainers` wraps the methods of
-`Trainer` that load checkpoints, and those that push a model to a hub.
+A Trainer hands callbacks neither itself nor the checkpoints that it loads, so `join_trainers` wraps methods of
+`Trainer`: those that load checkpoints, and those that push a model to a hub.
 """
 
 import gc
@@ -32,8 +32,9 @@ from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
+from saf.hf.adapter import mark_of
 from saf.hf.attention import NAME, state_of
-from saf.hf.card import mark_of, section, write_section
+from saf.hf.pretrained import section, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.optimizer_state import unwrap_optimizer
@@ -44,40 +45,6 @@ from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """A Trainer's training as `saf.train.events` reads it, its `TrainerLike`, and the state of its schedule."""
-
-    model: nn.Module
-    config: Any
-    """Settings `freeze` and `schedule`."""
-    task: Any
-    """Its `calibration()` and `heldout()` sequences."""
-    execution: Execution
-    proposer: Proposer
-    events: list[EventRecord]
-    updates: int
-    """Number of updates that the schedule's shares refer to."""
-    updater: Any
-    """Holds the `optimizer`, which events edit; `gradient` is None."""
-    stepped: bool = False
-    """Whether the optimiser has stepped, so that its state was checked."""
-    guard_sequences: list[Tensor] | None = None
-    """Sequences on which an event that costs too much is refused; None where training follows."""
-    refused: LossError | None = None
-    """The error of an event after the last update, raised once everything is saved."""
-
-    def say(self, text: str) -> None:
-        """Drop the text: a Trainer shows its own progress."""
-
-    def controller_loss(self, batches: int | None) -> float:
-        """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
-        if not (heldout := self.task.heldout()):
-            return float("nan")
-        with self.execution.autocast():
-            return heldout_loss(self.model, heldout[:batches])
 
 
 class FreezeCallback(TrainerCallback, ExportableState):
@@ -91,20 +58,15 @@ class FreezeCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(
-        self,
-        config: FreezeConfig,
-        calibration: Iterable[Any],
-        schedule: Schedule | None = None,
-        *,
-        heldout: Iterable[Any] = (),
-        accept_loss: bool = False,
-    ):
+        self, config: FreezeConfig, calibration: Iterable[Any], schedule: Schedule | None = None, *,
+        heldout: Iterable[Any] = (), accept_loss: bool = False,
+    ):  # fmt: skip
         """Store the settings.
 
         Args:
             config: Settings of each event.
-            calibration: Token tensors `[B, T]`, or mappings with such `input_ids`; `text_sequences` makes them of text.
-                Patterns cover T positions; longer inputs are refused once heads are frozen.
+            calibration: Token tensors `[B, T]`, or mappings with such `input_ids`; `text_sequences` cuts text into
+                them. Patterns cover T positions; longer inputs are refused once heads are frozen.
             schedule: `saf.OneTime(0.5)` by default. `TrainLoss` needs `logging_steps=1`.
             heldout: Sequences in the same forms, for `ValidationBudget`, joint cost and scores that read outputs. With
                 them the losses before and after each event are logged, and in the model card.
@@ -143,6 +105,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
             }
         return {"args": {}, "attributes": {"progress": progress}}
 
+    # --- what a Trainer calls
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Check model and settings, and start the schedule or take it up where the checkpoint has it."""
         model, optimizer = options["model"], options.get("optimizer")
@@ -151,8 +115,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         check_freeze(config, execution)
         self._check_trainer(args, state.max_steps)
         self._check_model(model, optimizer)
-        if (stored := self._stored(state)) is None:  # others were checked when they began
-            if self.events and self._run is not None and self._run.model is model:
+        if (stored := self._stored(state)) is None:
+            if self._run is not None and self._run.events and self._run.model is model:
                 raise InputError("this model was frozen before: pass resume_from_checkpoint=True, or a new callback")
             self._check_choice(model, state.max_steps)
         # Shares of training stay those of the training that began, whatever max_steps is now.
@@ -188,7 +152,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             run.stepped = True
         if state.global_step >= state.max_steps:
             accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)
-            run.guard_sequences = None if accepts else self._heldout or None
+            run.guard = None if accepts else self._heldout or None
             try:
                 self._apply_due_(state.global_step, options["optimizer"])
             except LossError as error:
@@ -204,6 +168,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         if self._run is not None and logs and "loss" in logs:
             self._run.proposer.observe(state.global_step, float(logs["loss"]))
 
+    # --- events
+
     def _apply_due_(self, update: int, optimizer: Any) -> None:
         """Apply the events that the schedule proposes, one after another."""
         run = self._run
@@ -212,11 +178,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
         while event := run.proposer.propose(update):
             run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
 
-    def _apply_(self, run: _Run, event: Any, update: int) -> Outcome:
+    def _apply_(self, run: "_Run", event: Any, update: int) -> Outcome:
         """Apply one event, in all processes or in none, and record it with the first process's measurements."""
         trainer, before = self.trainer, run.controller_loss(event.batches)
         with all_ranks_or_raise():
-            change = apply_event(run, event, guard=run.guard_sequences)
+            change = apply_event(run, event, guard=run.guard)
         rewrap_(trainer)
         after = run.controller_loss(event.batches)
         before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
@@ -234,11 +200,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         trainer.log({kind: count for kind, count in counts.items() if count} | measured)
         return change.outcome(number, **losses)
 
+    # --- checks before training
+
     def _check_trainer(self, args: Any, updates: int) -> None:
         """Raise InputError or UnsupportedError for arguments under which heads cannot be edited or chosen."""
         trainer, inner = self.trainer, _uncompiled(self.trainer.model_wrapped)
-        shares = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if shares or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if sharded or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
             raise UnsupportedError("FreezeCallback needs whole weights: leave FSDP, DeepSpeed and DataParallel out")
         if args.fp16 or args.auto_find_batch_size:
             raise UnsupportedError("FreezeCallback takes neither fp16 nor auto_find_batch_size: use bf16, set a size")
@@ -260,17 +228,16 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _check_choice(self, model: nn.Module, updates: int) -> None:
         """Raise InputError for heads that cannot be chosen, and for rows longer than patterns will cover."""
-        adapter = adapter_for(model)
-        check_heads(self.config, [site.layout for site in adapter.sites()], allow_empty=self.config.asks_for_none)
-        if self.config.heads is not None:
-            measurable_heads(adapter, self.config.heads)
-        if self.config.operation != "freeze" or self.config.asks_for_none:
+        adapter, config = adapter_for(model), self.config
+        check_heads(config, [site.layout for site in adapter.sites()], allow_empty=config.asks_for_none)
+        if config.heads is not None:
+            measurable_heads(adapter, config.heads)
+        if config.operation != "freeze" or config.asks_for_none:
             return
-        # The last token of a held-out sequence is a target alone. Other collators than transformers' may cut rows.
+        # The last token of a held-out sequence is a target alone.
         longest = {"heldout": max((ids.shape[-1] for ids in self._heldout), default=1) - 1}
-        cut = not self.trainer.data_collator.__module__.startswith("transformers.")
-        if (self.schedule.first_update(updates) or 0) < updates and not cut:
-            longest["train_dataset"] = _row_length(self.trainer.train_dataset)
+        if (self.schedule.first_update(updates) or 0) < updates:
+            longest["train_dataset"] = _row_length(self.trainer)
         length = self._calibration[0].shape[-1]
         for name, most in longest.items():
             if most > length:
@@ -292,14 +259,50 @@ class FreezeCallback(TrainerCallback, ExportableState):
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
 
 
-def _row_length(dataset: Any) -> int:
-    """Return the tokens of the first row of a data set that is not packed; 0 where unknown."""
+@dataclass(kw_only=True)
+class _Run:
+    """A Trainer's training as `saf.train.events` reads it, its `TrainerLike`, and the state of its schedule."""
+
+    model: nn.Module
+    config: Any
+    task: Any
+    execution: Execution
+    updater: Any
+    proposer: Proposer
+    events: list[EventRecord]
+    updates: int
+    """Number of updates that the schedule's shares refer to."""
+    stepped: bool = False
+    """Whether the optimiser has stepped, so that its state was checked."""
+    guard: list[Tensor] | None = None
+    """Sequences on which an event that costs too much is refused; None where training follows."""
+    refused: LossError | None = None
+    """The error of an event after the last update, raised once everything is saved."""
+
+    def say(self, text: str) -> None:
+        """Drop the text: a Trainer shows its own progress."""
+
+    def controller_loss(self, batches: int | None) -> float:
+        """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
+        if not (heldout := self.task.heldout()):
+            return float("nan")
+        with self.execution.autocast():
+            return heldout_loss(self.model, heldout[:batches])
+
+
+def _row_length(trainer: Any) -> int:
+    """Return the tokens of the first training row; 0 where unknown, packed, or cut by a collator of another library."""
+    if not trainer.data_collator.__module__.startswith("transformers."):
+        return 0
     try:
-        row = dataset[0]
+        row = trainer.train_dataset[0]
     except (TypeError, LookupError, NotImplementedError):  # a stream, or none
         return 0
     known = isinstance(row, Mapping) and "position_ids" not in row
     return len(row.get("input_ids", ())) if known else 0
+
+
+# --- wrappers of the model
 
 
 def rewrap_(trainer: Any) -> None:
@@ -348,37 +351,28 @@ def join_trainers() -> None:
     """Wrap methods of `Trainer`: callbacks then know it and follow its checkpoints, and pushes include the heads."""
     from transformers.trainer import Trainer
 
-    for name, before in _BEFORE.items():
-        setattr(Trainer, name, _preceded(getattr(Trainer, name), before))
-    Trainer.create_model_card = _with_section(Trainer.create_model_card)
+    for name, (before, after) in _WRAPPED.items():
+        setattr(Trainer, name, _wrapped(getattr(Trainer, name), before, after))
 
 
-def _preceded(ordinary: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+def _wrapped(ordinary: Callable[..., Any], before: Any, after: Any) -> Callable[..., Any]:
     @wraps(ordinary)
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        before(self, *arguments, **options)
-        return ordinary(self, *arguments, **options)
+        if before is not None:
+            before(self, *arguments, **options)
+        result = ordinary(self, *arguments, **options)
+        if after is not None:
+            after(self)
+        return result
 
     return method
-
-
-def _with_section(ordinary: Callable[..., None]) -> Callable[..., None]:
-    @wraps(ordinary)
-    def create_model_card(self: Any, *arguments: Any, **options: Any) -> None:
-        """Write the Trainer's card, which replaces that of `save_pretrained`, and the section about heads."""
-        ordinary(self, *arguments, **options)
-        model = _uncompiled(self.model)
-        if self.is_world_process_zero() and isinstance(model, PreTrainedModel) and mark_of(model.config) is not None:
-            write_section(Path(self.args.output_dir), section(adapter_for(model)))
-
-    return create_model_card
 
 
 def _callbacks(trainer: Any) -> list[FreezeCallback]:
     return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, FreezeCallback)]
 
 
-def _meet(trainer: Any, *_: Any, **options: Any) -> None:
+def _introduce_(trainer: Any, *_: Any, **__: Any) -> None:
     """Give the callback its Trainer."""
     callbacks = _callbacks(trainer)
     if len(callbacks) > 1:
@@ -389,7 +383,7 @@ def _meet(trainer: Any, *_: Any, **options: Any) -> None:
             torch.compiler.reset()  # programs of a model that was frozen before have its heads
 
 
-def _follow_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any = None) -> None:
+def _load_heads_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any = None) -> None:
     """Give the model the heads of a checkpoint, by default the best one, whose weights are loaded next.
 
     Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
@@ -421,9 +415,18 @@ def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
         write_section(folder, section(adapter_for(trainer.model)))
 
 
-_BEFORE = {
-    "train": _meet,
-    "_load_from_checkpoint": _follow_,
-    "_load_best_model": _follow_,
-    "_push_from_checkpoint": _copy_heads,
+def _add_section(trainer: Any) -> None:
+    """Write the section about heads into the Trainer's card, which replaces that of `save_pretrained`."""
+    model = _uncompiled(trainer.model)
+    if trainer.is_world_process_zero() and isinstance(model, PreTrainedModel) and mark_of(model.config) is not None:
+        write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
+
+
+_WRAPPED = {
+    "train": (_introduce_, None),
+    "_load_from_checkpoint": (_load_heads_, None),
+    "_load_best_model": (_load_heads_, None),
+    "_push_from_checkpoint": (_copy_heads, None),
+    "create_model_card": (None, _add_section),
 }
+"""What runs before and after methods of `Trainer`."""

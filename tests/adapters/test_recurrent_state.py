@@ -137,6 +137,17 @@ def test_steps_compile_once_and_whole():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+def test_a_state_of_other_patterns_of_the_same_heads_is_refused(fixed):
+    model, other = frozen_model("qwen3"), frozen_model("qwen3", seed=1)
+    cache = StaticCache(config=model.config, max_cache_len=PLACES) if fixed else DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(1, 9, seed=9), past_key_values=cache)
+        copy.deepcopy(model)(tokens(1, 1), past_key_values=cache)
+        with pytest.raises(UnsupportedError, match="other frozen heads"):
+            other(tokens(1, 1), past_key_values=cache)
+
+
 def test_states_go_on_without_gradients():
     model, ids = frozen_model("qwen3"), tokens(1, 9, seed=9)
     cache = DynamicCache(config=model.config)

@@ -66,7 +66,7 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     with pytest.raises(InputError, match="was trained on boolq, which is no held-out text; give --data"):
         finetuned.data(None)
     del state["tokenizer"]
-    with pytest.raises(DataError, match="must record its tokenizer"):
+    with pytest.raises(DataError, match="must have the tokenizer"):
         source.data(tmp_path / "same")
     assert source.data(text_data).fingerprint == state["data_fingerprint"]
 

@@ -17,7 +17,7 @@ HEADS = HeadSet([(0, 1), (0, 2), (1, 0), (1, 1), (1, 5), (2, 7)])
 
 
 def make(dtype: torch.dtype) -> torch.nn.Module:
-    from saf.hf.random_model import random_model
+    from saf.hf.families import random_model
 
     sizes = {"vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}

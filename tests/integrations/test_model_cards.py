@@ -8,7 +8,7 @@ import torch
 
 import saf
 from saf.heads import HeadSet
-from saf.hf.card import record_cost_, section
+from saf.hf.pretrained import record_cost_, section
 from saf.models.adapter import adapter_for
 from tests.transformers_models import make, tokens
 
