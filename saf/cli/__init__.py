@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import fields
 from typing import Any, get_args
@@ -61,10 +61,9 @@ EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
-    words = list(sys.argv[1:] if words is None else words)
-    if (code := _help_or_version(words)) is not None:
-        return code
-    name, *rest = words
+    name, *rest = (sys.argv[1:] if words is None else words) or [""]
+    if name not in COMMANDS:
+        return _without_command(name)
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     advice = RESUME if name in ("pretrain", "finetune") else ""
@@ -96,28 +95,21 @@ def main(words: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def _help_or_version(words: Sequence[str]) -> int | None:
-    """Print the help or the version, or refuse an unknown command, and return the exit code; None for a command."""
-    if words[:1] in (["-V"], ["--version"]):
+def _without_command(word: str) -> int:
+    """Print the version or the help, or refuse an unknown command, and return the exit code."""
+    if word in ("-V", "--version"):
         from saf import __version__
 
         print(f"saf {__version__}")
-        return 0
-    commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
-    return unless_command(words, COMMANDS, prog="saf", usage=USAGE.format(commands=commands))
-
-
-def unless_command(words: Sequence[str], commands: Iterable[str], *, prog: str, usage: str) -> int | None:
-    """Print the usage, or refuse an unknown command, and return the exit code; None where a command is named."""
-    if not words or words[0] in ("-h", "--help", "--help-all", "help"):
-        print(usage, file=sys.stdout if words else sys.stderr)
-        return 0 if words else EXIT_ERROR
-    if words[0] in commands:
-        return None
-    near = nearest(words[0], commands)
-    hint = f"did you mean `{prog} {near}`?" if near else f"`{prog} --help` lists the commands."
-    print(f"{prog}: there is no command {words[0]!r}; {hint}", file=sys.stderr)
-    return EXIT_ERROR
+    elif word in ("", "-h", "--help", "--help-all", "help"):
+        commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+        print(USAGE.format(commands=commands), file=sys.stdout if word else sys.stderr)
+    else:
+        near = nearest(word, COMMANDS)
+        hint = f"did you mean `saf {near}`?" if near else "`saf --help` lists the commands."
+        print(f"saf: there is no command {word!r}; {hint}", file=sys.stderr)
+        return EXIT_ERROR
+    return 0 if word else EXIT_ERROR
 
 
 def _parsed(module: Any, words: list[str]) -> Any:

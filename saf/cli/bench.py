@@ -12,12 +12,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints its starts
 
 from saf import bench
 from saf.cli.output import show
-from saf.cli.parsing import parse_one_of
+from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
 from saf.errors import UnsupportedError
 from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
+VERSIONS = ("torch", "triton", "cuda", "cudnn")
 
 
 @dataclass(kw_only=True)
@@ -42,20 +43,15 @@ class _Bench:
             if is_rank0():
                 notes = [REFUSED] * (0 < sum(refusals) < len(refusals))
                 notes += [f"written to {self.out}"] * (self.out is not None)
-                show(record, _machine(record["provenance"]), *tables(record), *notes, as_json=self.json)
+                facts = record["provenance"] | record["provenance"]["versions"]
+                machine = [f"{name} {facts[name]}" for name in (*VERSIONS, "driver") if facts.get(name)]
+                show(record, ", ".join([facts["device"], *machine]), *tables(record), *notes, as_json=self.json)
         if not record["rows"] and not record["memory"]:
             reasons = "; ".join(each["why"] for each in record["left_out"])
             raise UnsupportedError(f"nothing could be measured: {reasons}")
         if refusals and all(refusals):
             raise UnsupportedError(REFUSED)
         return record
-
-
-def _machine(provenance: dict[str, Any]) -> str:
-    versions = provenance["versions"]
-    words = [f"{name} {versions[name]}" for name in ("torch", "triton", "cuda", "cudnn") if versions.get(name)]
-    words += [f"driver {provenance['driver']}"] * bool(provenance["driver"])
-    return ", ".join(filter(None, [provenance["device"], *words]))
 
 
 COMMANDS = {
@@ -65,11 +61,13 @@ COMMANDS = {
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
 _SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device")
 FIRST = dict.fromkeys(
-    COMMANDS.values(), (*_SHOWN, "layer", "compile", "graphs", "memory", "seconds", "pruned", "parallel", "tolerance")
+    COMMANDS.values(), (*_SHOWN, "compile", "graphs", "memory", "seconds", "pruned", "parallel", "tolerance")
 )
 """The settings that `--help` shows."""
 
 
 def parse_words(words: Sequence[str]) -> _Bench:
-    """Parse the benchmark's command."""
-    return parse_one_of(COMMANDS, words, prog="saf bench", first=FIRST)
+    """Parse the benchmark's command; without its name the help lists the benchmarks."""
+    if words and words[0] in COMMANDS:
+        return parse(COMMANDS[words[0]], words[1:], prog=f"saf bench {words[0]}", first=FIRST)
+    return tyro.cli(Command, args=words, prog="saf bench", description="Time a frozen model against an ordinary one.")

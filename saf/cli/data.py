@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.output import show
-from saf.cli.parsing import parse_one_of
+from saf.cli.parsing import parse
 from saf.data import PARTITIONS, PrepareConfig, prepare
+from saf.errors import InputError
 from saf.records.table import Table
 
 MAX_ROWS = 20
@@ -40,8 +41,11 @@ class Command:
 
 
 def parse_words(words: Sequence[str]) -> Command:
-    """Parse the command."""
-    return parse_one_of({"prepare": Command}, words, prog="saf data")
+    """Parse the words behind "prepare", the only verb."""
+    verb, *rest = words or ["--help"]
+    if verb not in ("prepare", "-h", "--help", "--help-all"):
+        raise InputError(f"the command must be `saf data prepare`, got {verb!r}")
+    return parse(Command, rest if verb == "prepare" else [verb], prog="saf data prepare")
 
 
 def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:

@@ -1,8 +1,7 @@
 """`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from saf.evaluate.passes import model_facts, precision_in_use
 from saf.evaluate.perplexity import FILES, evaluate_perplexity
 from saf.machine import device_name, pick_device
 from saf.opening import OpenedModel, open_model
-from saf.records.table import Part, Table
+from saf.records.table import Table
 from saf.tasks.zero_shot import TaskName
 
 
@@ -70,14 +69,9 @@ class Command:
     def __post_init__(self):
         """Raise InputError for a flag that would have no effect."""
         if not self.tasks:
-            self._refuse_without("--tasks", task_data=None, questions=None, too_long="refuse")
+            self._refuse("task_data", "questions", "too_long", without="--tasks")
         if len(set(self.tasks)) < len(self.tasks):
             raise InputError(f"each task must be named once; got {', '.join(self.tasks)}")
-
-    def _refuse_without(self, needed: str, **usual: Any) -> None:
-        for name, default in usual.items():
-            if getattr(self, name) != default:
-                raise InputError(f"--{name.replace('_', '-')} has no effect without {needed}; leave it out")
 
     def run(self) -> dict[str, Any]:
         with process_group(self.device):
@@ -87,23 +81,26 @@ class Command:
                 from saf.hf import lm_eval  # noqa: F401 - a package that is missing is known before the model is open
             opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
             if opened.data is None:
-                self._refuse_without("--data", bos=False, partition="report", limit=None)
-            record: dict[str, Any] = {}
-            parts: list[Part] = []
-            # Tasks first: missing or too long questions are known before minutes of perplexity.
-            answers = self._zero_shot(opened) if self.tasks else None
-            if opened.data is not None:
-                record = self._perplexity(opened)
-                parts.append(self._table(opened, record))
+                self._refuse("bos", "partition", "limit", without="--data")
+            with Countdown(quiet=not is_rank0()) as progress:
+                # Tasks first: missing or too long questions are known before minutes of perplexity.
+                answers = self._zero_shot(opened, progress) if self.tasks else None
+                record = {} if opened.data is None else self._perplexity(opened, progress)
+            tables = [self._table(opened, record)] if record else []
             if answers is not None:
-                record["zero_shot"] = answers
-                parts += zero_shot_tables(answers)
+                record, tables = {**record, "zero_shot": answers}, [*tables, *zero_shot_tables(answers)]
             if is_rank0():
-                show({"model": opened.folder, **record}, *parts, as_json=self.json)
+                show({"model": opened.folder, **record}, *tables, as_json=self.json)
         return record
 
+    def _refuse(self, *names: str, without: str) -> None:
+        """Raise InputError for the first of some flags that is not left out."""
+        for name in names:
+            if getattr(self, name) != getattr(Command, name):
+                raise InputError(f"--{name.replace('_', '-')} has no effect without {without}; leave it out")
+
     def _check_out(self) -> None:
-        """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run keeps its own there."""
+        """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run has its own files."""
         if self.out is None or not self.out.exists():
             return
         if not self.out.is_dir():
@@ -112,24 +109,23 @@ class Command:
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
 
-    def _perplexity(self, opened: OpenedModel) -> dict[str, Any]:
+    def _perplexity(self, opened: OpenedModel, progress: Countdown) -> dict[str, Any]:
         assert opened.data is not None
         if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
-        with Countdown("evaluating", "windows", quiet=not is_rank0()) as progress:
-            return evaluate_perplexity(
-                opened.model,
-                opened.data,
-                partition=self.partition,
-                length=self.length or opened.longest,
-                batch_size=self.batch_size,
-                limit=self.limit,
-                precision=self.precision,
-                bos=opened.encoder().beginning(opened.folder) if self.bos else None,
-                out=self.out,
-                checkpoints=opened.checkpoints,
-                progress=progress,
-            )
+        return evaluate_perplexity(
+            opened.model,
+            opened.data,
+            partition=self.partition,
+            length=self.length or opened.longest,
+            batch_size=self.batch_size,
+            limit=self.limit,
+            precision=self.precision,
+            bos=opened.encoder().beginning(opened.folder) if self.bos else None,
+            out=self.out,
+            checkpoints=opened.checkpoints,
+            progress=partial(progress, "evaluating", "windows"),
+        )
 
     def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
         data: Any = opened.data
@@ -147,24 +143,23 @@ class Command:
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel) -> dict[str, Any]:
+    def _zero_shot(self, opened: OpenedModel, progress: Countdown) -> dict[str, Any]:
         from saf.hf.lm_eval import ask
 
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        with ExitStack() as stack:
-            words = {"items": "requests", "quiet": not is_rank0()}
-            bar = cache(lambda name: stack.enter_context(Countdown(f"answering {name}", **words)))
-            answers = ask(opened, self, longest=self.length, progress=lambda name, *counts: bar(name)(*counts))
+        show_task = lambda name, *counts: progress(f"answering {name}", "requests", *counts)  # noqa: E731
+        answers = ask(opened, self, longest=self.length, progress=show_task)
+        facts = {
+            "precision": precision_in_use(opened.model, self.precision),
+            "of": model_facts(opened.model),
+            "longest": self.length or opened.longest,
+        }
         return on_rank0(
             lambda: zero_shot_record(
                 answers,
                 {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},
-                facts={
-                    "precision": precision_in_use(opened.model, self.precision),
-                    "of": model_facts(opened.model),
-                    "longest": self.length or opened.longest,
-                },
+                facts=facts,
                 out=self.out,
                 device=device_name(pick_device(self.device)),
                 checkpoints=opened.checkpoints,

@@ -1,7 +1,7 @@
 """`saf freeze`: the whole recipe on a checkpoint or a model of transformers."""
 
 import shlex
-from contextlib import ExitStack
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,18 +11,30 @@ import tyro
 
 from saf.cli.output import Countdown, say, show
 from saf.cli.parsing import parse
+from saf.errors import SafWarning
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
 from saf.records.run import means_transformers
 
+AFTER = {
+    "calibrating": "fitting patterns, then measuring the loss with and without the heads of each layer",
+    "healing": "measuring the loss, then writing the model",
+}
+"""The work without a counter that follows a part of the work."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(CheckpointFreezing):
-    """Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
+    r"""Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
 
-    Begin with a pretrained model and a file of text by --score forward_kl --rate 0.02 --budget 1%: heads freeze in the
-    order of what they cost together, while perplexity rises by less than 1%. Without a budget the rate decides, and
-    the cost in perplexity is printed first. A checkpoint takes the data that it was trained on.
+    A pretrained model: heads freeze in the order of what they cost together, while perplexity rises by less than 1%.
+
+      $ saf freeze MODEL --data text.txt --score forward_kl --rate 0.02 \
+            --budget 1% --length 1024 --out frozen
+
+    A run of `saf pretrain`, on its own data: the rate decides, and the cost in perplexity is printed first.
+
+      $ saf freeze runs/ordinary --rate 0.25 --out frozen
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -39,29 +51,40 @@ class Command(CheckpointFreezing):
             from saf.hf.folders import freeze_folder
 
             freeze, kind = freeze_folder, "model"
-        with ExitStack() as bars:
+        if self.length is not None:  # whoever names a length has chosen it
+            warnings.filterwarnings("ignore", message="calibration has", category=SafWarning)
+        with Countdown(after=AFTER) as progress:
             report, written, parent = freeze(
-                self,
-                say=say,
-                countdown=lambda verb, items: bars.enter_context(Countdown(verb, items)),
+                self, say=say, countdown=lambda verb, items: partial(progress, verb, items)
             )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
-        lines = [f"{kind} written to {self.out}", f"hash {written}", self._next(kind, report.statistics.length)]
-        show(result, report.cost, report.table(), *lines, as_json=self.json)
+        length = report.statistics.length
+        lines = [f"{kind} written to {self.out}, for inputs of up to {length:,} tokens", f"hash {written}"]
+        show(result, report.cost, report.table(), *lines, self._next(kind, length), as_json=self.json)
         return result
 
     def _next(self, kind: str, length: int) -> str:
-        """Name the commands that come next: go on training, or measure a pretrained model before and after."""
+        """Name the commands that come next: look inside, and go on training, or measure a model before and after."""
+        inspect = ["inspect", self.out]
         if kind == "checkpoint":
-            return f"next, train on: saf pretrain --parent {shlex.quote(str(self.out))} --out RUN"
+            return _lines(
+                "next, look at its heads, and train on:", inspect, ["pretrain", "--parent", self.out, "--out", "RUN"]
+            )
         data = self.data if self.data is not None and self.data.is_dir() else "HELDOUT.txt"
-        commands: list[list[Any]] = [
-            ["evaluate", model, "--data", data, "--length", length, "--out", out, *["--bos"] * self.bos]
-            for model, out in ((self.checkpoint, "before"), (self.out, "after"))
-        ]
-        commands += [["compare", "before", "after", "--card", self.out], ["report", self.out, "before", "after"]]
-        lines = [f"  saf {shlex.join(map(str, words))}" for words in commands]
-        return "\n".join(["next, measure the model before and after on other text:", *lines])
+        words = ["--data", data, "--length", length, *["--bos"] * self.bos]
+        return _lines(
+            "next, look at its heads, and measure the model before and after on other text; `--limit 100` reads 100 "
+            "windows,\nand the time left is shown:",
+            inspect,
+            ["evaluate", self.checkpoint, *words, "--out", "before"],
+            ["evaluate", self.out, *words, "--out", "after"],
+            ["compare", "before", "after", "--card", self.out],
+            ["report", self.out, "before", "after"],
+        )
+
+
+def _lines(title: str, *commands: list[Any]) -> str:
+    return "\n".join([title, *(f"  saf {shlex.join(map(str, words))}" for words in commands)])
 
 
 FIRST = {

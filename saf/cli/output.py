@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from saf.records.files import to_json
 from saf.records.table import Part, plain, seconds
@@ -35,33 +35,35 @@ def say(text: str) -> None:
 
 
 class Countdown(AbstractContextManager):
-    """Show on standard error how far something is, and the time left: a bar on a terminal, else a line now and then.
+    """Show on standard error how far work is and the time left: bars on a terminal, else a line now and then.
 
-    Call it with how many items are done, and how many there are; items of an earlier run come with the first call.
+    Call it with the verb and the items of a part of the work ("calibrating", "layers"), how many of them are done, and
+    how many there are.
     """
 
-    def __init__(self, verb: str, items: str, *, quiet: bool = False):
-        """`verb` and `items` are words of the line: "calibrating", "layers"; nothing is shown where it is `quiet`."""
-        self._verb, self._items, self._last = verb, items, time.monotonic()
+    def __init__(self, *, quiet: bool = False, after: Mapping[str, str] | None = None):
+        """Show nothing where it is `quiet`; `after` is the line that follows when all items of a verb are done."""
         console = Console(stderr=True)
         self._plain = not (quiet or console.is_terminal)
-        counts = TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {items}")
-        columns = (TextColumn(verb), BarColumn(), counts, TimeRemainingColumn())
-        disable = quiet or self._plain
-        self._bar = Progress(*columns, console=console, disable=disable, speed_estimate_period=600)
+        self._after = {} if quiet else after or {}
+        counts = TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[items]}")
+        columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
+        self._bars = Progress(*columns, console=console, disable=quiet or self._plain, speed_estimate_period=600)
+        self._tasks: dict[str, TaskID] = {}
+        self._last = time.monotonic()
 
-    def __exit__(self, *reason: object) -> None:
-        self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, verb: str, items: str, done: int, total: int) -> None:
         """Show that `done` of `total` items are done."""
-        if not self._bar.tasks:
-            self._bar.add_task("", total=total)
-            self._bar.start()
-        task, now = self._bar.tasks[0], time.monotonic()
-        self._bar.update(task.id, completed=done)
+        if verb not in self._tasks:
+            self._tasks[verb] = self._bars.add_task(verb, total=total, items=items)
+            self._bars.start()
+        task, now = self._bars.tasks[self._tasks[verb]], time.monotonic()
+        self._bars.update(task.id, completed=done)
         if self._plain and done and (done == total or now - self._last >= EVERY):
             self._last, left = now, task.time_remaining
-            say(f"{self._verb} {done}/{total} {self._items}" + (f", {seconds(left)} left" if left else ""))
-        if done == total:
-            self._bar.stop()
+            say(f"{verb} {done}/{total} {items}" + (f", {seconds(left)} left" if left else ""))
+        if done == total and verb in self._after:
+            say(self._after[verb])

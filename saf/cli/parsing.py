@@ -22,7 +22,6 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from saf.cli import unless_command
 from saf.errors import InputError
 from saf.heads import Head
 from saf.records.files import read_json_value
@@ -48,8 +47,7 @@ def parse(
         return tyro.cli(command, args=list(map(_without_percent, words)), **options)
     shown = {} if "--help-all" in words or first is None else first
     text = cleandoc(command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
-    width = get_terminal_size().columns
-    print("\n\n".join(fill(" ".join(part.split()), width) for part in text.split("\n\n")) + "\n")
+    print("\n\n".join(map(_filled, text.split("\n\n"))) + "\n")
     options["description"] = ""
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
     rules = ConstructorRegistry()
@@ -59,16 +57,11 @@ def parse(
         return tyro.cli(command, args=[*chosen, "--help"], **options)
 
 
-def parse_one_of(commands: Mapping[str, Any], words: Sequence[str], *, prog: str, first: First | None = None) -> Any:
-    """Parse the words of one of several commands, which the first word names."""
-    usage = [f"usage: {prog} COMMAND ...", ""]
-    for name, kind in commands.items():
-        summary = cleandoc(kind.__doc__).partition("\n\n")[0].replace("\n", " ")
-        usage.append(fill(summary, 80, initial_indent=f"  • {name:<9}", subsequent_indent=" " * 13))
-    usage += ["", f"`{prog} COMMAND --help` shows the settings."]
-    if (code := unless_command(words, commands, prog=prog, usage="\n".join(usage))) is not None:
-        raise SystemExit(code)
-    return parse(commands[words[0]], words[1:], prog=f"{prog} {words[0]}", first=first)
+def _filled(paragraph: str) -> str:
+    """Fill a paragraph to the terminal's width; one of indented lines, such as commands, stays."""
+    if paragraph.startswith(" "):
+        return paragraph
+    return fill(" ".join(paragraph.split()), get_terminal_size().columns)
 
 
 def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | None:

@@ -14,9 +14,10 @@ from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.evaluate.recall import recall_tables, unlearnt_reason
+from saf.evaluate.tables import arms_table
 from saf.freeze_config import BUDGETS, FreezeConfig
-from saf.records.run import head_counts, heads_in_words, total_in_words
-from saf.records.table import Table, seconds, signed
+from saf.records.run import RecordedRun
+from saf.records.table import Table
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
@@ -161,7 +162,7 @@ def _frozen(freeze: FreezeConfig) -> FreezeConfig | None:
 
 
 def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
-    """Train in the group of processes that is there, show the result and return it.
+    """Train in the group of processes that torchrun started, show the result and return it.
 
     Exits with code 75 when a signal stopped the run.
     """
@@ -172,68 +173,29 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
             where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
             print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
         elif is_rank0():
-            show(result, result_table(result), *recall_tables(result), as_json=flags.json)
+            run = RecordedRun.open(flags.config.out)
+            show(result, result_table(run), *recall_tables(result), as_json=flags.json)
     if stopped:
         raise SystemExit(EXIT_STOPPED)
     return result
 
 
-def result_table(result: dict[str, Any]) -> Table:
-    """Return the table of a run's result; a row without a value is not shown."""
-    timing, recall, chosen = result["update_seconds"], result.get("recall"), result.get("taken")
-    perplexity, entropy = result.get("report_perplexity"), result.get("unigram_entropy")
-    worse = ", worse than the unigram entropy" * bool(entropy and result["report_loss"] > entropy)
-    peak, train_loss = result["peak_memory_bytes"], result["train_loss"]
-    everything, warm = (seconds(result["time"][clock]["seconds"]) for clock in ("everything", "warm"))
-    parent = ", its parent's part included" if result["time"]["parent_parts"] else ""
-    rows = {
-        "accuracy": _accuracy(result) if result.get("accuracy") is not None else None,
-        "answers chosen": chosen and ", ".join(f"{choice}: {count:,}" for choice, count in chosen.items()),
-        "perplexity, report": perplexity and f"{perplexity:.4f}{worse}",
-        "loss, report": f"{result['report_loss']:.5f} nats per {'query' if recall else 'token'}",
-        "development queries answered": recall and f"{100 * recall['development']['accuracy']:.2f}%",
-        "not to be compared": recall and unlearnt_reason(recall),
-        "unigram entropy": entropy and f"{entropy:.4f} nats",
-        "loss, training": train_loss and f"{train_loss:.4f} nats per token",
-        "update, median": timing
-        and f"{timing['median']:.4f} s (updates {timing['first_update']} to {timing['last_update']})",
-        "peak memory": peak and f"{peak / 2**30:.2f} GiB",
-        "whole run": f"{everything}{parent}; without loading and compilation {warm}",
-        **_event_rows(result),
-        "checkpoint": result["checkpoint"],
-    }
-    return Table.facts(f"{result['arm']} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", rows)
-
-
-def _accuracy(result: dict[str, Any]) -> str:
-    """Return the accuracy in words; "judged_by" says whether test or development questions measured it."""
-    words = f"{100 * result['accuracy']:.2f}% of {result['questions']:,} {result['judged_by']} questions"
-    return f"{words} (standard error {100 * result['standard_error']:.2f} points)"
-
-
-def _event_rows(result: dict[str, Any]) -> dict[str, str]:
-    event = result["intervention"]
-    if not event:
-        return {}
-    several, when = event["events"] > 1, f"after update {event['update']:,}"
-    when = f"by {event['events']} events, the first {when}" if several else when
-    rows = {f"heads {result['arm']}": _heads(result, when)}
-    if result["arm"] == "ordinary":
-        rows = {"heads frozen or pruned": f"none {when}"}
-    if trained := result["trainable_pattern_parameters"]:
-        rows["pattern parameters"] = f"{trained:,} trained"
-    rows["intervention"] = f"{sum(event['seconds'].values()):.2f} s"
-    before, after, rise = (event.get(name) for name in ("loss_before", "loss_after", "loss_rise"))
-    if before is not None:
-        events = ("before the first", "after the last") if several else ("before", "after")
-        at_once = "" if rise is None or not several else f"; {signed(rise, 4, '')} by the events themselves"
-        rows["controller loss"] = f"{before:.4f} {events[0]}, {after:.4f} {events[1]}{at_once}"
-    return rows
-
-
-def _heads(result: dict[str, Any], when: str) -> str:
-    """Return how many heads a run's events froze or pruned, and how many are so in all where there were some before."""
-    pruned, heads = result["provenance"]["pruned"], result["intervention"]["heads"]
-    own = head_counts(heads, pruned=pruned)
-    total = total_in_words(own, head_counts([*result["provenance"]["heads"], *pruned], pruned=pruned))
-    return f"{heads_in_words(own) if all(own.values()) else len(heads)} {when}{total}"
+def result_table(run: RecordedRun) -> Table:
+    """Return the run's line of a table of arms as facts, with what concerns a single run alone."""
+    result = run.finished_result()
+    arms = arms_table([run], [run.arm], [])
+    facts: dict[str, Any] = dict(zip(arms.columns[1:], arms.rows[0][1:], strict=True))
+    if (accuracy := result.get("accuracy")) is not None:
+        questions = f"{result['questions']:,} {result['judged_by']} questions"
+        facts["accuracy"] = f"{100 * accuracy:.2f} ± {100 * result['standard_error']:.2f}% of {questions}"
+    if (unigram := result.get("unigram_entropy")) and result["report_loss"] > unigram:
+        facts["loss, nats"] += f", worse than the unigram entropy, {unigram:.4f}"
+    if recall := result.get("recall"):
+        facts["not to be compared"] = unlearnt_reason(recall)
+    if event := result["intervention"]:
+        more = f", the first of {event['events']} events" if event["events"] > 1 else ""
+        facts["heads changed"] = f"after update {event['update']:,}{more}"
+        if event.get("loss_before") is not None:
+            facts["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
+    facts["checkpoint"] = result["checkpoint"]
+    return Table.facts(f"{run.arm} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", facts)

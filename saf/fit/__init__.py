@@ -73,7 +73,8 @@ def fit_with_certificate(
     if stopped and fitter != "adam":  # the paper's has a fixed number of steps
         warnings.warn(
             f"{stopped} of {certificate.converged.numel()} patterns were not yet fitted within {tolerance:g} (relative "
-            f"error up to {certificate.max_relative.max():.2g}): see whether their fit KL is low, or allow more sweeps",
+            f"error up to {certificate.max_relative.max():.2g}): see whether their fit KL is low, or raise the fitter "
+            "option max_sweeps (--fitter-options max_sweeps 2000)",
             SafWarning,
             stacklevel=3,
         )

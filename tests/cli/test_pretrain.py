@@ -84,13 +84,13 @@ def test_two_arms(text_data, tmp_path, capsys):
     ).run()
     table = capsys.readouterr().out
     assert "frozen arm, 4 updates" in table
-    assert f"{result['report_perplexity']:.4f}" in table
+    assert f"{result['report_perplexity']:.3f}" in table
     assert ("worse than the unigram" in table) == (result["report_loss"] > result["unigram_entropy"])
-    assert "2 after update 2" in table
+    assert "after update 2" in table
     assert len(result["provenance"]["heads"]) == 2
     again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
     parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
-    assert "2 after update 4, 4 frozen in all" in capsys.readouterr().out
+    assert re.search(r"heads frozen\W+4 of 8", capsys.readouterr().out)
     assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
 
 
@@ -145,5 +145,4 @@ def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pai
     assert main(["pretrain", *f"{words} {shape} {tests} {few}".split(), "--out", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out
     assert "queries answered" in printed
-    assert "nats per query" in printed
     assert re.search(r"16\W+3\W+\d+\.\d\d", printed)
