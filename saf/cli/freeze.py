@@ -18,6 +18,7 @@ from saf.records.run import means_transformers
 
 AFTER = {
     "calibrating": "fitting patterns, then measuring the loss with and without the heads of each layer",
+    "measuring": "measuring the loss of the chosen heads, then writing the model",
     "healing": "measuring the loss, then writing the model",
 }
 """The work without a counter that follows a part of the work."""
