@@ -13,10 +13,11 @@ from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
 from experiments.paper import NUMBERED
 from experiments.recipe import Recipe, answering, names, recipe
-from experiments.results import document, recipe_parts, write_pages
+from experiments.records import read_records
+from experiments.results import document, recipe_blocks, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
-from experiments.tables import RecipeTable, check_recipe, latex, read_records
+from experiments.tables import RecipeTable, check_recipe, latex
 from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
@@ -136,7 +137,7 @@ class Experiments:
         records = read_records(self.out, self.scale)
         for name, each in chosen.items():
             table = RecipeTable(name, each, self.scale, records)
-            parts = list(recipe_parts(table, self.out / self.scale))
+            parts = list(recipe_blocks(table, self.out / self.scale))
             text, stem = document(parts), f"{self.scale}-{name}"
             print(f"\n{text}")
             tex = "\n".join(latex(part.frame) for part in parts if len(part.frame))

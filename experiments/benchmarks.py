@@ -5,7 +5,7 @@ Where two records measured the same point and arm on the same device, the newest
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +15,8 @@ import pandas as pd
 import torch
 
 from experiments import paper
+from experiments.records import Record
+from experiments.tables import scientific
 from saf.bench.models import TRANSFORMERS, shape_of
 from saf.bench.protocol import GRAPH, PRUNED
 from saf.models.gpt import PRESETS
@@ -23,7 +25,6 @@ from saf.records.files import read_json
 from saf.records.table import MISSING, natural_order, number, seconds
 from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, table_title
 
-Record = Mapping[str, Any]
 Cells = dict[str, Any]
 Tables = Iterator[tuple[str, pd.DataFrame]]
 """Tables with their titles."""
@@ -38,8 +39,8 @@ def read_benchmarks(results: Path) -> list[Record]:
     """
     paths = sorted((results / "bench").glob("*.json"), key=lambda path: natural_order(path.as_posix()))
     records = [{**read_json(path), "name": path.stem} for path in paths]
-    devices = pd.Series([record["provenance"].get("device") for record in records])
-    usual = (devices.mode()[0], None)
+    devices = pd.Series([record["provenance"].get("device") for record in records], dtype=object)
+    usual = (*devices.mode()[:1], None)
     # A GPU's name without its maker's and its memory.
     short = lambda device: re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))  # noqa: E731
     return [
@@ -97,8 +98,8 @@ def _newest(lines: Sequence[Cells]) -> list[Cells]:
     return [lines[at] for at in sorted(newest.values())]
 
 
-def memory(records: Sequence[Record], kind: str) -> pd.DataFrame | None:
-    """Return the peak memory of arms that records of a kind measured; None without any."""
+def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
+    """Return the peak memory of arms that records of a kind measured."""
     lines = []
     for record in records:
         layers = record["settings"].get("num_layers") if record["kind"] == kind else None
@@ -110,7 +111,7 @@ def memory(records: Sequence[Record], kind: str) -> pd.DataFrame | None:
             model = ", ".join(filter(None, [model, unusual_settings(record)]))
             cells = {"model": model, **memory_cells(record, entry)}
             lines.append({**cells, "paper": quoted or MISSING, "in": record["name"]})
-    return frame(lines, ("model", "point", "arm")) if lines else None
+    return frame(lines, ("model", "point", "arm"))
 
 
 def unusual_settings(record: Record) -> str:
@@ -314,11 +315,6 @@ def freezing(records: Sequence[Record]) -> Tables:
 
 def _limit(value: float, limit: float | None, unit: str = "") -> str:
     return "" if limit is None else f" ({'within' if value <= limit else 'above'} {limit:g}{unit})"
-
-
-def scientific(value: float | None) -> str:
-    """Return an error as the paper writes them: 1.19e-7."""
-    return MISSING if value is None else re.sub("e([+-])0", r"e\1", f"{value:.2e}").replace("e+", "e")
 
 
 _PARTS = {

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from typing import Any, Literal
 from experiments.arms import arm_at
 from experiments.inputs import Inputs
 from experiments.run import Key, Run
-from experiments.scales import Scale
+from experiments.scales import Scale, scale_named
 from saf.checkpoint import latest, step_name
 from saf.cli.output import say
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
-from saf.records.result import command
+from saf.records.result import command, read_result
 from saf.schedules import OneTime
 
 
@@ -102,7 +103,7 @@ class Number:
     saved: bool = False
     """Whether a speedup is shown as the percentage of time that it saves."""
 
-    def find(self, record: Mapping[str, Any]) -> list[float]:
+    def values(self, record: Mapping[str, Any]) -> list[float]:
         """Return the number, or one a pair; empty where the record has none.
 
         Raises InputError where several entries meet the conditions and one is expected.
@@ -210,6 +211,16 @@ class Measurement:
         of_seed = any(each.of_seed for each in self.references(scale))
         name = f"{recipe}.{self.name.replace(' ', '-').replace(',', '')}"
         return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")
+
+
+def records_of(recipe: str, measurements: Sequence[Measurement], folder: Path, scale: str) -> dict[str, list[Any]]:
+    """Return the records of a recipe's measurements below a scale's folder, by measurement."""
+    records = {}
+    for each in measurements:
+        place = each.file(folder, recipe, scale_named(scale).base, 0).parent
+        if files := [path for path in sorted(place.glob("*.json")) if re.fullmatch(r"seed-\d+|once", path.stem)]:
+            records[each.name] = [read_result(path) for path in files]
+    return records
 
 
 MAIN = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}

@@ -12,45 +12,96 @@ from typing import Any
 
 import pandas as pd
 
-from experiments import benchmarks
-from experiments.analyses import ANALYSES, FIGURES, svg
-from experiments.figures import draw, draw_costs
+from experiments.analyses import ANALYSES, analysis_figure
+from experiments.benchmarks import TABLES, memory, read_benchmarks
+from experiments.figures import costs_figure, recipe_figure
+from experiments.measurements import records_of
 from experiments.recipe import recipe
-from experiments.scales import scale_named
-from experiments.tables import RecipeTable, Record, markdown, measured_table, read_records
+from experiments.records import Record, read_records
+from experiments.tables import RecipeTable, markdown, measured_table
 from saf.evaluate.tables import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
-from saf.records.result import read_result
 from saf.records.run import RecordedRun
 from saf.records.table import MISSING, Table
 from saf.records.table import markdown as escaped
 
-SHOWN = {
-    "quality": {
-        "converged": ("answer",),
-        "converged-56M": ("peak_rate",),
-        "small-75M": ("matched_time",),
-        "small-75M-high-rates": ("matched_time",),
-        "small-75M-own-clock": ("matched_time",),
-        "small-75M-cold-cache": ("matched_time",),
-        "small-75M-warm-cache": ("matched_time",),
-        "small": ("matched_time",),
-        "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
-        "small-75M-4k": ("fixed_token_controls",),
-        "small-75M-branched": ("schedules",),
-        "small-75M-representation": ("representation",),
-        "124m-84M": ("linear_heads",),
-    },
-    "heads": {
-        "small-75M-ideas": ("better", "selectors"),
-        "small-75M-scores": ("better",),
-        "small-75M-patterns": ("rates_and_patterns", "timing"),
-        "small-75M-analyses": ("joint_cost", "schedules", "stability"),
-        "small-75M-distributions": ("distributions",),
-    },
-    "tasks": {"small-75M-stages": ("stages",)},
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What a page shows, in this order."""
+
+    title: str
+    introduction: str
+    recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Recipes by the committed scale that has their runs."""
+    benchmarks: Mapping[str, str] = field(default_factory=dict)
+    """Headings by kind of record."""
+
+
+PAGES = {
+    "quality": Page(
+        title="Perplexity after freezing",
+        introduction="Models of 34M parameters unless a heading says more. Those of the scale `converged` have 560M "
+        "tokens; those of `small-75M` have 75M, where 1% more tokens lowers perplexity several times as much as in the "
+        "paper's regime, so set the estimates at 0.14% beside the paper's.",
+        recipes={
+            "converged": ("answer",),
+            "converged-56M": ("peak_rate",),
+            **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
+            **dict.fromkeys(("small-75M-cold-cache", "small-75M-warm-cache", "small"), ("matched_time",)),
+            "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
+            "small-75M-4k": ("fixed_token_controls",),
+            "small-75M-branched": ("schedules",),
+            "small-75M-representation": ("representation",),
+            "124m-84M": ("linear_heads",),
+        },
+    ),
+    "heads": Page(
+        title="Which heads, and which patterns",
+        introduction="Scores, patterns, and what the frozen heads are like.",
+        recipes={
+            "small-75M-ideas": ("better", "selectors"),
+            "small-75M-scores": ("better",),
+            "small-75M-patterns": ("rates_and_patterns", "timing"),
+            "small-75M-analyses": ("joint_cost", "schedules", "stability"),
+            "small-75M-distributions": ("distributions",),
+        },
+    ),
+    "tasks": Page(
+        title="Finetuning and recall after freezing",
+        introduction="34M parameters, 75M tokens, frozen or pruned halfway.",
+        recipes={"small-75M-stages": ("stages",)},
+    ),
+    "updates": Page(
+        title="Speed and memory of training updates",
+        introduction="A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 "
+        "unless a row names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; "
+        "the free bound is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x "
+        "micro-batches. Models are compiled, in bfloat16 under autocast, unless a title says more. A comparison is "
+        "refused where two equal models differed by more than 1%. The paper's systems figures are of one GH200 against "
+        "flash attention: compare signs and trends.",
+        benchmarks={
+            **{"update": "Updates: speed", "nanogpt": "Updates: beside nanoGPT"},
+            **{"compile": "Compilation after an event", "finetune": "Finetuning updates: speed"},
+        },
+    ),
+    "inference": Page(
+        title="Speed and memory of prompts and decoding",
+        introduction="Speedups as for [updates](updates.md). Where tokens are few a frozen layer takes one launch for "
+        "all heads; rows with a pinned kernel take several and are no measure of a model left to PyTorch's choice.",
+        benchmarks={"prefill": "Prefill", "decode": "Decoding"},
+    ),
+    "attention": Page(
+        title="Speed of attention alone",
+        introduction="Speedups as for [updates](updates.md), without the rest of the model.",
+        benchmarks={"attention": "Attention layers", "op": "One layer's attention"},
+    ),
+    "freezing": Page(
+        title="Time and accuracy of freezing",
+        introduction="Warm times are medians over repeated interventions on one H200.",
+        benchmarks={"calibration": "Freezing: seconds", "errors": "Numerical errors"},
+    ),
 }
-"""Recipes by page and by the committed scale that has their runs."""
 SERIES = {
     "converged": "The question itself, near convergence: read this first.",
     "small-75M": "The first series of this recipe to read: three seeds, updates by the speed of 124M.",
@@ -60,13 +111,9 @@ SERIES = {
     "small-75M-warm-cache": "The same with that cache filled; at measured time compilation is charged in full.",
     "small": "232M tokens, eight readings of one text, which the models overfit: no measure of freezing.",
 }
-"""What a series of runs of a page is, above its first table."""
+"""The text above the first table of a series of runs."""
 SPEED_COLUMNS = {
-    "speedup": "",
-    "free bound": "bound ",
-    "share of time": "share of time ",
-    "cache": "cache ",
-    "paper": "paper ",
+    **{"speedup": "", "free bound": "bound ", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}
 }
 MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
 """Columns of benchmarks that pages show, each with its word inside a cell; all are in cells.csv."""
@@ -74,7 +121,7 @@ RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median upd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class Block:
     """A table of a page, or a paragraph or picture where it has no cells."""
 
     heading: str
@@ -82,11 +129,11 @@ class Shown:
     title: str = ""
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     page: pd.DataFrame | None = None
-    """What the page shows in place of the cells; an empty table is nothing."""
+    """The table that the page shows in place of the cells; an empty one is nothing."""
     text: str = ""
     """Markdown below the table."""
     picture: tuple[str, str, str] | None = None
-    """Title, name and SVG of a picture."""
+    """Title, file name and SVG of a picture."""
     cells: Mapping[str, str] = field(default_factory=dict)
     """Section, recipe, scale and table of its cells; without them it has none in cells.csv."""
 
@@ -108,46 +155,11 @@ class Shown:
         where["table"] = self.cells.get("table", self.title)
         for number, (label, row) in enumerate(self.frame.iterrows() if self.cells else (), 1):
             for metric, text in row.items():
-                if text not in ("–", ""):
+                if text not in (MISSING, ""):
                     yield {**where, "row": number, "arm": label, "metric": metric, "text": text}
 
 
-PAGES = {
-    "quality": (
-        "Perplexity after freezing",
-        "Models of 34M parameters unless a heading says more. Those of the scale `converged` have 560M tokens; those "
-        "of `small-75M` have 75M, where 1% more tokens lowers perplexity several times as much as in the paper's "
-        "regime, so set the estimates at 0.14% beside the paper's.",
-    ),
-    "heads": ("Which heads, and which patterns", "Scores, patterns, and what the frozen heads are like."),
-    "tasks": ("Finetuning and recall after freezing", "34M parameters, 75M tokens, frozen or pruned halfway."),
-    "updates": (
-        "Speed and memory of training updates",
-        "A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 unless a row "
-        "names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; the free bound "
-        "is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x micro-batches. Models "
-        "are compiled, in bfloat16 under autocast, unless a title says more. A comparison is refused where two equal "
-        "models differed by more than 1%. The paper's systems figures are of one GH200 against flash attention: "
-        "compare signs and trends.",
-    ),
-    "inference": (
-        "Speed and memory of prompts and decoding",
-        "Speedups as for [updates](updates.md). Where tokens are few a frozen layer takes one launch for all heads; "
-        "rows with a pinned kernel take several and are no measure of a model left to PyTorch's choice.",
-    ),
-    "attention": ("Speed of attention alone", "Speedups as for [updates](updates.md), without the rest of the model."),
-    "freezing": ("Time and accuracy of freezing", "Warm times are medians over repeated interventions on one H200."),
-}
-"""Title and introduction of each page."""
-_KINDS = {
-    "updates": (
-        *(("update", "Updates: speed"), ("nanogpt", "Updates: beside nanoGPT")),
-        *(("compile", "Compilation after an event"), ("finetune", "Finetuning updates: speed")),
-    ),
-    "inference": (("prefill", "Prefill"), ("decode", "Decoding")),
-    "attention": (("attention", "Attention layers"), ("op", "One layer's attention")),
-    "freezing": (("calibration", "Freezing: seconds"), ("errors", "Numerical errors")),
-}
+# --- files
 
 
 def write_pages(results: Path, docs: Path) -> list[Path]:
@@ -157,11 +169,11 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 def render(results: Path, docs: Path) -> dict[Path, str]:
     """Return what each file should hold that is rendered from the records in `results`."""
-    pages = {name: list(_page(name, results)) for name in PAGES}
-    every = [part for parts in pages.values() for part in parts]
-    rendered = {docs / "results" / f"{name}.md": _markdown(name, parts) for name, parts in pages.items() if parts}
-    pictures = {docs / "images" / part.picture[1]: part.picture[2] for part in every if part.picture}
-    cells = pd.DataFrame([line for part in every for line in part.lines()])
+    pages = {name: list(_blocks(name, results)) for name in PAGES}
+    every = [block for blocks in pages.values() for block in blocks]
+    rendered = {docs / "results" / f"{name}.md": _page(PAGES[name], blocks) for name, blocks in pages.items() if blocks}
+    pictures = {docs / "images" / block.picture[1]: block.picture[2] for block in every if block.picture}
+    cells = pd.DataFrame([line for block in every for line in block.lines()])
     return {**rendered, **pictures, results / "cells.csv": cells.to_csv(index=False)}
 
 
@@ -181,53 +193,115 @@ def stale(results: Path, docs: Path) -> list[str]:
     return problems
 
 
-def _markdown(name: str, parts: list[Shown]) -> str:
-    title, introduction = PAGES[name]
-    lines = [f"# {title}", "<!-- Made by python -m experiments results; `make check` compares. -->", introduction]
+def _page(page: Page, blocks: Sequence[Block]) -> str:
+    """Return the Markdown of a page; a note that several blocks have stands once."""
+    lines = [f"# {page.title}", "<!-- Made by python -m experiments results; `make check` compares. -->"]
+    lines.append(page.introduction)
     heading, noted = "", set()
-    for part in parts:
-        if part.heading != heading:
-            heading = part.heading
+    for block in blocks:
+        if block.heading != heading:
+            heading = block.heading
             lines.append(f"## {escaped(heading)}")
-        for block in part.markdown():
-            notes = block.split("\n") if block.startswith("- ") else []  # which a page has once
-            lines.append("\n".join(note for note in notes if note not in noted) if notes else block)
+        for text in block.markdown():
+            notes = text.split("\n") if text.startswith("- ") else []
+            lines.append("\n".join(note for note in notes if note not in noted) if notes else text)
             noted |= set(notes)
     return "\n\n".join(filter(None, lines)) + "\n"
 
 
-def _page(name: str, results: Path) -> Iterator[Shown]:
-    """Yield the parts of one page."""
-    for scale, recipes in SHOWN.get(name, {}).items():
+def _blocks(name: str, results: Path) -> Iterator[Block]:
+    """Yield the blocks of one page."""
+    for scale, recipes in PAGES[name].recipes.items():
         records = read_records(results, scale)
         for each in recipes if records else ():
-            yield Shown(heading=f"{recipe(each).title}, {scale}", text=SERIES.get(scale, ""))
-            yield from recipe_parts(RecipeTable(each, recipe(each), scale, records), results / scale)
+            yield Block(heading=f"{recipe(each).title}, {scale}", text=SERIES.get(scale, ""))
+            yield from recipe_blocks(RecipeTable(each, recipe(each), scale, records), results / scale)
+    measured = read_benchmarks(results)
     if name == "heads":
         yield from _analyses(results / "124m-midpoint")
     if name == "updates":
         yield from _runs(results)
-    if name in _KINDS and (results / "bench").is_dir():
-        yield from _benchmarks(name, benchmarks.read_benchmarks(results))
+    for kind, heading in PAGES[name].benchmarks.items() if measured else ():
+        yield from _benchmarks(kind, heading, measured)
     if name == "updates":
         yield from _trainer(results)
-    if name == "attention" and (results / "bench").is_dir():
+    if name == "attention" and measured:
         yield from _linear(results / "bench" / "linear.json")
 
 
-def _benchmarks(name: str, measured: list[Record]) -> Iterator[Shown]:
-    for kind, section in _KINDS.get(name, ()):
-        where = {"section": section}
-        *tables, last = [
-            Shown(heading=section, title=title, frame=frame, page=_by_rate(frame, SPEED_COLUMNS), cells=where)
-            for title, frame in benchmarks.TABLES[kind](measured)
-        ]
-        text = f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row."
-        yield from (*tables, replace(last, text=text))
-        if kind in ("update", "prefill") and (frame := benchmarks.memory(measured, kind)) is not None:
-            section = f"{section.removesuffix(': speed')}: peak memory"
-            page = _by_rate(frame, MEMORY_COLUMNS)
-            yield Shown(heading=section, frame=frame, page=page, cells={"section": section})
+# --- recipes
+
+
+def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
+    """Yield a recipe's blocks at one scale: its table, its headline for the page, and its measurements."""
+    heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
+    where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
+    if table.recipe.metrics and len(every := table.shown()):
+        page = table.shown(headline=True) if table.recipe.headline else None
+        yield Block(heading=heading, frame=every, page=page, cells={**where, "table": title})
+    measured = records_of(table.name, table.recipe.measurements, folder, table.scale)
+    if len(numbers := measured_table(table.recipe, measured)):
+        title = f"{table.recipe.title}, measured ({table.scale})"
+        yield Block(heading=heading, title=title, frame=numbers, cells=where)
+    for record in (record for records in measured.values() for record in records):
+        for block in _analysed(heading, record, where):
+            if block.cells:
+                yield replace(block, text="", page=pd.DataFrame())
+    drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
+    drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
+    for name, (title, picture) in drawn.items():
+        if picture is not None:
+            yield Block(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
+    yield Block(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
+
+
+def document(blocks: Sequence[Block]) -> str:
+    """Return all tables and notes of a recipe as Markdown."""
+    texts = []
+    for block in blocks:
+        tables = [table for table in (block.page, block.frame) if table is not None and len(table)]
+        texts += [f"**{escaped(block.title or block.heading)}**"] * bool(tables)
+        texts += [*map(markdown, tables), block.text]
+    return "\n\n".join(filter(None, texts))
+
+
+# --- analyses and benchmarks
+
+
+def _analysed(heading: str, record: Record, where: Mapping[str, str]) -> Iterator[Block]:
+    """Yield what an analysis says of its record, and its tables with their first column as index; else nothing."""
+    for part in ANALYSES[record["kind"]].tables(record) if record["kind"] in ANALYSES else ():
+        if isinstance(part, Table):
+            frame = pd.DataFrame(part.rows, columns=part.columns).set_index(part.columns[0])
+            notes = "\n".join(f"- {escaped(note)}" for note in part.notes)
+            yield Block(heading=heading, title=part.title, frame=frame, text=notes, cells=where)
+        else:
+            yield Block(heading=heading, text=escaped(part))
+
+
+def _analyses(folder: Path) -> Iterator[Block]:
+    for path in sorted(folder.glob("*.json")):
+        record, words = read_json(path), path.stem.replace("-", " ").capitalize()
+        heading = f"{words}, 124M halfway through 84M tokens"
+        yield from _analysed(heading, record, {"section": "Analyses", "recipe": path.stem})
+        if (picture := analysis_figure([record])) is not None:
+            yield Block(heading=heading, picture=(path.stem, f"{path.stem}.svg", picture))
+
+
+def _benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Block]:
+    """Yield the tables of a kind of benchmark, and its peak memory."""
+    *tables, last = [
+        Block(
+            heading=section, title=title, frame=frame, page=_by_rate(frame, SPEED_COLUMNS), cells={"section": section}
+        )
+        for title, frame in TABLES[kind](records)
+    ]
+    text = f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row."
+    yield from (*tables, replace(last, text=text))
+    if kind in ("update", "prefill"):
+        heading, frame = f"{section.removesuffix(': speed')}: peak memory", memory(records, kind)
+        page = _by_rate(frame, MEMORY_COLUMNS)
+        yield Block(heading=heading, frame=frame, page=page, cells={"section": heading})
 
 
 def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:
@@ -249,67 +323,10 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
     return table.rename_axis(frame.index.name)
 
 
-def recipe_parts(table: RecipeTable, folder: Path) -> Iterator[Shown]:
-    """Yield a recipe's tables at one scale: its headline where it has one, and what it measured."""
-    heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
-    where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
-    if table.recipe.metrics and len(every := table.shown()):
-        page = table.shown(headline=True) if table.recipe.headline else None
-        yield Shown(heading=heading, frame=every, page=page, cells={**where, "table": title})
-    measured = _measured_records(table, folder)
-    if len(numbers := measured_table(table.recipe, measured)):
-        title = f"{table.recipe.title}, measured ({table.scale})"
-        yield Shown(heading=heading, title=title, frame=numbers, cells=where)
-    for record in (record for records in measured.values() for record in records if record["kind"] in ANALYSES):
-        for part in ANALYSES[record["kind"]].tables(record):
-            if not isinstance(part, str):
-                yield replace(_analysed(heading, part, where), text="", page=pd.DataFrame())
-    drawn = {figure.name: (figure.title, draw(figure, table)) for figure in table.recipe.figures}
-    drawn |= {
-        name.replace(" ", "-"): (name, svg(records))
-        for name, records in measured.items()
-        if records[0]["kind"] in FIGURES
-    }
-    for name, (title, picture) in drawn.items():
-        if picture is not None:
-            yield Shown(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
-    yield Shown(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
+# --- committed folders of other kinds
 
 
-def document(parts: Sequence[Shown]) -> str:
-    """Return all tables and notes of a recipe as Markdown."""
-    blocks = []
-    for part in parts:
-        shown = [table for table in (part.page, part.frame) if table is not None and len(table)]
-        blocks += [f"**{escaped(part.title or part.heading)}**"] * bool(shown)
-        blocks += [*map(markdown, shown), part.text]
-    return "\n\n".join(filter(None, blocks))
-
-
-def _analysed(heading: str, part: Table, where: Mapping[str, str]) -> Shown:
-    """Return a table of an analysis, its first column as index, with its notes."""
-    notes = "\n".join(f"- {escaped(note)}" for note in part.notes)
-    frame = pd.DataFrame(part.rows, columns=part.columns).set_index(part.columns[0])
-    return Shown(heading=heading, title=part.title, frame=frame, text=notes, cells=where)
-
-
-def _analyses(folder: Path) -> Iterator[Shown]:
-    for path in sorted(folder.glob("*.json")):
-        record = read_json(path)
-        if record["kind"] not in ANALYSES:
-            continue
-        heading = f"{path.stem.replace('-', ' ').capitalize()}, 124M halfway through 84M tokens"
-        where = {"section": "Analyses", "recipe": path.stem}
-        for part in ANALYSES[record["kind"]].tables(record):
-            if isinstance(part, str):
-                yield Shown(heading=heading, text=escaped(part))
-            else:
-                yield _analysed(heading, part, where)
-        if record["kind"] in FIGURES:
-            yield Shown(heading=heading, picture=(path.stem, f"{path.stem}.svg", svg([record])))
-
-
-def _runs(results: Path) -> Iterator[Shown]:
+def _runs(results: Path) -> Iterator[Block]:
     """Yield the arms of folders of runs side by side."""
     folders = sorted({path.parent.parent for path in results.glob("*/*/config.json")})
     for folder in folders:
@@ -322,10 +339,10 @@ def _runs(results: Path) -> Iterator[Shown]:
         text = f"{train['updates']:,} updates of {tokens:,} tokens, in sequences of {train['length']:,}."
         where = {"section": "Training", "recipe": folder.name}
         page: Any = frame[[name for name in RUN_COLUMNS if name in frame]]
-        yield Shown(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, cells=where)
+        yield Block(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, cells=where)
 
 
-def _trainer(results: Path) -> Iterator[Shown]:
+def _trainer(results: Path) -> Iterator[Block]:
     """Yield what examples/pretrain_with_trainer.py measured."""
     for path in sorted((results / "llama-trainer").glob("*.json")):
         record = read_json(path)
@@ -336,10 +353,10 @@ def _trainer(results: Path) -> Iterator[Shown]:
         text = f"{change}; {record['tokens']:,} tokens."
         where = {"section": "In a Trainer of transformers", "recipe": path.stem}
         heading = f"In a Hugging Face Trainer: {path.stem}"
-        yield Shown(heading=heading, title="arms", frame=frame, text=text, cells=where)
+        yield Block(heading=heading, title="arms", frame=frame, text=text, cells=where)
 
 
-def _linear(path: Path) -> Iterator[Shown]:
+def _linear(path: Path) -> Iterator[Block]:
     """Yield the times of frozen heads in linear time beside the same heads otherwise, and draw them over length."""
     record, heading, where = read_json(path), "Linear-time frozen heads", {"section": "Linear"}
     lines = [
@@ -348,7 +365,7 @@ def _linear(path: Path) -> Iterator[Shown]:
     ]
     frame = pd.DataFrame(lines).set_index("point").map(lambda value: f"{value:.3f}×")
     text = "On one H100, 124M; exponential patterns in linear time beside compact ones and pruned heads."
-    yield Shown(heading=heading, title="updates", frame=frame, text=text, cells=where)
+    yield Block(heading=heading, title="updates", frame=frame, text=text, cells=where)
     shares, costs = [], {"ordinary, cuDNN": {}, "frozen, compact": {}, "frozen, linear time": {}}
     for row in sorted(record["rows"], key=lambda row: (row["length"], -row["heads"], row["batch"])):
         length, tokens, best = row["length"], row["length"] * row["batch"], min(each["both"] for each in row["linear"])
@@ -359,15 +376,5 @@ def _linear(path: Path) -> Iterator[Shown]:
             for name, time in times.items():
                 costs[name][length] = 1e3 * time / tokens
     title, frame = "forward and backward, share of cuDNN's", pd.DataFrame(shares).set_index("point")
-    picture = ("Time a token over context length", "cost-by-length.svg", draw_costs(costs))
-    yield Shown(heading=heading, title=title, frame=frame, picture=picture, cells=where)
-
-
-def _measured_records(table: RecipeTable, folder: Path) -> dict[str, list[Record]]:
-    """Return the records of a recipe's measurements at a scale, by measurement."""
-    records: dict[str, list[Record]] = {}
-    for each in table.recipe.measurements:
-        place = each.file(folder, table.name, scale_named(table.scale).base, 0).parent
-        if files := sorted(path for path in place.glob("*.json") if path.stem.partition("-")[0] in ("seed", "once")):
-            records[each.name] = [read_result(path) for path in files]
-    return records
+    picture = ("Time a token over context length", "cost-by-length.svg", costs_figure(costs))
+    yield Block(heading=heading, title=title, frame=frame, picture=picture, cells=where)

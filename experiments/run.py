@@ -4,9 +4,6 @@ A run's folder is `OUT/SCALE/ARM/seed-SEED`. Its `result.json` names scale, arm 
 a run that has one is not made again. What stopped or was killed is resumed.
 """
 
-import hashlib
-import json
-import math
 import os
 import signal
 import sys
@@ -18,25 +15,20 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-import torch
 
 from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
 from experiments.inputs import Inputs
+from experiments.records import complete_record
 from experiments.scales import BRANCHES, Scale
-from saf.checkpoint import Checkpoint, latest, load_model, step_name
+from saf.checkpoint import Checkpoint, latest, step_name
 from saf.cli.output import say
 from saf.errors import InputError, SafError, did_you_mean
-from saf.evaluate.answers import has_answers, read_answers
-from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig, unfitted_reason
-from saf.machine import pick_device, visible_devices
+from saf.machine import visible_devices
 from saf.models import preset
-from saf.models.adapter import adapter_for, find_rows
-from saf.records.files import read_json, to_json, write_json
-from saf.records.run import RecordedRun, heads_in_force, read_events
+from saf.records.files import read_json, to_json
+from saf.records.run import heads_in_force, read_events
 from saf.records.table import seconds
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings
@@ -295,80 +287,9 @@ def train(run: Run, inputs: Inputs) -> bool:
             result = finetune(config_of(run, inputs), epochs=run.changes.get("epochs"), resume=choosing)
         if "stopped_at" in result:
             return False
-    complete_record(run)
+    experiment = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
+    complete_record(run.folder, experiment)
     return True
-
-
-def complete_record(run: Run) -> None:
-    """Add to a run's result.json its arm, and its losses of held-out windows or its answers, for paired comparisons."""
-    recorded = RecordedRun.open(run.folder)
-    result = recorded.finished_result()
-    extra: dict[str, Any] = {"num_heads": recorded.num_heads}
-    if fits := _fits(recorded):
-        extra["fits"] = fits
-    if recorded.edited_heads:
-        extra["checks"] = check_heads(recorded)
-    if has_answers(recorded):
-        answers = read_answers(recorded)
-        questions = json.dumps([(each["id"], each["answer"]) for each in answers])
-        extra["questions_hash"] = hashlib.sha256(questions.encode()).hexdigest()
-        extra["right"] = [int(each["right"]) for each in answers]
-        extra["trained_on"] = recorded.config["data"].get("test_examples_trained_on", 0)
-    elif "recall" not in result:  # which has accuracies alone
-        evaluation, losses = read_evaluation(recorded.folder)
-        extra |= {name: evaluation[name] for name in ("windows_hash", "by_position")}
-        extra["window_losses"] = losses.tolist()
-    if "examples" in (data := recorded.config["data"]):
-        batch = math.prod(recorded.config["train"][name] for name in ("batch_size", "accumulation"))
-        examples = result["updates"] * batch
-        extra["epochs"] = round(examples / data["examples"]["train"])
-        extra["example_tokens"] = result["tokens"] / examples
-    if last := [line["update_seconds"] for line in recorded.metrics[-100:] if line.get("update_seconds")]:
-        extra["last_updates_seconds"] = sum(last) / len(last)
-    place = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
-    write_json(run.folder / "result.json", {**result, **extra, "experiment": place})
-
-
-def check_heads(recorded: RecordedRun) -> dict[str, Any]:
-    """Check the final model as the paper checks each replacement: mask, dispatch, and gradients of queries and keys.
-
-    Returns `heads`, whether the model has the recorded frozen and pruned heads alone; `executed`, whether each layer
-    executes its frozen heads; `query_key_rows`, those of replaced heads; and `query_key_gradients`, the rows beyond
-    those of live heads that get a gradient.
-    """
-    checkpoint = latest(recorded.folder / "checkpoints")
-    adapter = adapter_for(load_model(checkpoint or recorded.folder, pick_device("auto")))
-    sites = adapter.sites()
-    own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
-    ids = torch.arange(16, device=adapter.device)[None]
-    adapter.next_token_loss(ids, ids).backward()
-    rows = gradients = 0
-    for site, of_role in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):
-        if of_role is not None and of_role.parameter.grad is not None:
-            live = len(site.layout.live) * site.head_dim
-            rows += len(of_role.parameter) - live
-            gradients += int(of_role.parameter.grad.any(1).sum()) - live
-    executed = [(site.frozen.num_frozen if site.frozen else 0) == len(site.layout.frozen) for site in sites]
-    heads = own == [sorted(recorded.frozen_heads), sorted(recorded.pruned_heads)]
-    return {"heads": heads, "executed": all(executed), "query_key_rows": rows, "query_key_gradients": gradients}
-
-
-def _fits(recorded: RecordedRun) -> dict[str, float]:
-    """Return how well the patterns of a run's frozen heads fit; empty where nothing was fitted."""
-    events = [event.values for event in recorded.events if event.kind == "freeze" and event.undone_by is None]
-    kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
-    if not kls:
-        return {}
-    fits: dict[str, float] = {
-        "largest_kl": max(kls),
-        "median_kl": median(kls),
-        "skipped": sum(len(event["rejected"]) for event in events),
-    }
-    if any("exponential" in event for event in events):
-        heads = [each for event in events for each in event.get("exponential", ()) if each["kind"] == "exponential"]
-        fits["exponential"] = len(heads)
-        fits["largest_extra_kl"] = max((each["extra_kl"] for each in heads), default=0.0)
-    return fits
 
 
 # --- all runs

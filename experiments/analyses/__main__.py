@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from experiments.analyses import ANALYSES, FIGURES, svg
+from experiments.analyses import ANALYSES, FIGURES, analysis_figure
 from experiments.analyses.common import Output
 from saf.cli.output import show
 from saf.errors import InputError, SafError
@@ -24,7 +24,7 @@ def run(name: str, settings: Output) -> None:
     if settings.out is not None:
         write_json(settings.out, record)
     if settings.figure is not None:
-        write_atomically(settings.figure, svg([record]).encode())
+        write_atomically(settings.figure, (analysis_figure([record]) or "").encode())
     show(record, *ANALYSES[name].tables(record), as_json=settings.json)
 
 

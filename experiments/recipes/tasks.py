@@ -4,7 +4,7 @@ from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING, Source
 from experiments.recipe import Figure, Recipe, Row, rows
-from experiments.tables import RECALL, RECALL_METRICS, recall_metric
+from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
 RECIPES: dict[str, Recipe] = {}
 TITLES = {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY"}

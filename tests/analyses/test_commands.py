@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.analyses import FIGURES, svg
+from experiments.analyses import FIGURES, analysis_figure
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import matrix, spearman
 from saf.checkpoint import checkpoint_hash, latest
@@ -27,7 +27,7 @@ def run(tmp_path):
         out.unlink(missing_ok=True)
         figure = ("--figure", str(drawn)) if name in FIGURES else ()
         assert main([name, *map(str, words), "--out", str(out), *figure]) == 0
-        assert not figure or drawn.read_text() == svg([read_json(out)])
+        assert not figure or drawn.read_text() == analysis_figure([read_json(out)])
         return read_json(out)
 
     return measure
@@ -91,7 +91,7 @@ def test_profiles_of_selected_heads_over_seeds(run, arms, measured):
     # Windows of 32 tokens have no key further back than 64.
     assert record["matched"]["local_mass"] == pytest.approx([1, 1])
     assert record["in_first_layers"] == len(record["selected"]) == 2
-    assert svg([record, {**record, "selected": [[0, 0], [0, 1], [1, 1]]}]) != svg([record])
+    assert analysis_figure([record, {**record, "selected": [[0, 0], [0, 1], [1, 1]]}]) != analysis_figure([record])
 
 
 def test_stability(run, arms):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.analyses import svg
+from experiments.analyses import analysis_figure
 from experiments.analyses.recovery import Settings, measure, tables
 from saf.errors import InputError
 from saf.records.files import write_lines
@@ -43,7 +43,7 @@ def test_the_gap_is_smoothed_and_shown_after_so_many_updates_and_at_the_end(make
     assert (after_training["share"], after_training["gap_after"], after_training["updates"]) == (1.0, None, [])
     _, table = tables(record)
     assert table.rows[0] == ("50%", "+2.02%", "+0.0600", "+0.0050")
-    assert "after 50%" in svg([record])
+    assert "after 50%" in analysis_figure([record])
 
 
 def test_runs_that_cannot_be_compared_are_named(make_run, tmp_path):

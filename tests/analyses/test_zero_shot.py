@@ -9,7 +9,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'sa
 
 import saf
 import saf.integrations.transformers
-from experiments.analyses import svg
+from experiments.analyses import analysis_figure
 from experiments.analyses.__main__ import main
 from experiments.analyses.zero_shot import Settings, measure, tables
 from saf.calibration.capture import measurable_heads
@@ -124,7 +124,7 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
     assert (arm["share"], len(arm["heads"]), found["overlap"]) == (0.25, 6, {})
     assert found["ordinary"] == record["ordinary"]
     assert "model 2, 25% frozen" in "".join(map(markdown_of, tables(to_json(found))))
-    assert "arc_easy" in svg([record])
+    assert "arc_easy" in analysis_figure([record])
 
 
 def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):

@@ -14,9 +14,9 @@ import experiments
 from experiments.__main__ import main
 from experiments.arms import ARMS, Arm
 from experiments.inputs import Inputs, smoke_inputs
+from experiments.records import CHECKS
 from experiments.run import config_of, execute, plan, train
 from experiments.scales import scale_named
-from experiments.tables import CHECKS
 from saf.errors import InputError
 
 SMOKE = scale_named("smoke")

@@ -12,7 +12,8 @@ from scipy import stats
 
 from experiments.paper import Source
 from experiments.recipe import Recipe, names, recipe, rows
-from experiments.tables import METRICS, RecipeTable, check_recipe, read_records
+from experiments.records import read_records
+from experiments.tables import METRICS, RecipeTable, check_recipe
 from saf.errors import CompareError, InputError
 from saf.evaluate.paired import delta_of_windows
 
@@ -71,7 +72,8 @@ def record(loss: float, *, updates: int = 100, seconds: float = 60.0, windows: i
 
 
 def table(records: dict, of: Recipe = RECIPE) -> RecipeTable:
-    return RecipeTable("invented", of, "small", records)
+    places = [{"experiment": {"scale": "small", "arm": arm, "seed": seed}} for arm, seed in records]
+    return RecipeTable("invented", of, "small", [r | p for r, p in zip(records.values(), places, strict=True)])
 
 
 @pytest.fixture
@@ -124,17 +126,17 @@ def test_numbers_are_taken_in_each_seed_then_averaged(records):
 
 def test_one_seed_has_the_paired_bootstrap_over_windows(records):
     one = {key: value for key, value in records.items() if key[1] == 1337}
-    value = table(one).values["cold", "delta"]
+    value = table(one).summary.loc[("cold", "delta")]
     own, other = (torch.tensor(one[arm, 1337]["window_losses"], dtype=torch.float64) for arm in ("frozen", "ordinary"))
-    assert value.error is None
-    assert value.interval == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
-    assert table(one).values["cold", "extra"].interval is None
+    assert math.isnan(value["standard_error"])
+    assert [value["low"], value["high"]] == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
+    assert math.isnan(table(one).summary.loc[("cold", "extra"), "low"])
 
 
 def test_a_recipe_may_show_intervals_over_seeds_by_t(records):
-    value = table(records, replace(RECIPE, intervals="t")).values["cold", "delta"]
-    low, high = stats.t.interval(0.95, 1, loc=value.mean, scale=value.error)
-    assert value.interval == pytest.approx((low, high), rel=1e-12)
+    value = table(records, replace(RECIPE, intervals="t")).summary.loc[("cold", "delta")]
+    expected = stats.t.interval(0.95, 1, loc=value["mean"], scale=value["standard_error"])
+    assert (value["low"], value["high"]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_one_seed_table_has_the_one_seed_that_most_rows_have(records):
@@ -142,16 +144,17 @@ def test_a_one_seed_table_has_the_one_seed_that_most_rows_have(records):
     del records["pruned", 1337]
     found = table(records, one)
     assert found.seeds == [1338]
-    assert found.values["plain", "perplexity"].by_seed == {1338: pytest.approx(math.exp(3.02))}
+    assert found.summary.loc[("plain", "perplexity"), "mean"] == pytest.approx(math.exp(3.02))
 
 
 def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
     records["frozen", 1337]["shared"] = True
-    assert table(records).values["cold", "minutes"].by_seed == {1338: 1.5}
+    times = table(records).summary.loc[("cold", "minutes")]
+    assert (times["seeds"], times["mean"]) == (1, 1.5)
     records = {key: value for key, value in records.items() if key[1] == 1337}
     records["frozen", 1337]["windows_hash"] = "other"
     with pytest.raises(CompareError, match="held-out windows"):
-        _ = table(records).values
+        _ = table(records).summary
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,7 @@ def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
 )
 def test_committed_records_give_the_published_numbers(scale, name, row, metric, text):
     found = RecipeTable(name, recipe(name), scale, read_records(ROOT / "results", scale))
-    assert found.values[row, metric].text(METRICS[metric]) == text
+    assert found.summary.loc[(row, metric), "text"] == text
 
 
 @pytest.mark.parametrize("name", names())
