@@ -5,7 +5,7 @@ Where two records measured the same point and arm on the same device, the newest
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -105,9 +105,7 @@ def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
         layers = record["settings"].get("num_layers") if record["kind"] == kind else None
         for entry in record["memory"] if record["kind"] == kind else ():
             model = str(record["settings"].get("model")) + ("" if layers is None else f", {layers} layers")
-            point, quoted = (model, entry["point"]["length"], entry["point"]["batch_size"]), None
-            if kind == "update":
-                quoted = paper.update_memory(point, entry["rate"], pruned=entry["backend"] == PRUNED)
+            quoted = _quoted(paper.MEMORY, kind, model, entry)
             model = ", ".join(filter(None, [model, unusual_settings(record)]))
             cells = {"model": model, **memory_cells(record, entry)}
             lines.append({**cells, "paper": quoted or MISSING, "in": record["name"]})
@@ -159,17 +157,21 @@ def _is_pinned(row: Record) -> bool:
 
 def _paper_speed(record: Record, row: Record) -> str | None:
     """Return the paper's number at the same shape."""
-    kind, variant, rate, pruned = record["kind"], row["variant"], row["rate"], row["backend"] == PRUNED
-    length, size = row["point"]["length"], row["point"]["batch_size"]
-    if kind == "update" and row["backend"] and not variant.endswith(f" {GRAPH}"):  # the paper replayed no update
-        together = record["provenance"].get("processes", 1) > 1
-        return paper.update_speed((row["model"], length, size), rate, pruned=pruned, together=together)
-    if kind == "prefill" and row["backend"]:
-        return paper.prefill_speed((row["model"], length, size), rate, graph=variant == GRAPH, pruned=pruned)
-    if kind == "op" and row["backend"] and row["part"] == "layer" and variant.startswith("forward"):
-        qwen = [row["layer"][name] for name in ("num_heads", "num_kv_heads", "head_dim")] == [32, 8, 128]
-        return paper.attention_speed(length, size, rate) if qwen else None
-    return None
+    kind, variant, model, layer = record["kind"], row["variant"], row.get("model", ""), row.get("layer") or {}
+    of = ""
+    if kind == "update" and not variant.endswith(f" {GRAPH}"):  # the paper replayed no update
+        of = "four GPUs" if record["provenance"].get("processes", 1) > 1 else "update"
+    elif kind == "prefill":
+        of = "graph" if variant == GRAPH else "call"
+    elif kind == "op" and row["part"] == "layer" and variant.startswith("forward"):
+        is_qwen = [layer[name] for name in ("num_heads", "num_kv_heads", "head_dim")] == [32, 8, 128]
+        of, model = "attention", "qwen3-4b" if is_qwen else ""
+    return _quoted(paper.SPEEDS, of, model, row) if row["backend"] else None
+
+
+def _quoted(numbers: Mapping[paper.Point, Mapping[float, str]], of: str, model: str, row: Record) -> str | None:
+    heads = "pruned" if row["backend"] == PRUNED else "frozen"
+    return paper.quoted(numbers, of, model, row["point"]["length"], row["point"]["batch_size"], row["rate"], heads)
 
 
 # --- other kinds
@@ -181,10 +183,10 @@ def finetuning(records: Sequence[Record]) -> Tables:
         for graphed in (False, True) if record["kind"] == "finetune" else ():
             lines = []
             for row, cells in means(record, graphed=graphed):
-                quoted = None
-                if row["model"] == "124m" and row["role"] == "frozen":
-                    quoted = paper.finetuning(row["variant"].split()[0], row["rate"])
-                lines.append({**cells, "paper": quoted or MISSING})
+                place = row["variant"].split()[0], row["rate"]
+                is_papers = row["model"] == "124m" and row["role"] == "frozen" and place in paper.FINETUNING_UPDATES
+                quoted = f"{paper.FINETUNING_UPDATES[place]['speedup']}×" if is_papers else MISSING
+                lines.append({**cells, "paper": quoted})
             if lines:
                 title = f"{record['rows'][0]['model']}, {record['settings']['task']}: mean over the orders"
                 yield title + ", passes replayed as CUDA graphs" * graphed, frame(lines, ("arm",))
@@ -263,7 +265,7 @@ def freezing(records: Sequence[Record]) -> Tables:
     whole, fits, dense = [], [], []
     for name, row in _rows(records, "calibration", "intervention"):
         model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
-        quoted = paper.intervention(model, length, row["rate"], sequences)
+        quoted = paper.INTERVENTION.get((model, length, row["rate"], sequences))
         whole.append(
             {
                 "intervention": f"{Path(model).name}, {length}x{sequences}, {100 * row['rate']:g}% of heads",

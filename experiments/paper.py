@@ -4,6 +4,7 @@
 GH200 in bfloat16 with ordinary heads on flash attention; whether models were compiled is not said.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -87,72 +88,135 @@ NUMBERED |= {f"fig:{label}": f"Figure {number}" for number, label in enumerate(F
 NUMBERED["tab:representation-details"] = NUMBERED["tab:implementation-validation"]
 """Numbers by label; two labels are of one table."""
 
-Point = tuple[str, int, int]
-"""Model, tokens of context, sequences."""
 
-_UPDATES: dict[Point, dict[float, tuple[str, str]]] = {
-    ("124m", 4096, 8): {
-        **{0.1: ("1.016×", "31.85 GiB"), 0.25: ("1.056×", "−1.96%"), 0.5: ("1.119×", "−3.04%")},
-        0.75: ("1.215×", "30.84 GiB"),
-    },
-    ("124m", 8192, 4): {0.25: ("1.030×", "−1.63%"), 0.5: ("1.101×", "−2.55%")},
-    ("124m", 16384, 2): {0.25: ("1.025×", "−0.82%"), 0.5: ("1.070×", "−1.57%")},
-    ("1b", 8192, 1): {0.25: ("1.067×", "−0.57%"), 0.5: ("1.163×", "−2.31%")},
-    ("1b", 8192, 2): {0.25: ("1.066×", "−1.83%"), 0.5: ("1.165×", "−3.99%")},
+def lines(text: str) -> list[dict[str, str]]:
+    """Return the cells of each line of a table by the names of its first line; "|" parts them, empty ones are out."""
+    names, *body = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
+    if wrong := [line for line in body if len(line) != len(names)]:
+        raise ValueError(f"a row must have the {len(names)} cells of {' | '.join(names)}, got {' | '.join(wrong[0])}")
+    return [{name: cell for name, cell in zip(names, line, strict=True) if cell} for line in body]
+
+
+# --- speed and memory
+
+Point = tuple[str, str, int, int, str]
+"""What was measured, model, tokens of context, sequences, and which heads: frozen or pruned ones."""
+
+
+def _by_point(text: str) -> dict[Point, dict[float, str]]:
+    """Return numbers by point and rate."""
+    table = {}
+    for line in lines(text):
+        what, model, length, size, heads = (line.pop(name) for name in ("of", "model", "length", "batch", "heads"))
+        table[what, model, int(length), int(size), heads] = {float(rate): cell for rate, cell in line.items()}
+    return table
+
+
+SPEEDS = _by_point("""
+    of          | model    | length | batch | heads  | 0.1     | 0.2   | 0.25             | 0.3   | 0.5              | 0.75
+    update      | 124m     | 4096   | 2     | frozen | plotted |       | plotted          |       | plotted          | plotted
+    update      | 124m     | 4096   | 4     | frozen | plotted |       | plotted          |       | plotted          | plotted
+    update      | 124m     | 4096   | 8     | frozen | 1.016×  |       | 1.056×           |       | 1.119×           | 1.215×
+    update      | 124m     | 8192   | 4     | frozen |         |       | 1.030×           |       | 1.101×           |
+    update      | 124m     | 16384  | 2     | frozen |         |       | 1.025×           |       | 1.070×           |
+    update      | 1b       | 8192   | 1     | frozen |         |       | 1.067×           |       | 1.163×           |
+    update      | 1b       | 8192   | 2     | frozen |         |       | 1.066×           |       | 1.165×           |
+    four GPUs   | 1b       | 8192   | 2     | frozen |         |       | 1.0682 ± 0.0005× |       | 1.1667 ± 0.0003× |
+    call        | 124m     | 512    | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
+    call        | 124m     | 1024   | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
+    call        | 124m     | 2048   | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
+    call        | 124m     | 4096   | 64    | frozen |         |       | 1.100×           |       | 1.229×           |
+    call        | 124m     | 8192   | 64    | frozen |         |       | 1.100×           |       | 1.221×           |
+    call        | 124m     | 16384  | 64    | frozen |         |       | 1.092×           |       | 1.200×           |
+    call        | 124m     | 4096   | 32    | frozen |         |       | 1.0847 ± 0.0024× |       | plotted          |
+    call        | 124m     | 4096   | 32    | pruned |         |       | 1.1636 ± 0.0012× |       |                  |
+    call        | 124m     | 4096   | 16    | frozen |         |       | plotted          |       | plotted          |
+    call        | 124m     | 4096   | 8     | frozen |         |       | plotted          |       | plotted          |
+    call        | 124m     | 4096   | 4     | frozen |         |       | plotted          |       | plotted          |
+    call        | 124m     | 4096   | 2     | frozen |         |       | plotted          |       | plotted          |
+    call        | 124m     | 4096   | 1     | frozen |         |       | 0.969×           |       | 0.972×           |
+    call        | 124m     | 16384  | 1     | frozen |         |       | 1.08×            |       |                  |
+    call        | 774m     | 8192   | 1     | frozen |         |       | 1.07×            |       |                  |
+    call        | 774m     | 16384  | 1     | frozen |         |       | 1.08×            |       |                  |
+    graph       | 124m     | 4096   | 1     | frozen |         |       | 1.113×           |       | 1.220×           | 1.377×
+    call        | qwen3-4b | 2048   | 4     | frozen | 1.011×  | 1.028×|                  | 1.068×| 1.135×           | 1.225×
+    call        | qwen3-4b | 4096   | 4     | frozen | 1.027×  | 1.057×|                  | 1.097×| 1.156×           | 1.246×
+    call        | qwen3-4b | 8192   | 4     | frozen | 1.042×  | 1.072×|                  | 1.115×| 1.184×           | 1.250×
+    call        | qwen3-4b | 2048   | 8     | frozen | 1.015×  | 1.042×|                  | 1.079×| 1.148×           | 1.231×
+    call        | qwen3-4b | 4096   | 8     | frozen | 1.029×  | 1.061×|                  | 1.080×| 1.156×           | 1.252×
+    call        | qwen3-4b | 8192   | 8     | frozen | 1.040×  | 1.071×|                  | 1.110×| 1.178×           | 1.272×
+    attention   | qwen3-4b | 2048   | 4     | frozen | 1.16×   | 1.18× |                  | 1.21× | 1.29×            | 1.38×
+    attention   | qwen3-4b | 4096   | 4     | frozen | 1.16×   | 1.19× |                  | 1.23× | 1.28×            | 1.38×
+    attention   | qwen3-4b | 8192   | 4     | frozen | 1.15×   | 1.19× |                  | 1.23× | 1.30×            | 1.37×
+    attention   | qwen3-4b | 2048   | 8     | frozen | 1.15×   | 1.17× |                  | 1.21× | 1.28×            | 1.37×
+    attention   | qwen3-4b | 4096   | 8     | frozen | 1.15×   | 1.19× |                  | 1.18× | 1.27×            | 1.37×
+    attention   | qwen3-4b | 8192   | 8     | frozen | 1.15×   | 1.18× |                  | 1.22× | 1.30×            | 1.40×
+""")  # noqa: E501
+"""Speedups of updates, whatever their number of micro-batches, of prompts called or replayed, of attention alone."""
+MEMORY = _by_point("""
+    of     | model | length | batch | heads  | 0         | 0.1       | 0.25   | 0.5    | 0.75
+    update | 124m  | 4096   | 8     | frozen | 32.21 GiB | 31.85 GiB | −1.96% | −3.04% | 30.84 GiB
+    update | 124m  | 8192   | 4     | frozen |           |           | −1.63% | −2.55% |
+    update | 124m  | 16384  | 2     | frozen |           |           | −0.82% | −1.57% |
+    update | 124m  | 4096   | 20    | frozen |           |           | −2.15% | −3.34% |
+    update | 124m  | 4096   | 20    | pruned |           |           | −2.19% | −4.22% |
+    update | 124m  | 8192   | 10    | frozen |           |           | −2.24% | −3.27% |
+    update | 124m  | 8192   | 10    | pruned |           |           | −2.88% | −4.95% |
+    update | 124m  | 16384  | 5     | frozen |           |           | −1.76% | −2.82% |
+    update | 124m  | 16384  | 5     | pruned |           |           | −5.08% | −7.64% |
+    update | 1b    | 8192   | 1     | frozen |           |           | −0.57% | −2.31% |
+    update | 1b    | 8192   | 2     | frozen |           |           | −1.83% | −3.99% |
+""")
+"""Peak memory of an update: its change against ordinary attention, or the peak itself."""
+TIMES = _by_point("""
+    of     | model | length | batch | heads  | 0.25            | 0.5
+    update | 124m  | 4096   | 20    | frozen | 2172.80/2057.35 | 2173.12/1929.10
+    update | 124m  | 4096   | 20    | pruned | 2172.80/1923.26 | 2173.12/1678.24
+    update | 124m  | 8192   | 10    | frozen | 2651.80/2573.68 | 2652.83/2408.64
+    update | 124m  | 8192   | 10    | pruned | 2651.80/2307.18 | 2652.83/1933.85
+    update | 124m  | 16384  | 5     | frozen | 3714.63/3621.11 | 3716.74/3419.69
+    update | 124m  | 16384  | 5     | pruned | 3714.63/3083.03 | 3716.74/2472.20
+""")
+"""Milliseconds of ordinary updates and of updates with fewer heads, at the largest batches."""
+for _point, _rates in TIMES.items():
+    _pairs = {rate: map(float, text.split("/")) for rate, text in _rates.items()}
+    SPEEDS[_point] = {rate: f"{ordinary / edited:.3f}×" for rate, (ordinary, edited) in _pairs.items()}
+
+
+def quoted(
+    numbers: Mapping[Point, Mapping[float, str]], of: str, model: str, length: int, batch: int, rate: float, heads: str
+) -> str | None:
+    """Return a number of the paper at a point and rate, from SPEEDS, MEMORY or TIMES."""
+    return numbers.get((of, model, length, batch, heads), {}).get(rate)
+
+
+FINETUNING_UPDATES = {
+    (line["task"], float(line["rate"])): line
+    for line in lines("""
+        task    | rate | ordinary      | update        | speedup       | memory
+        sst2    | 0.25 | 50.11 ± 0.61  | 58.22 ± 9.58  | 0.901 ± 0.122 | −3.65
+        sst2    | 0.5  | 50.11 ± 0.61  | 56.70 ± 9.43  | 0.925 ± 0.123 | −5.95
+        boolq   | 0.25 | 67.36 ± 0.51  | 70.91 ± 7.25  | 0.967 ± 0.083 | −4.63
+        boolq   | 0.5  | 67.36 ± 0.51  | 69.35 ± 7.61  | 0.992 ± 0.093 | −7.19
+        quality | 0.25 | 578.72 ± 2.16 | 552.90 ± 0.90 | 1.047 ± 0.005 | −2.12
+        quality | 0.5  | 578.72 ± 2.16 | 517.88 ± 3.71 | 1.118 ± 0.010 | −3.92
+    """)
 }
-"""Speedup of an update, and its peak memory or the change of that."""
-_SHARED_UPDATES = {("1b", 8192, 2): {0.25: "1.0682 ± 0.0005×", 0.5: "1.1667 ± 0.0003×"}}
-"""Of four GPUs together."""
-ORDINARY_PEAK = {("124m", 4096, 8): "32.21 GiB"}
-NATIVE_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
-    ("124m", 4096, 20): {0.25: (2172.80, 2057.35, "−2.15%"), 0.5: (2173.12, 1929.10, "−3.34%")},
-    ("124m", 8192, 10): {0.25: (2651.80, 2573.68, "−2.24%"), 0.5: (2652.83, 2408.64, "−3.27%")},
-    ("124m", 16384, 5): {0.25: (3714.63, 3621.11, "−1.76%"), 0.5: (3716.74, 3419.69, "−2.82%")},
-}
-PRUNED_TIMES: dict[Point, dict[float, tuple[float, float, str]]] = {
-    ("124m", 4096, 20): {0.25: (2172.80, 1923.26, "−2.19%"), 0.5: (2173.12, 1678.24, "−4.22%")},
-    ("124m", 8192, 10): {0.25: (2651.80, 2307.18, "−2.88%"), 0.5: (2652.83, 1933.85, "−4.95%")},
-    ("124m", 16384, 5): {0.25: (3714.63, 3083.03, "−5.08%"), 0.5: (3716.74, 2472.20, "−7.64%")},
-}
-"""Of ordinary and of pruned models of the same heads, ms, and the change of peak memory."""
-_PRUNED_PREFILL = {("124m", 4096, 32): {0.25: "1.1636 ± 0.0012×"}}
-_PREFILL: dict[Point, dict[float, str]] = {
-    ("124m", 4096, 64): {0.25: "1.100×", 0.5: "1.229×"},
-    ("124m", 8192, 64): {0.25: "1.100×", 0.5: "1.221×"},
-    ("124m", 16384, 64): {0.25: "1.092×", 0.5: "1.200×"},
-    ("124m", 4096, 32): {0.25: "1.0847 ± 0.0024×"},
-    ("124m", 4096, 1): {0.25: "0.969×", 0.5: "0.972×"},
-    ("124m", 16384, 1): {0.25: "1.08×"},
-    ("774m", 8192, 1): {0.25: "1.07×"},
-    ("774m", 16384, 1): {0.25: "1.08×"},
-}
-_GRAPHS = {("124m", 4096, 1): {0.25: "1.113×", 0.5: "1.220×", 0.75: "1.377×"}}
-_ALL_LENGTHS = {0.25: "1.092 to 1.116×", 0.5: "1.200 to 1.244×"}
-_QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
-_QWEN: dict[tuple[int, int], tuple[str, ...]] = {
-    (2048, 4): ("1.16", "1.18", "1.21", "1.29", "1.38"),
-    (4096, 4): ("1.16", "1.19", "1.23", "1.28", "1.38"),
-    (8192, 4): ("1.15", "1.19", "1.23", "1.30", "1.37"),
-    (2048, 8): ("1.15", "1.17", "1.21", "1.28", "1.37"),
-    (4096, 8): ("1.15", "1.19", "1.18", "1.27", "1.37"),
-    (8192, 8): ("1.15", "1.18", "1.22", "1.30", "1.40"),
-}
-"""Of attention alone."""
-_QWEN_WHOLE: dict[tuple[int, int], tuple[str, ...]] = {
-    (2048, 4): ("1.011", "1.028", "1.068", "1.135", "1.225"),
-    (4096, 4): ("1.027", "1.057", "1.097", "1.156", "1.246"),
-    (8192, 4): ("1.042", "1.072", "1.115", "1.184", "1.250"),
-    (2048, 8): ("1.015", "1.042", "1.079", "1.148", "1.231"),
-    (4096, 8): ("1.029", "1.061", "1.080", "1.156", "1.252"),
-    (8192, 8): ("1.040", "1.071", "1.110", "1.178", "1.272"),
-}
+"""Milliseconds of an update, ordinary and with frozen heads, their ratio, and the change of peak memory, %."""
 INTERVENTION = {
-    ("124m", 4096, 0.25): {"statistics": "51.56 ± 5.96", "fit": "3.20 ± 0.16", "total": "54.86 ± 6.04"},
-    ("124m", 4096, 0.5): {"statistics": "40.89 ± 1.11", "fit": "5.24 ± 0.09", "total": "46.30 ± 1.22"},
-    ("1b", 8192, 0.25): {"statistics": "1422.37", "fit": "39.56", "total": "1464.41"},
-    ("1b", 8192, 0.5): {"statistics": "1313.35", "fit": "76.28", "total": "1392.64"},
+    (line["model"], int(line["length"]), float(line["rate"]), int(line["sequences"])): line["total"]
+    for line in lines("""
+        model | length | rate | sequences | total
+        124m  | 4096   | 0.25 | 32        | 54.86 ± 6.04 s
+        124m  | 4096   | 0.5  | 32        | 46.30 ± 1.22 s
+        1b    | 8192   | 0.25 | 16        | 1464.41 s
+        1b    | 8192   | 0.5  | 16        | 1392.64 s
+    """)
 }
-_SEQUENCES = {"124m": 32, "1b": 16}
+"""Seconds of freezing by model, tokens of context, rate and calibration sequences."""
+
+# --- analyses and errors
+
 GRADIENT_ERRORS = {
     "output": ("1.19e-7", "1.86e-7", "3.91e-3", "2.80e-3"),
     "input": ("3.58e-7", "2.51e-7", "7.81e-3", "3.68e-3"),
@@ -207,77 +271,6 @@ GEOMETRY_CORRELATIONS = {
     "hellinger": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
     "total_variation": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
 }
-
-
-_FINETUNING = {
-    ("sst2", 0.25): "0.901 ± 0.122×",
-    ("sst2", 0.5): "0.925 ± 0.123×",
-    ("boolq", 0.25): "0.967 ± 0.083×",
-    ("boolq", 0.5): "0.992 ± 0.093×",
-    ("quality", 0.25): "1.047 ± 0.005×",
-    ("quality", 0.5): "1.118 ± 0.010×",
-}
-
-
-def update_speed(point: Point, rate: float, *, pruned: bool = False, together: bool = False) -> str | None:
-    """Return the paper's speedup of an optimiser update, whatever its number of micro-batches.
-
-    `together` is that of several GPUs that share it, of which the paper has four.
-    """
-    if together:
-        return None if pruned else _SHARED_UPDATES.get(point, {}).get(rate)
-    if not pruned and rate in _UPDATES.get(point, {}):
-        return _UPDATES[point][rate][0]
-    if (times := (PRUNED_TIMES if pruned else NATIVE_TIMES).get(point, {}).get(rate)) is not None:
-        return f"{times[0] / times[1]:.3f}×"
-    return "plotted" if not pruned and point in (("124m", 4096, 2), ("124m", 4096, 4)) else None
-
-
-def update_memory(point: Point, rate: float, *, pruned: bool = False) -> str | None:
-    """Return the paper's peak memory of an update: its change against ordinary attention, or the peak itself."""
-    if rate == 0 and not pruned:
-        return ORDINARY_PEAK.get(point)
-    if not pruned and rate in _UPDATES.get(point, {}):
-        return _UPDATES[point][rate][1]
-    times = (PRUNED_TIMES if pruned else NATIVE_TIMES).get(point, {}).get(rate)
-    return None if times is None else times[2]
-
-
-def finetuning(task: str, rate: float) -> str | None:
-    """Return the paper's speedup of an update of finetuning."""
-    return _FINETUNING.get((task, rate))
-
-
-def intervention(model: str, length: int, rate: float, sequences: int) -> str | None:
-    """Return the paper's seconds of freezing on as many sequences."""
-    measured = INTERVENTION.get((model, length, rate))
-    return None if measured is None or sequences != _SEQUENCES[model] else f"{measured['total']} s"
-
-
-def prefill_speed(point: Point, rate: float, *, graph: bool = False, pruned: bool = False) -> str | None:
-    """Return the paper's speedup of prefill, called, or replayed as a CUDA graph."""
-    if pruned:
-        return None if graph else _PRUNED_PREFILL.get(point, {}).get(rate)
-    model, length, sequences = point
-    if model == "qwen3-4b":
-        return None if graph else _qwen(_QWEN_WHOLE, length, sequences, rate)
-    if graph:
-        return _GRAPHS.get(point, {}).get(rate)
-    if (quoted := _PREFILL.get(point, {}).get(rate)) is not None or model != "124m":
-        return quoted
-    if sequences == 64 and 512 <= length <= 16384:
-        return _ALL_LENGTHS.get(rate)
-    return "plotted" if length == 4096 and 2 <= sequences <= 64 and rate in _ALL_LENGTHS else None
-
-
-def attention_speed(length: int, sequences: int, rate: float) -> str | None:
-    """Return the paper's speedup of Qwen3-4B's attention alone, forward."""
-    return _qwen(_QWEN, length, sequences, rate)
-
-
-def _qwen(numbers: dict[tuple[int, int], tuple[str, ...]], length: int, sequences: int, rate: float) -> str | None:
-    row = numbers.get((length, sequences))
-    return f"{row[_QWEN_RATES.index(rate)]}×" if row and rate in _QWEN_RATES else None
 
 
 def notes(source: Source) -> list[str]:

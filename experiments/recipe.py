@@ -14,7 +14,7 @@ from typing import Any, Literal
 from experiments import recipes
 from experiments.arms import ARMS
 from experiments.measurements import Measurement
-from experiments.paper import NUMBERED, Source
+from experiments.paper import NUMBERED, Source, lines
 from saf.errors import InputError, did_you_mean
 
 COLUMNS = ("arm", "label", "reference", "against")
@@ -51,22 +51,12 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     paper's numbers. `more` are further columns of the same rows; `shared` are fields of every row.
     """
     table = []
-    for cells in _joined_lines(text, *more):
+    for parts in zip(*map(lines, (text, *more)), strict=True):
+        cells = {name: cell for part in parts for name, cell in part.items()}
         own = {name: cells.pop(name) for name in COLUMNS if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
         table.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
     return tuple(table)
-
-
-def _joined_lines(*texts: str) -> list[dict[str, str]]:
-    """Return the cells of each line by the names of its table's head, tables side by side."""
-    tables = []
-    for text in texts:
-        head, *lines = ([cell.strip() for cell in line.split("|")] for line in text.strip().splitlines())
-        if wrong := [line for line in lines if len(line) != len(head)]:
-            raise InputError(f"a row must have the {len(head)} cells of {' | '.join(head)}, got {' | '.join(wrong[0])}")
-        tables.append([{name: cell for name, cell in zip(head, line, strict=True) if cell} for line in lines])
-    return [{name: cell for part in parts for name, cell in part.items()} for parts in zip(*tables, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
-from experiments.paper import FINETUNING, Source
+from experiments.paper import FINETUNING, FINETUNING_UPDATES, Source
 from experiments.recipe import Figure, Recipe, Row, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
@@ -11,47 +11,36 @@ TITLES = {"sst2": "SST-2", "boolq": "BoolQ", "quality": "QuALITY"}
 
 # --- questions
 
-_RATES = {"mean-25": 0.25, "mean-50": 0.5}
+_RATES = (0.25, 0.5)
 _ORDERS = (1337, 1338, 1339)
 """Seeds of the orders of examples that updates are timed in."""
-# Of the timed orders: milliseconds of an update, speedup, change of peak memory.
-_UPDATES = {
-    ("sst2", "mean-25"): ("58.22 ± 9.58", "0.901 ± 0.122", "−3.65"),
-    ("sst2", "mean-50"): ("56.70 ± 9.43", "0.925 ± 0.123", "−5.95"),
-    ("boolq", "mean-25"): ("70.91 ± 7.25", "0.967 ± 0.083", "−4.63"),
-    ("boolq", "mean-50"): ("69.35 ± 7.61", "0.992 ± 0.093", "−7.19"),
-    ("quality", "mean-25"): ("552.90 ± 0.90", "1.047 ± 0.005", "−2.12"),
-    ("quality", "mean-50"): ("517.88 ± 3.71", "1.118 ± 0.010", "−3.92"),
-}
-_ORDINARY_UPDATES = {"sst2": "50.11 ± 0.61", "boolq": "67.36 ± 0.51", "quality": "578.72 ± 2.16"}
 
 
-def _timed_numbers(task: str, model: str, rate: float) -> list[Number]:
-    milliseconds, speed, peak = _UPDATES[task, model]
-    place = {"backend": "toeplitz", "variant": frozenset(f"{task} order-{seed}" for seed in _ORDERS)}
-    entry, title = {**place, "rate": rate, "refused": False}, f"{TITLES[task]}, {rate:.0%}"
-    columns = [("ratio", "speedup", speed, 3), ("arm_ms", "update, ms", milliseconds, 2)]
-    if model == "mean-25":
-        columns.append(("baseline_ms", "ordinary update, ms", _ORDINARY_UPDATES[task], 2))
+def _timed_numbers(task: str, rate: float) -> list[Number]:
+    entry = {"backend": "toeplitz", "variant": frozenset(f"{task} order-{seed}" for seed in _ORDERS), "rate": rate}
+    papers, title = FINETUNING_UPDATES[task, rate], f"{TITLES[task]}, {rate:.0%}"
+    columns = [("ratio", "speedup", "speedup", 3), ("arm_ms", "update, ms", "update", 2)]
+    if rate == 0.25:
+        columns.append(("baseline_ms", "ordinary update, ms", "ordinary", 2))
     path = ("memory", {"backend": "toeplitz", "rate": rate}, "change_percent")
     return [
         *(
-            Number(title=f"{title}, {words}", path=("rows", entry, name), paper=paper, places=places, of="mean")
-            for name, words, paper, places in columns
+            Number(f"{title}, {words}", ("rows", {**entry, "refused": False}, name), papers[key], places, of="mean")
+            for name, words, key, places in columns
         ),
-        Number(title=f"{title}, peak, %", path=path, paper=peak, places=2, signed=True),
+        Number(f"{title}, peak, %", path, papers["memory"], 2, signed=True),
     ]
 
 
 def _updates(task: str) -> Measurement:
-    """Return updates as they are timed apart from runs: on the task's own examples, each order by itself."""
+    """Time updates on the task's own examples, outside of runs, each order by itself."""
     _, k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",
         does="benchmarks.finetuning",
         settings={
             **{"task": task, "data": file_of(task, "train"), "test": file_of(task, "test"), "tokenizer": DATA},
-            **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": tuple(_RATES.values())},
+            **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": _RATES},
             **{"orders": _ORDERS, "others": (), "memory": True, "pairs": 6},
         },
         scaled={
@@ -61,7 +50,7 @@ def _updates(task: str) -> Measurement:
                 **{"warmup": 1, "repeats": 1, "tolerance": 10.0, "profile": False, "memory": False, "free": False},
             },
         },
-        numbers=tuple(number for model, rate in _RATES.items() for number in _timed_numbers(task, model, rate)),
+        numbers=tuple(number for rate in _RATES for number in _timed_numbers(task, rate)),
         label=FINETUNING.label,
         smoke=task == "sst2",
     )
