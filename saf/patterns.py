@@ -92,7 +92,7 @@ class _FixedPattern(Pattern):
     def _tensors(self) -> dict[str, Tensor]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "length"}  # type: ignore
 
-    def _map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> Self:
         """Return the pattern of changed tensors: `function(name, tensor)`."""
         return replace(self, **{name: function(name, each) for name, each in self._tensors().items()})  # type: ignore
 
@@ -103,7 +103,7 @@ class _FixedPattern(Pattern):
         if len(shapes) != 1:
             got = sorted({f"{list(one.shape)} over {one.length}" for one in patterns})
             raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {got}")
-        return patterns[0]._map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
+        return patterns[0].map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
 
     @property
     def shape(self) -> torch.Size:
@@ -122,12 +122,12 @@ class _FixedPattern(Pattern):
                 raise InputError(f"index must select among the leading dimensions {leading}; got {shown(index)}")
             return result
 
-        return self._map(pick)
+        return self.map(pick)
 
     def singles(self) -> list[Self]:
         if len(self.shape) > 1:
             raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
-        return [self[head]._map(lambda _, x: x.clone()) for head in range(len(self))] if self.shape else [self]
+        return [self[head].map(lambda _, x: x.clone()) for head in range(len(self))] if self.shape else [self]
 
     def __repr__(self) -> str:
         first = next(iter(self._tensors().values()))
@@ -194,7 +194,7 @@ class CompactPattern(_FixedPattern):
 
     def prefix(self, length: int) -> "CompactPattern":
         self._check_prefix(length)  # normalisers of the first rows stay as they are
-        return self._map(lambda _, tensor: tensor[..., :length])
+        return self.map(lambda _, tensor: tensor[..., :length])
 
     def logits(self) -> tuple[Tensor, Tensor]:
         return self.alpha, self.rho
@@ -374,7 +374,7 @@ class ExponentialPattern(_FixedPattern):
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "ExponentialPattern":
         """Move, or convert to `dtype`; not poles, since a rounded frequency drifts with distance."""
         poles = ("damping", "frequency", "trend_damping")
-        return self._map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
+        return self.map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
 
     def prefix(self, length: int) -> "ExponentialPattern":
         self._check_prefix(length)

@@ -1,4 +1,4 @@
-"""Fit exponential patterns: a free band and a sum of damped cosines, by maximum likelihood, many heads at once.
+"""Fit exponential patterns, Eq. (S.31): a free band and a sum of damped cosines, by maximum likelihood, batched.
 
 A compact fit comes first. Poles are chosen greedily for it, and then fixed. Band, amplitudes and key logits minimise
 the cross-entropy of Eq. (4), with a penalty on cancellation among poles, which would lose low-precision digits.
@@ -7,14 +7,14 @@ the cross-entropy of Eq. (4), with a penalty on cancellation among poles, which 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d, pad
 
 from saf.errors import InputError
-from saf.fit.objective import check_targets, fit_loss
-from saf.fit.proportional import fit_proportional
+from saf.fit.fitters import check_targets, fit_loss, fit_proportional
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02
@@ -36,7 +36,7 @@ _DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)  # of the poles tried, a
 _LONGEST_PERIOD = 2.5  # radians over T; the decays represent lower frequencies
 _CANCELLATION = 1e-3  # nats per row and unit of mean cancellation: a group lasso over amplitudes
 _PSEUDO = 0.1  # weight a distance of the prior that g equals its smoothed form: g stays positive
-_RIDGE, _GREEDY_RIDGE = 1e-4, 1e-5
+_RIDGE, _GREEDY_RIDGE, _TREND_RIDGE = 1e-4, 1e-5, 1e-6
 _SMOOTH = 32  # distances on either side that the smoothed g averages over
 _STEPS, _TOLERANCE = 200, 1e-5  # evaluations; nats per row that the last ten steps gain together
 _HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # entries of the largest array: a CPU's cache, a tenth of a GPU's memory
@@ -72,9 +72,9 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
-    fits = _fit(compact, *targets, band=band, pairs=pairs, short=False)
-    stacked = ExponentialPattern.stack([cast(ExponentialPattern, full.pattern) for full, _ in fits])
-    return stacked.to(device=eta_abs.device)._map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
+    patterns: list[Any] = [full.pattern for full, _ in _fit(compact, *targets, band=band, pairs=pairs, short=False)]
+    stacked = ExponentialPattern.stack(patterns).to(device=eta_abs.device)
+    return stacked.map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
 
 
 def fit_exponential_heads(
@@ -111,8 +111,6 @@ def fit_exponential_heads(
                 best[head] = fit
             missed += [] if passed else [head]
         pending = missed
-        if not pending:
-            break
     for head in pending:
         best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
@@ -121,15 +119,22 @@ def fit_exponential_heads(
 def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
 ) -> list[tuple[ExponentialFit, ExponentialFit]]:
-    """Choose poles, optimise, and measure each result without the fit's own approximations.
+    """Return each head's fit with every key free, and in the short form, twice the first where that is not tried.
 
-    Returns each head's fit with every key free, and in the short form; both are the same where that is not tried.
+    As many heads at a time as fit into memory.
     """
     size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
-    if len(compact) > size:  # group by group, as many heads as fit into memory
-        groups = [slice(first, first + size) for first in range(0, len(compact), size)]
-        options = {"band": band, "pairs": pairs, "short": short}
-        return [fits for some in groups for fits in _fit(compact[some], eta_abs[some], eta_rel[some], **options)]
+    fits = []
+    for first in range(0, len(compact), size):
+        some = slice(first, first + size)
+        fits += _fit_group(compact[some], eta_abs[some], eta_rel[some], band, pairs, short)
+    return fits
+
+
+def _fit_group(
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, pairs: int, short: bool
+) -> list[tuple[ExponentialFit, ExponentialFit]]:
+    """Choose poles, optimise, and measure each result without the fit's own approximations."""
     length = compact.length
     if length <= band:
         none = compact.rho[:, :0]
@@ -139,14 +144,14 @@ def _fit(
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
     mass = _sums(torch.stack([compact.alpha, compact.rho]))[1][1]
     poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
-    model = _Model(compact, eta_abs, eta_rel, band, poles)
     tolerance = _TOLERANCE * length
-    point = minimize(model, model.start(), tolerance=tolerance)
-    full = model.measure(point, compact)
+    objective = _Objective(compact, eta_abs, eta_rel, band, poles)
+    point = minimize(objective, objective.start(), tolerance=tolerance)
+    full = objective.measure(point, compact)
     if not short or length <= 4 * SINKS:
         return list(zip(full, full, strict=True))
-    fewer = _Model(compact, eta_abs, eta_rel, band, poles, short=True)
-    point = minimize(fewer, fewer.start_from(model, point), tolerance=tolerance)
+    fewer = _Objective(compact, eta_abs, eta_rel, band, poles, short=True)
+    point = minimize(fewer, fewer.start_from(objective, point), tolerance=tolerance)
     return list(zip(full, fewer.measure(point, compact), strict=True))
 
 
@@ -161,6 +166,15 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length].clamp(min=1e-300)
     seen = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
     return rows, seen.flip(0) * factors
+
+
+def _with_ridge(gram: Tensor, share: float) -> Tensor:
+    """Add a share of the trace to the diagonal of matrices `[N, n, n]`."""
+    ridge = share * gram.diagonal(dim1=1, dim2=2).sum(-1)
+    return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+
+
+# --- poles
 
 
 def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
@@ -210,51 +224,29 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
     return damping, frequency
 
 
-class _Model:
-    """The objective of one group of heads, in coordinates in which its curvature is near one.
+# --- the objective
 
-    Coordinates `[N, n]`: key logits, band, amplitudes. Key logits are all free or, in the short form, those of the
-    first SINKS keys, the amplitudes of TRENDS and a constant.
+
+class _Far:
+    """The weights g of distances beyond the band: amplitudes `[N, 2P]` of fixed poles, and what keeps g positive.
+
+    Amplitudes are in units of `unit`, which makes the weights g about one where attention mass lies.
     """
 
-    def __init__(
-        self, compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, poles: tuple[Tensor, Tensor],
-        *, short: bool = False,
-    ):  # fmt: skip
-        self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
-        self.poles = DampedCosines(*poles, compact.length - band)
-        self.free_keys = keys = SINKS if short else compact.length
-        at = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
-        decays = torch.tensor([*TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
-        self.trends = (-at / decays[:, None]).exp()
-        later = compact.alpha[:, keys:]  # of no key where all are free
-        trend = _closest(self.trends, later, eta_abs[:, keys:]) if short else later
-        self._set_amplitudes(torch.cat([compact.alpha[:, :keys], trend @ self.trends], -1), compact.rho)
-        self.sizes = [keys, len(decays), band, self.first.shape[-1]]
-        trend_scale = (eta_abs[:, keys:] @ self.trends.square().mT).rsqrt()
-        band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
-        ones, zeros = torch.ones_like(self.first), torch.zeros_like(self.first)
-        self.scale = torch.cat([eta_abs[:, :keys].rsqrt(), trend_scale, band_scale, ones], -1)
-        self.origin = torch.cat([compact.alpha[:, :keys], trend, compact.rho[:, :band], zeros], -1)
-        logits = torch.stack([compact.alpha, compact.rho])
-        self.least = self._loss(logits, _sums(logits)[0])
-
-    def _set_amplitudes(self, alpha: Tensor, rho: Tensor) -> None:
-        """Set the scale of g, the floors for positive g, and the coordinates of amplitudes."""
-        band, poles = self.band, self.poles
-        mass = _sums(torch.stack([alpha, rho]))[1][1, :, band:]
-        weights = rho[:, band:].exp()
+    def __init__(self, mass: Tensor, weights: Tensor, poles: DampedCosines):
+        """Take the diagonal sums and the weights g of the compact fit, `[N, n]`."""
+        self.poles = poles
         self.unit = mass.sum(-1, keepdim=True) / (mass / weights).sum(-1, keepdim=True)
         weights = weights / self.unit
         ones = weights.new_ones(1, 1, 2 * _SMOOTH + 1)
         total, number = (
-            torch.nn.functional.conv1d(x[:, None], ones, padding=_SMOOTH).squeeze(1)
-            for x in (weights.log(), torch.ones_like(weights))
+            conv1d(x[:, None], ones, padding=_SMOOTH).squeeze(1) for x in (weights.log(), torch.ones_like(weights))
         )
         self.smooth = (total / number).exp()
         self.floor = 0.15 * self.smooth
         self.log_smooth, self.log_floor = ((x * self.unit).log() for x in (self.smooth, self.floor))
 
+        # Least squares relative to g, weighted by attention mass; `whiten` makes its Hessian the identity.
         relative = mass.sqrt() / weights
         atoms = poles.atoms() * relative[..., None]
         gram, right = atoms.mT @ atoms, (atoms.mT @ mass.sqrt()[..., None]).squeeze(-1)
@@ -262,103 +254,23 @@ class _Model:
         self.decays = _two_decays(gram[:, :_DECAYS, :_DECAYS], right[:, :_DECAYS], gram.shape[-1])
         factor = torch.linalg.cholesky(gram)
         self.whiten = torch.linalg.inv(factor).mT
-        first = torch.cholesky_solve(right[..., None], factor).squeeze(-1)
-        first = self._positive(first, 0.25)
-        self.first = (factor.mT @ first[..., None]).squeeze(-1)
+        closest = self.positive(torch.cholesky_solve(right[..., None], factor).squeeze(-1), 0.25)
+        self.closest = (factor.mT @ closest[..., None]).squeeze(-1)  # in whitened coordinates
         envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
-        self.cost = sizes / mass.sum(-1, keepdim=True)
-        self.penalty = self.length * _CANCELLATION * self.cost
+        self.cost = sizes / mass.sum(-1, keepdim=True)  # of a pole's amplitude, in mean cancellation
 
-    def _loss(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Return the cross-entropy, in nats over all rows."""
-        return rows.log().sum(-1) - (self.eta * logits).sum((0, -1))
+    def amplitudes(self, inner: Tensor) -> Tensor:
+        """Return the amplitudes at whitened coordinates."""
+        return (self.whiten @ inner[..., None]).squeeze(-1)
 
-    def _positive(self, amplitudes: Tensor, share: float) -> Tensor:
+    def positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
         weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
         least = share * torch.minimum(self.smooth, decays)
         step = torch.where(weights < least, (least - weights) / (decays - weights).clamp(min=1e-300), 0.0)
         step = step.amax(-1, keepdim=True).clamp(max=1.0)
         return (1 - step) * amplitudes + step * self.decays
-
-    def start(self) -> Tensor:
-        """Return the coordinates of the compact fit with least-squares amplitudes."""
-        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:3])]), self.first], -1)
-
-    def start_from(self, other: "_Model", point: Tensor) -> Tensor:
-        """Return the coordinates of another model's band and amplitudes, with key logits in the short form."""
-        keys, trends, _, _ = self.sizes
-        band = point.split(other.sizes, -1)[2]
-        scaled = other.unpack(point)[2] * (other.unit / self.unit)
-        inner = torch.linalg.solve_triangular(self.whiten, scaled[..., None], upper=True).squeeze(-1)
-        return torch.cat([torch.zeros_like(self.scale[:, : keys + trends]), band, inner], -1)
-
-    def unpack(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits of keys, or of the first keys and the trends; logits of the band; and amplitudes `[N, 2P]`."""
-        keys, trends, _, _ = self.sizes
-        logits, band, inner = torch.addcmul(self.origin, point, self.scale).split([keys + trends, *self.sizes[2:]], -1)
-        return logits, band, (self.whiten @ inner[..., None]).squeeze(-1)
-
-    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""
-        keys, band, amplitudes = self.unpack(point)
-        alpha = torch.cat([keys[:, : self.free_keys], keys[:, self.free_keys :] @ self.trends], -1)
-        share = self.poles.sum(amplitudes) / self.floor
-        # Below the floor the logarithm goes on as a straight line: a step may pass through negative weights.
-        above = share.clamp(min=1.0)
-        far = above.log() + (share - 1).clamp(max=0.0) + self.log_floor
-        logits = torch.stack([alpha, torch.cat([band, far], -1)])
-        rows, sums = _sums(logits)
-        excess = far - self.log_smooth
-        surplus = excess.expm1()
-        pairs = amplitudes.unflatten(-1, (2, -1))
-        size = (pairs.square().sum(1) + 1e-6).sqrt()
-        value = self._loss(logits, rows) - self.least
-        value = value + _PSEUDO * (surplus - excess).sum(-1) + (self.penalty * size).sum(-1)
-
-        by_key, by_distance = sums - self.eta
-        by_far = (by_distance[:, self.band :] + _PSEUDO * surplus) / (above * self.floor)
-        shrinking = ((self.penalty / size)[:, None] * pairs).flatten(1)
-        inner = (self.whiten.mT @ (self.poles.transposed(by_far) + shrinking)[..., None]).squeeze(-1)
-        trend = by_key[:, self.free_keys :] @ self.trends.mT
-        parts = [by_key[:, : self.free_keys], trend, by_distance[:, : self.band], inner]
-        return value, torch.cat(parts, -1) * self.scale
-
-    def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
-        """Return the patterns at a point, each compared with its compact fit."""
-        keys, band, amplitudes = self.unpack(point)
-        amplitudes = self._positive(amplitudes, 0.05)
-        cosine, sine = amplitudes.chunk(2, -1)
-        cancellation = (self.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
-        trend, damping = keys[:, :0], keys[:, :0]
-        if self.free_keys < self.length:
-            keys, trend, constant = keys.split([SINKS, len(TRENDS), 1], -1)
-            keys = keys - constant  # the gauge in which alpha ends at 0
-            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
-        poles = self.poles.damping, self.poles.frequency, cosine * self.unit, sine * self.unit
-        pattern = ExponentialPattern(keys, band, *poles, self.length, trend, damping)
-        executed = pattern.to_compact()
-        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
-        numbers = torch.stack([loss - least, cancellation], 1).tolist()
-        # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
-        return [
-            ExponentialFit(single, extra, cancelled, self.poles.damping.shape[-1], self.free_keys)
-            for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
-        ]
-
-
-def _closest(trends: Tensor, alpha: Tensor, weights: Tensor) -> Tensor:
-    """Return the amplitudes `[N, K]` of the sum of trends `[K, n]` closest to `alpha [N, n]`, by attention mass."""
-    weighted = trends * weights[:, None]
-    gram = _with_ridge(weighted @ trends.mT, 1e-6)
-    return torch.linalg.solve(gram, weighted @ alpha[..., None]).squeeze(-1)
-
-
-def _with_ridge(gram: Tensor, share: float) -> Tensor:
-    """Add a share of the trace to the diagonal of matrices `[N, n, n]`."""
-    ridge = share * gram.diagonal(dim1=1, dim2=2).sum(-1)
-    return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
 def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
@@ -367,7 +279,113 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
     alone = right / gram.diagonal(dim1=1, dim2=2)
     # Where one would be negative the other is best alone: every product of two decays is positive.
     both = torch.where(both.flip(-1) < 0, alone, both).clamp(min=0)
-    return torch.nn.functional.pad(both, (0, size - both.shape[-1]))
+    return pad(both, (0, size - both.shape[-1]))
+
+
+class _Objective:
+    """The penalised loss of one group of heads, in coordinates `[N, n]` in which its curvature is near one.
+
+    Coordinates: key logits, band, whitened amplitudes. Key logits are all free or, in the short form, those of the
+    first SINKS keys, the amplitudes of TRENDS and a constant.
+    """
+
+    def __init__(
+        self, compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, poles: tuple[Tensor, Tensor],
+        *, short: bool = False,
+    ):  # fmt: skip
+        self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
+        self.free_keys = keys = SINKS if short else compact.length
+        at = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
+        decays = torch.tensor([*TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
+        self.trends = (-at / decays[:, None]).exp()
+        trend = compact.alpha[:, keys:]  # of no key where all are free
+        if short:  # least squares, weighted by attention mass
+            weighted = self.trends * eta_abs[:, None, keys:]
+            gram = _with_ridge(weighted @ self.trends.mT, _TREND_RIDGE)
+            trend = torch.linalg.solve(gram, weighted @ trend[..., None]).squeeze(-1)
+        alpha = torch.cat([compact.alpha[:, :keys], trend @ self.trends], -1)
+        mass = _sums(torch.stack([alpha, compact.rho]))[1][1, :, band:]
+        self.far = _Far(mass, compact.rho[:, band:].exp(), DampedCosines(*poles, compact.length - band))
+        self.penalty = self.length * _CANCELLATION * self.far.cost
+
+        inner = self.far.closest
+        self.sizes = [keys, len(decays), band, inner.shape[-1]]
+        trend_scale = (eta_abs[:, keys:] @ self.trends.square().mT).rsqrt()
+        band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
+        self.scale = torch.cat([eta_abs[:, :keys].rsqrt(), trend_scale, band_scale, torch.ones_like(inner)], -1)
+        self.origin = torch.cat([compact.alpha[:, :keys], trend, compact.rho[:, :band], torch.zeros_like(inner)], -1)
+        logits = torch.stack([compact.alpha, compact.rho])
+        self.least = self._loss(logits, _sums(logits)[0])
+
+    def _loss(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the cross-entropy, Eq. (4), in nats over all rows."""
+        return rows.log().sum(-1) - (self.eta * logits).sum((0, -1))
+
+    def start(self) -> Tensor:
+        """Return the coordinates of the compact fit with least-squares amplitudes."""
+        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:3])]), self.far.closest], -1)
+
+    def start_from(self, other: "_Objective", point: Tensor) -> Tensor:
+        """Return the coordinates of another objective's band and amplitudes, with key logits in the short form."""
+        band = point.split(other.sizes, -1)[2]
+        scaled = other.unpack(point)[2] * (other.far.unit / self.far.unit)
+        inner = torch.linalg.solve_triangular(self.far.whiten, scaled[..., None], upper=True).squeeze(-1)
+        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:2])]), band, inner], -1)
+
+    def unpack(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits of keys, or of the first keys and the trends; logits of the band; and amplitudes `[N, 2P]`."""
+        sizes = [sum(self.sizes[:2]), *self.sizes[2:]]
+        logits, band, inner = torch.addcmul(self.origin, point, self.scale).split(sizes, -1)
+        return logits, band, self.far.amplitudes(inner)
+
+    def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""
+        far, (keys, band, amplitudes) = self.far, self.unpack(point)
+        alpha = torch.cat([keys[:, : self.free_keys], keys[:, self.free_keys :] @ self.trends], -1)
+        share = far.poles.sum(amplitudes) / far.floor
+        # Below the floor the logarithm goes on as a straight line: a step may pass through negative weights.
+        above = share.clamp(min=1.0)
+        rho = above.log() + (share - 1).clamp(max=0.0) + far.log_floor
+        logits = torch.stack([alpha, torch.cat([band, rho], -1)])
+        rows, sums = _sums(logits)
+        excess = rho - far.log_smooth
+        surplus = excess.expm1()
+        pairs = amplitudes.unflatten(-1, (2, -1))
+        size = (pairs.square().sum(1) + 1e-6).sqrt()
+        value = self._loss(logits, rows) - self.least
+        value = value + _PSEUDO * (surplus - excess).sum(-1) + (self.penalty * size).sum(-1)
+
+        by_key, by_distance = sums - self.eta  # Eq. (20)
+        by_far = (by_distance[:, self.band :] + _PSEUDO * surplus) / (above * far.floor)
+        shrinking = ((self.penalty / size)[:, None] * pairs).flatten(1)
+        inner = (far.whiten.mT @ (far.poles.transposed(by_far) + shrinking)[..., None]).squeeze(-1)
+        trend = by_key[:, self.free_keys :] @ self.trends.mT
+        parts = [by_key[:, : self.free_keys], trend, by_distance[:, : self.band], inner]
+        return value, torch.cat(parts, -1) * self.scale
+
+    def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
+        """Return the patterns at a point, each compared with its compact fit."""
+        keys, band, amplitudes = self.unpack(point)
+        cosine, sine = self.far.positive(amplitudes, 0.05).chunk(2, -1)
+        cancellation = (self.far.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
+        trend, damping = keys[:, :0], keys[:, :0]
+        if self.free_keys < self.length:
+            keys, trend, constant = keys.split([SINKS, len(TRENDS), 1], -1)
+            keys = keys - constant  # the gauge in which alpha ends at 0
+            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
+        poles, unit = self.far.poles, self.far.unit
+        amplitudes = cosine * unit, sine * unit
+        pattern = ExponentialPattern(
+            keys, band, poles.damping, poles.frequency, *amplitudes, self.length, trend, damping
+        )
+        executed = pattern.to_compact()
+        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
+        numbers = torch.stack([loss - least, cancellation], 1).tolist()
+        # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
+        return [
+            ExponentialFit(single, extra, cancelled, poles.damping.shape[-1], self.free_keys)
+            for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
+        ]
 
 
 # --- L-BFGS
@@ -421,7 +439,7 @@ def minimize(evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor,
         if not bool(active.any()):
             break
         by_change, by_slope = ((state[:, :-2] @ x[..., None]).unflatten(1, (2, -1)) for x in (change, state[:, -1]))
-        grown = torch.cat([torch.nn.functional.pad(grams[:, :, 1:, 1:], (0, 0, 0, 1)), by_change], -1)
+        grown = torch.cat([pad(grams[:, :, 1:, 1:], (0, 0, 0, 1)), by_change], -1)
         grams = torch.where(moved[..., None], grown, grams)
         direction = torch.where(moved[:, 0], -_product(grams, by_slope, state), direction)
     return state[:, -2]

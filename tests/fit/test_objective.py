@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.fit.objective import check_targets, fit_kl, fit_loss, initial_parameters, marginals
+from saf.fit import check_targets, fit_kl, fit_loss, marginals
+from saf.fit.fitters import initial_parameters
 from saf.patterns import CompactPattern
 from tests.fit.dense_target import DenseTarget, random_target
 

@@ -1,0 +1,316 @@
+"""Eq. (4), the loss of compact patterns from two marginals, and three ways to minimise it: `FITTERS`.
+
+A fitter takes targets `[N, T]` of `check_targets` and keyword options; it returns alpha, rho `[N, T]` and the number
+of its steps `[N]`. `fit_proportional` is the default, `fit_adam` the paper's, `fit_dense` the oracle of both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from saf.errors import InputError
+from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
+from saf.statistics import FLOOR
+
+TOLERANCE = 1e-4
+"""Largest relative error of a marginal of a converged fit: fits then are within 1e-6 nats of the oracle's, where 0.2
+nats are accepted."""
+# Relative error of the sums of marginals: those measured in float32 or by tiles miss them by far less than this, those
+# of two different patterns by more.
+_CONSISTENCY = 1e-3
+# Newton steps on a moment with at most that error: each squares it, so three end in rounding.
+_TILTS = 3
+# An entry counts in a relative error if the probabilities in it average at least this: a hundred times the floor of
+# targets. A smaller marginal measures the floor and not the model.
+_MEANINGFUL = 1e-7
+
+
+def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
+    """Return the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
+    return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)  # Eq. (4)
+
+
+def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the paper's start, `[..., T]`: alpha = 0 and rho = log(max(eta_rel / (T - δ), 1e-9))."""
+    length = eta_rel.shape[-1]
+    count = torch.arange(length, 0, -1, dtype=eta_rel.dtype, device=eta_rel.device)
+    return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=FLOOR).log()
+
+
+# --- targets
+
+
+def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
+
+    Marginals of one causal T x T pattern with rows that sum to one each sum to T. A query's position is its key's plus
+    their distance, so `sum_j j*eta_abs + sum_δ δ*eta_rel = T(T-1)/2`. Eq. (4) is blind to the tilt by this relation;
+    an exponential tilt of both marginals restores it exactly. Raises InputError where a value is not finite and
+    positive or a relation misses by more than 0.1%.
+    """
+    if eta_abs.shape != eta_rel.shape or eta_abs.ndim == 0 or eta_abs.shape[-1] == 0:
+        shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
+        raise InputError(f"eta_abs and eta_rel must share one shape [..., T], T >= 1; got {shapes}")
+    length = eta_abs.shape[-1]
+    eta_abs, eta_rel = eta_abs.detach().double(), eta_rel.detach().double()
+    for name, eta in (("eta_abs", eta_abs), ("eta_rel", eta_rel)):
+        if not bool((eta.isfinite() & (eta > 0)).all()):
+            raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
+        _check_relation(f"{name} sums to T", eta.sum(-1), length)
+    eta_abs = eta_abs * (length / eta_abs.sum(-1, keepdim=True))
+    eta_rel = eta_rel * (length / eta_rel.sum(-1, keepdim=True))
+    position = torch.arange(length, dtype=torch.float64, device=eta_abs.device)
+    total = length * (length - 1) / 2
+    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((eta_abs + eta_rel) * position).sum(-1), total)
+    return _restore_moment(eta_abs, eta_rel, position, total)
+
+
+def _check_relation(relation: str, got: Tensor, expected: float) -> None:
+    """Raise InputError where marginals miss a relation of one causal pattern."""
+    error = (got - expected).abs()
+    if got.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
+        worst = got.flatten()[error.flatten().argmax()].item()
+        raise InputError(f"marginals of one causal pattern: {relation} = {expected:g}; got {worst:g}")
+
+
+def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: float) -> tuple[Tensor, Tensor]:
+    """Tilt marginals so that their first moments, of keys and of distances, add up to that of the queries."""
+    length = len(position)
+    if length == 1:
+        return eta_abs, eta_rel
+    for _ in range(_TILTS):
+        means = [(eta * position).sum(-1, keepdim=True) / length for eta in (eta_abs, eta_rel)]
+        # Positions of queries vary as T^2/12, so the two variances cannot both be small.
+        offsets = [position - mean for mean in means]
+        variance = (eta_abs * offsets[0].square() + eta_rel * offsets[1].square()).sum(-1, keepdim=True)
+        tilt = (total - length * (means[0] + means[1])) / variance
+        tilted = [eta * (tilt * offset).exp() for eta, offset in zip((eta_abs, eta_rel), offsets, strict=True)]
+        eta_abs, eta_rel = (eta * (length / eta.sum(-1, keepdim=True)) for eta in tilted)
+    return eta_abs, eta_rel
+
+
+def meaningful(eta: Tensor) -> Tensor:
+    """Return a mask of the entries of a marginal `[..., T]` whose probabilities average at least 1e-7."""
+    count = torch.arange(eta.shape[-1], 0, -1, dtype=eta.dtype, device=eta.device)
+    return eta >= _MEANINGFUL * count
+
+
+# --- proportional fitting
+
+# Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
+# 500 leave room for harder heads.
+_MEMORY, _MOST_SWEEPS = 3, 500
+# Added to the diagonal of the extrapolation's equations, as a share of its sum: sweeps that hardly differ would make
+# them singular. The second is for sweeps that are all equal. Round numbers, not measured.
+_RIDGE, _RIDGE_OF_NONE = 1e-10, 1e-300
+# An extrapolation that moves a parameter further than this from the plain sweep, in nats, is rejected.
+_LONGEST_STEP = 5.0
+# Rounding of the loss, in nats: a rise below this does not count.
+_LOSS_NOISE = 1e-12
+
+
+def fit_proportional(
+    eta_abs: Tensor,
+    eta_rel: Tensor,
+    *,
+    tolerance: float = TOLERANCE,
+    max_sweeps: int = _MOST_SWEEPS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fit rows, keys and distances in turn to their sums, each exactly; return alpha, rho and the sweeps taken.
+
+    Rows, keys and distances each divide the causal entries among them, so scaling one of them to its sums minimises
+    the loss over log Z, alpha or rho exactly. One such sweep is a fixed-point map. Anderson extrapolation over the
+    last sweeps shortens its linear tail; a point that raises the loss is replaced by the plain sweep, which cannot.
+
+    A head is finished, and leaves the batch, when the next sweep would change no meaningful marginal by more
+    than half of `tolerance`, relatively, and both marginals together by no more than half of it in L1 per row.
+    """
+    alpha, rho = initial_parameters(eta_rel)
+    sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
+    active = torch.arange(len(eta_abs), device=eta_abs.device)
+    heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1))
+    for sweep in range(1, max_sweeps + 1):
+        image = heads.sweep()
+        alpha[active], rho[active] = image.chunk(2, -1)
+        running = heads.change(image) > tolerance / 2
+        sweeps[active[~running]] = sweep
+        if not bool(running.any()):
+            break
+        heads.advance(image, sweep)
+        if not bool(running.all()):
+            active, heads = active[running], heads.select(running)
+    return alpha, rho, sweeps
+
+
+@dataclass
+class _Heads:
+    """The unfinished heads: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
+
+    eta_abs: Tensor
+    eta_rel: Tensor
+    point: Tensor
+    loss: Tensor  # [N], of the last accepted point
+    plain: Tensor  # the image of that point under one sweep
+    residual: Tensor  # that image less that point
+    images: Tensor  # differences of the images of consecutive points, [N, memory, 2T]
+    residuals: Tensor  # differences of their residuals
+
+    @classmethod
+    def start(cls, eta_abs: Tensor, eta_rel: Tensor, point: Tensor) -> "_Heads":
+        history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
+        loss = point.new_full(point.shape[:1], torch.inf)
+        return cls(eta_abs, eta_rel, point, loss, point, torch.zeros_like(point), history, history.clone())
+
+    def select(self, heads: Tensor) -> "_Heads":
+        return _Heads(*(getattr(self, field.name)[heads] for field in fields(self)))
+
+    def sweep(self) -> Tensor:
+        """Return the image of each point, after falling back to `plain` where the point raised the loss."""
+        log_z, loss = self._rows(slice(None))  # Eq. (S.9)
+        worse = ~(loss <= self.loss + _LOSS_NOISE)
+        if bool(worse.any()):
+            self.point = torch.where(worse[:, None], self.plain, self.point)
+            self.images[worse], self.residuals[worse] = 0.0, 0.0
+            log_z[worse], loss[worse] = self._rows(worse)
+        self.loss = loss
+        rho = self.point.chunk(2, -1)[1]
+        alpha = self.eta_abs.log() - log_column_sums(-log_z, rho)  # Eq. (S.10)
+        rho = self.eta_rel.log() - log_diagonal_sums(-log_z, alpha)  # Eq. (S.11)
+        return torch.cat([alpha, rho], -1)
+
+    def _rows(self, heads: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalisers and the loss of some heads at the current point."""
+        alpha, rho = self.point[heads].chunk(2, -1)
+        log_z = log_row_sums(alpha, rho)
+        return log_z, fit_loss(alpha, rho, log_z, self.eta_abs[heads], self.eta_rel[heads])
+
+    def change(self, image: Tensor) -> Tensor:
+        """Return the largest relative change of a meaningful marginal or, if larger, the L1 change per row."""
+        change = (image - self.point).abs()
+        counted = torch.cat([meaningful(self.eta_abs), meaningful(self.eta_rel)], -1)
+        mass = torch.cat([self.eta_abs, self.eta_rel], -1) / self.eta_abs.shape[-1]
+        return torch.maximum((change * counted).amax(-1), (change * mass).sum(-1))
+
+    def advance(self, image: Tensor, sweep: int) -> None:
+        """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
+        residual = image - self.point
+        if sweep > 1:
+            slot = sweep % _MEMORY
+            self.images[:, slot], self.residuals[:, slot] = image - self.plain, residual - self.residual
+        self.plain, self.residual, self.point = image, residual, image
+        if sweep <= 2:
+            return
+        # Anderson mixing: point = g - dG^T (dF W dF^T + ridge I)^-1 dF W f of image g, residual f, W = diag(eta).
+        weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
+        gram = weighted @ self.residuals.mT
+        ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + _RIDGE_OF_NONE
+        gram = gram + ridge[:, None, None] * torch.eye(_MEMORY, dtype=gram.dtype, device=gram.device)
+        coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
+        step = (coefficients * self.images).sum(1)
+        self.point = image - torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)
+
+
+# --- Adam
+
+
+def fit_adam(eta_abs: Tensor, eta_rel: Tensor, *, steps: int = 400) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the paper's Adam steps: 400 at learning rate 0.05, defaults otherwise, no early stop.
+
+    The gradient is Eq. (20) from tiles in the log domain; an FFT would lose rows with a small normaliser.
+    """
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
+    alpha, rho = initial_parameters(eta_rel)
+    length = alpha.shape[-1]
+    optimizer = torch.optim.Adam([alpha, rho], lr=0.05, foreach=False)
+    for _ in range(steps):
+        log_row = -log_row_sums(alpha, rho)
+        alpha.grad = ((log_column_sums(log_row, rho) + alpha).exp() - eta_abs) / length  # Eq. (20)
+        rho.grad = ((log_diagonal_sums(log_row, alpha) + rho).exp() - eta_rel) / length
+        optimizer.step()
+    taken = torch.full(alpha.shape[:1], steps, dtype=torch.int64, device=alpha.device)
+    return alpha.detach(), rho.detach(), taken
+
+
+# --- Newton's method with every row formed
+
+# A hundred times the rounding of a loss of a few nats, and a bound on steps that do not converge: round numbers.
+_DECREASE, _MOST_STEPS = 1e-13, 200
+# Eigenvalues below this share of the largest belong to the gauge, which the loss does not see.
+_GAUGE = 1e-12
+# The usual sufficient decrease of a line search, a share of the slope's, and its shortest step.
+_SUFFICIENT, _SHORTEST = 1e-4, 1e-10
+
+
+def fit_dense(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Take damped Newton steps from alpha = rho = 0 until the predicted decrease of the loss is rounding.
+
+    For short lengths: a head takes memory T^2 and time T^3 a step. It uses no code of the other fitters.
+    """
+    targets = torch.cat([eta_abs, eta_rel], -1)
+    fits = [_newton(target) for target in targets]
+    parameters = torch.stack([one for one, _ in fits]) if fits else targets
+    steps = torch.tensor([taken for _, taken in fits], dtype=torch.int64, device=eta_abs.device)
+    alpha, rho = parameters.chunk(2, -1)
+    return alpha, rho, steps
+
+
+def _newton(target: Tensor) -> tuple[Tensor, int]:
+    """Minimise one head's loss; return alpha and rho `[2T]`, and the number of steps."""
+    parameters = torch.zeros_like(target)
+    loss, pattern = _dense_rows(parameters, target)
+    for step in range(_MOST_STEPS):
+        gradient, hessian = _derivatives(pattern, target)
+        # Scaled by the targets' magnitudes; the pseudo-inverse leaves the gauge directions alone.
+        scale = target.rsqrt()
+        inverse = torch.linalg.pinv(scale[:, None] * hessian * scale, rtol=_GAUGE, hermitian=True)
+        direction = -scale * (inverse @ (scale * gradient))
+        slope = gradient @ direction / len(pattern)
+        if -slope.item() < _DECREASE:
+            return parameters + direction, step + 1
+        size = 1.0
+        while size > _SHORTEST:
+            candidate = parameters + size * direction
+            next_loss, next_pattern = _dense_rows(candidate, target)
+            if (next_loss <= loss + _SUFFICIENT * size * slope).item():
+                break
+            size /= 2
+        else:
+            return parameters, step
+        parameters, loss, pattern = candidate, next_loss, next_pattern
+    return parameters, _MOST_STEPS
+
+
+def _dense_rows(parameters: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss, nats per row, Eq. (4), and the pattern `[T, T]`, Eq. (3)."""
+    alpha, rho = parameters.chunk(2)
+    position = torch.arange(len(alpha), device=alpha.device)
+    distance = position[:, None] - position
+    logits = (alpha + rho[distance.clamp(min=0)]).masked_fill(distance < 0, -torch.inf)
+    loss = (logits.logsumexp(-1).sum() - target @ parameters) / len(alpha)
+    return loss, logits.softmax(-1)
+
+
+def _derivatives(pattern: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return T times the gradient, Eq. (20), and T times the Hessian of the loss."""
+    length = len(pattern)
+    position = torch.arange(length, device=pattern.device)
+    back, ahead = position[:, None] - position, position[:, None] + position
+    by_distance = pattern.gather(1, back.clamp(min=0)) * (back >= 0)
+    by_key_and_distance = pattern.T.gather(1, ahead.clamp(max=length - 1)) * (ahead < length)
+    means = torch.cat([pattern, by_distance], -1)  # of each row's features
+    fitted = means.sum(0)
+    second = torch.diag(fitted)
+    second[:length, length:] = by_key_and_distance
+    second[length:, :length] = by_key_and_distance.T
+    return fitted - target, second - means.T @ means
+
+
+FITTERS: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "proportional": fit_proportional,
+    "adam": fit_adam,
+    "dense": fit_dense,
+}
+"""A new fitter is a function as described above and a line here."""
