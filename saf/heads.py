@@ -6,13 +6,18 @@ from functools import cached_property
 from operator import index
 from typing import Any
 
-from saf.errors import InputError, shown
+from saf.errors import InputError
 
 Head = tuple[int, int]
 
 
+def head_pairs(heads: Any) -> list[Head]:
+    """Return `(layer, head)` pairs of whole numbers, in the same order; lists of JSON will do."""
+    return [(index(layer), index(head)) for layer, head in heads]
+
+
 class HeadSet:
-    """Immutable set of `(layer, head)` pairs, or lists of JSON, iterated in that order; ids are the original model's.
+    """Immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
@@ -28,7 +33,7 @@ class HeadSet:
             raise InputError(f"layers and heads count from 0; got {min(pairs)}")
 
     @classmethod
-    def in_order(cls, heads: "HeadSet | Iterable[Head]") -> "HeadSet":
+    def in_order(cls, heads: Iterable[Head]) -> "HeadSet":
         """Build from heads whose patterns follow in the same order; raise InputError if they do not ascend."""
         pairs = head_pairs(heads)
         chosen = cls(pairs)
@@ -38,16 +43,14 @@ class HeadSet:
 
     def to_list(self) -> list[list[int]]:
         """Return `[[layer, head], ...]` for JSON files."""
-        return [[layer, head] for layer, head in self._heads]
+        return [[layer, head] for layer, head in self]
 
     def in_layer(self, layer: int) -> list[int]:
         """Return the ascending head ids of one layer."""
-        return [head for at, head in self._heads if at == layer]
+        return [head for at, head in self if at == layer]
 
     def index(self, head: Head) -> int:
-        """Return the position of a head in iteration order; raise InputError for one outside of the set."""
-        if head not in self._heads:
-            raise InputError(f"head {shown(head)} is not among these {len(self)} heads")
+        """Return the position of a head in iteration order."""
         return self._heads.index(head)
 
     def __iter__(self) -> Iterator[Head]:
@@ -60,13 +63,13 @@ class HeadSet:
         return head in self._heads
 
     def __or__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet({*self._heads, *HeadSet(other)})
+        return HeadSet({*self, *other})
 
     def __and__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet(set(self._heads) & set(HeadSet(other)))
+        return HeadSet(set(self) & set(other))
 
     def __sub__(self, other: "HeadSet") -> "HeadSet":
-        return HeadSet(set(self._heads) - set(HeadSet(other)))
+        return HeadSet(set(self) - set(other))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeadSet) and self._heads == other._heads
@@ -75,8 +78,10 @@ class HeadSet:
         return hash(self._heads)
 
     def __repr__(self) -> str:
-        return f"HeadSet({list(self._heads)})"
+        return f"HeadSet({list(self)})"
 
+
+# --- the rows of heads in a layer's projections
 
 ROLES = ("query", "key", "value", "output")
 """A layer's projections. Rows of three belong to heads, and columns of `output`."""
@@ -99,13 +104,6 @@ def roles_of(name: str) -> tuple[str, ...]:
     (('query',), ('query', 'key', 'value'))
     """
     return tuple(role_of(name).split("_"))
-
-
-def head_pairs(heads: Any) -> list[Head]:
-    """Return `(layer, head)` pairs of whole numbers, in the same order."""
-    if isinstance(heads, HeadSet):
-        return list(heads)
-    return [(index(layer), index(head)) for layer, head in heads]
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,6 @@ class HeadLayout:
 
     @property
     def num_live(self) -> int:
-        """Number of heads that compute ordinary attention."""
         return self.num_heads - len(self.frozen) - len(self.pruned)
 
     @property
@@ -192,7 +189,6 @@ class HeadLayout:
 
     @property
     def num_frozen(self) -> int:
-        """Number of heads that use a fixed pattern."""
         return len(self.frozen)
 
     @property

@@ -37,7 +37,7 @@ class Pattern(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Return the leading dimensions."""
+        """The leading dimensions."""
 
     @abstractmethod
     def prefix(self, length: int) -> "Pattern":
@@ -53,7 +53,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def logits(self) -> tuple[Tensor, Tensor] | None:
-        """Return its present key and distance logits, `[..., T]` each, without normalisers; None for a dense one."""
+        """Return its present key and distance logits, `[..., T]` each; None for a dense one."""
 
     def compact(self) -> "CompactPattern | None":
         """Return its present values as a fixed compact pattern; None for a dense one.
@@ -64,7 +64,7 @@ class Pattern(ABC):
         return None if logits is None else CompactPattern.from_parameters(*logits)
 
     def dense(self) -> Tensor:
-        """Return P entry by entry, `[..., T, T]`: rows sum to one, zero above the diagonal; float64 unless stored."""
+        """Return P entry by entry, `[..., T, T]`, in float64 unless stored."""
         compact = self.compact()
         assert compact is not None
         return compact.dense()
@@ -77,10 +77,6 @@ class Pattern(ABC):
     def from_state(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Return the pattern of a `state`; raise InputError for tensors that cannot be one."""
         return cls(**tensors)
-
-    def _check_prefix(self, length: int) -> None:
-        if not 1 <= length <= self.length:
-            raise InputError(f"prefix must have 1 to {self.length} positions; got length {length}")
 
 
 class _FixedPattern(Pattern):
@@ -118,8 +114,7 @@ class _FixedPattern(Pattern):
         def pick(_: str, tensor: Tensor) -> Tensor:
             result = tensor[index]
             if result.shape[-self._trailing :] != tensor.shape[-self._trailing :]:
-                leading = list(tensor.shape[: -self._trailing])
-                raise InputError(f"index must select among the leading dimensions {leading}; got {shown(index)}")
+                raise InputError(f"index must select among leading dimensions {list(self.shape)}; got {shown(index)}")
             return result
 
         return self.map(pick)
@@ -136,11 +131,9 @@ class _FixedPattern(Pattern):
         return f"{type(self).__name__}({count}{self.length} tokens, {dtype}, {first.device})"
 
 
-def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
-    """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
-    # Patterns first: indexing makes a batched one iterable too.
-    several = [patterns] if isinstance(patterns, Pattern) else patterns
-    return [single for pattern in several for single in pattern.singles()]
+def _check_prefix(pattern: Pattern, length: int) -> None:
+    if not 1 <= length <= pattern.length:
+        raise InputError(f"prefix must have 1 to {pattern.length} positions; got length {length}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -163,21 +156,12 @@ class CompactPattern(_FixedPattern):
     log_z: Tensor
 
     def __post_init__(self):
-        """Raise InputError unless the three tensors are floating and finite and share one shape `[..., T]`, T >= 1."""
-        tensors = self._tensors()
-        shapes = [list(tensor.shape) for tensor in tensors.values()]
-        if any(shape != shapes[0] for shape in shapes) or not shapes[0] or shapes[0][-1] == 0:
-            raise InputError(f"alpha, rho and log_z must share one shape [..., T], T >= 1; got {shapes}")
-        for name, tensor in tensors.items():
-            if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
-                raise InputError(f"{name} must be floating point and finite")
+        _check_logits(**self._tensors())
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
         """Build from alpha and rho `[..., T]`; log_z is computed from them in float64, Eq. (3)."""
-        if alpha.shape != rho.shape or not alpha.shape or not alpha.shape[-1]:
-            shapes = f"{list(alpha.shape)} and {list(rho.shape)}"
-            raise InputError(f"alpha and rho must share one shape [..., T], T >= 1; got {shapes}")
+        _check_logits(alpha=alpha, rho=rho)
         with torch.no_grad():
             return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
 
@@ -193,7 +177,7 @@ class CompactPattern(_FixedPattern):
         return CompactPattern.from_parameters(alpha, rho)
 
     def prefix(self, length: int) -> "CompactPattern":
-        self._check_prefix(length)  # normalisers of the first rows stay as they are
+        _check_prefix(self, length)  # normalisers of the first rows stay as they are
         return self.map(lambda _, tensor: tensor[..., :length])
 
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -244,6 +228,17 @@ class CompactPattern(_FixedPattern):
         return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
 
 
+def _check_logits(**tensors: Tensor) -> None:
+    """Raise InputError unless the tensors are floating point and finite and share one shape `[..., T]`, T >= 1."""
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    if any(shape != shapes[0] for shape in shapes) or not shapes[0] or not shapes[0][-1]:
+        listed = " and ".join(f"{name} {shape}" for name, shape in zip(tensors, shapes, strict=True))
+        raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {listed}")
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+            raise InputError(f"{name} must be floating point and finite; got {shown(tensor)}")
+
+
 def _median_slope(values: Tensor) -> Tensor:
     """Return the median over j of `(values[j + lag] - values[j]) / lag`, `[..., 1]`, lag half of `[..., n]`.
 
@@ -260,10 +255,7 @@ def _median_slope(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DensePattern(_FixedPattern):
-    """Patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows summing to one.
-
-    Row sums may miss one by 1e-8 in float64, 1e-4 in float32, 2e-2 in bfloat16, 5e-3 in float16.
-    """
+    """Patterns entry by entry: `weights` `[..., T, T]`, causal, non-negative, rows that sum to one but for rounding."""
 
     kind: ClassVar[str] = "dense"
     parts: ClassVar[tuple[str, ...]] = ("weights",)
@@ -272,18 +264,14 @@ class DensePattern(_FixedPattern):
     weights: Tensor
 
     def __post_init__(self):
-        """Raise InputError naming the first property that does not hold."""
-        weights = self.weights
-        if weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or weights.shape[-1] == 0:
-            raise InputError(f"weights must be [..., T, T], T >= 1; got {list(weights.shape)}")
-        if weights.dtype not in _ROW_SUM_TOLERANCE:
-            raise InputError(f"weights must be floating point; got {weights.dtype}")
+        weights, tolerance = self.weights, _ROW_SUM_TOLERANCE.get(self.weights.dtype)
+        if tolerance is None or weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or not weights.shape[-1]:
+            raise InputError(f"weights must be floating point, [..., T, T], T >= 1; got {shown(weights)}")
         if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
             raise InputError("weights must be finite and non-negative; apply softmax or normalise the rows first")
         if bool(weights.triu(1).any()):
             raise InputError("weights must be causal, zero above the diagonal: mask them and renormalise")
         error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
-        tolerance = _ROW_SUM_TOLERANCE[weights.dtype]
         if error.numel() and error.max().item() > tolerance:
             raise InputError(f"rows must sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
 
@@ -292,11 +280,10 @@ class DensePattern(_FixedPattern):
         return self.weights.shape[-1]
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "DensePattern":
-        """Move or round the weights."""
         return DensePattern(self.weights.to(device=device, dtype=dtype))
 
     def prefix(self, length: int) -> "DensePattern":
-        self._check_prefix(length)
+        _check_prefix(self, length)
         return DensePattern(self.weights[..., :length, :length])
 
     def logits(self) -> None:
@@ -349,7 +336,6 @@ class ExponentialPattern(_FixedPattern):
     trend_damping: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self):
-        """Raise InputError unless shapes fit together, values are finite and nothing grows with distance."""
         for name in ("trend", "trend_damping"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self.alpha[..., :0])
@@ -361,13 +347,11 @@ class ExponentialPattern(_FixedPattern):
         leading = {shape[:-1] for shape in shapes.values()}
         if len(poles) > 1 or len(leading) > 1 or shapes["trend"] != shapes["trend_damping"]:
             raise InputError(f"parameters of an exponential pattern must agree in shape; got {shapes}")
-        keys, width = self.alpha.shape[-1], self.band.shape[-1]
-        if not 1 <= width <= self.length or keys > self.length:
-            raise InputError(
-                f"alpha must have at most {self.length} keys (length), band 1 to {self.length}; got {shapes}"
-            )
-        if width < self.length and not self.damping.shape[-1]:
-            raise InputError(f"a pattern of {self.length} positions with a band of {width} must have a pole; got none")
+        keys, width, length = self.alpha.shape[-1], self.band.shape[-1], self.length
+        if not 1 <= width <= length or keys > length:
+            raise InputError(f"alpha must have at most {length} keys (length), band 1 to {length}; got {shapes}")
+        if width < length and not self.damping.shape[-1]:
+            raise InputError(f"a pattern of {length} positions with a band of {width} must have a pole; got none")
         if bool((self.damping < 0).any()) or bool((self.trend_damping <= 0).any()):
             raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
 
@@ -377,7 +361,7 @@ class ExponentialPattern(_FixedPattern):
         return self.map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
 
     def prefix(self, length: int) -> "ExponentialPattern":
-        self._check_prefix(length)
+        _check_prefix(self, length)
         return replace(self, length=length, alpha=self.alpha[..., :length], band=self.band[..., :length])
 
     def extended(self, length: int) -> "ExponentialPattern":
@@ -481,7 +465,6 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     parts: ClassVar[tuple[str, ...]] = ("alpha", "rho")
 
     def __init__(self, alpha: Tensor, rho: Tensor):
-        """Copy the logits; raise InputError unless both are float32 or both float64, of one shape `[T]`."""
         super().__init__()
         checked = CompactPattern.from_parameters(alpha, rho)
         if checked.shape or alpha.dtype not in (torch.float32, torch.float64):
@@ -531,6 +514,16 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(device)
         return self
+
+
+# --- patterns of any kinds
+
+
+def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern]:
+    """Return one pattern a head from a batched pattern `[F, ...]`, or from a list of patterns of any kinds."""
+    # Patterns first: indexing makes a batched one iterable too.
+    several = [patterns] if isinstance(patterns, Pattern) else patterns
+    return [single for pattern in several for single in pattern.singles()]
 
 
 def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:

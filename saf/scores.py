@@ -1,8 +1,8 @@
-"""Scores rank heads for freezing, lowest first: functions of the statistics, with their equations in the paper.
+"""`score` ranks heads for freezing, lowest first, by one of the functions in `SCORES`, with the paper's equations.
 
-A new score is one function under `@head_score`. Its further inputs are keyword-only arguments without a default:
-tensors that calibration collects, by their names in `saf.calibration.COLLECTIONS`, as `[L, H, ...]`, or names of
-`HOW_TO_MEASURE`.
+A new score is one function of the statistics under `@head_score`. Its further inputs are keyword-only arguments
+without a default: tensors that calibration collects, by their names in `saf.calibration.COLLECTIONS`, as
+`[L, H, ...]`, or names of `HOW_TO_MEASURE`.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,6 @@ from saf.statistics import AttentionStatistics, required_keywords
 
 Score = Callable[..., Tensor]
 """`(statistics, **inputs)` to one number a head, `[L, H]`."""
-OUTPUT_FLOOR = 1e-8
-"""Lower bound of the norm of an attention output in Eq. (12), as in the paper."""
-
-
 SCORES: dict[str, Score] = {}
 """Scores by name, in the order of the paper."""
 HOW_TO_MEASURE = {
@@ -38,6 +34,52 @@ def head_score(function: Score) -> Score:
     """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it."""
     SCORES[function.__name__] = function
     return function
+
+
+def score(statistics: AttentionStatistics, name: str | Score = "variance", **inputs: Any) -> Tensor:
+    """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
+
+    `name` is one of `SCORES`, or a function of the statistics. `inputs` are the score's further inputs: `gradient`,
+    `outputs`, `gates`, or `seed` of `random`; tensors that calibration collected are read from the statistics. Raises
+    InputError for an unknown name, missing inputs, and live heads without a value.
+    """
+    function, label, needed = _function(name), score_name(name), required_inputs(name)
+    advice = {key: HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in needed}
+    inputs = {key: value for key, value in inputs.items() if value is not None}
+    inputs |= {key: statistics.by_head(key) for key in needed if key in statistics.collected and key not in inputs}
+    if missing := [key for key in needed if key not in inputs]:
+        raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
+    if isinstance(name, str):
+        check_keywords(f"score {name!r}", inputs.keys() - set(needed), function)
+    values, shape = function(statistics, **inputs), statistics.variance.shape
+    if not isinstance(values, Tensor) or values.shape != shape:
+        raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
+    values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
+    without = (values.isnan() & statistics.measured).nonzero().tolist()
+    if without and isinstance(name, str):
+        remedy = "; ".join(advice.values()) or "measure all heads"
+        raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {remedy}")
+    return values
+
+
+def required_inputs(name: str | Score) -> tuple[str, ...]:
+    """Return the names of what a score reads beyond the statistics."""
+    return required_keywords(_function(name))
+
+
+def score_name(name: str | Score) -> str:
+    """Return the name of a score in reports."""
+    return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
+
+
+def _function(name: str | Score) -> Score:
+    if callable(name):
+        return name
+    check_name("score", name, SCORES)
+    return SCORES[name]
+
+
+# --- the scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +179,7 @@ def residual_cosine(statistics: AttentionStatistics, *, outputs: HeadOutputs) ->
 @head_score
 def relative_output_change(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Mean over samples of the norm of a head's change over that of its layer's attention output."""
-    return (outputs.change / outputs.output[:, None].clamp(min=OUTPUT_FLOOR)).mean(-1)  # Eq. (12)
+    return (outputs.change / outputs.output[:, None].clamp(min=1e-8)).mean(-1)  # Eq. (12)
 
 
 @head_score
@@ -156,50 +198,6 @@ def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
-
-
-def score(statistics: AttentionStatistics, name: str | Score = "variance", **inputs: Any) -> Tensor:
-    """Score heads, `[L, H]`: heads are frozen in ascending order; NaN for heads that are frozen already.
-
-    `name` is one of `SCORES`, or a function of the statistics. `inputs` are the score's further inputs: `gradient`,
-    `outputs`, `gates`, or `seed` of `random`; tensors that calibration collected are read from the statistics. Raises
-    InputError for an unknown name, missing inputs, and live heads without a value.
-    """
-    function, label = _function(name), score_name(name)
-    collected = "pass it, or call calibrate(..., collect=({!r},))"
-    advice = {key: HOW_TO_MEASURE.get(key, collected.format(key)) for key in required_inputs(name)}
-    inputs = {key: value for key, value in inputs.items() if value is not None}
-    inputs |= {key: statistics.by_head(key) for key in advice if key in statistics.collected and key not in inputs}
-    if missing := [key for key in advice if key not in inputs]:
-        raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
-    if isinstance(name, str):
-        check_keywords(f"score {name!r}", inputs.keys() - advice.keys(), function)
-    values, shape = function(statistics, **inputs), statistics.variance.shape
-    if not isinstance(values, Tensor) or values.shape != shape:
-        raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
-    values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
-    without = (values.isnan() & statistics.measured).nonzero().tolist()
-    if without and isinstance(name, str):
-        remedy = "; ".join(advice.values()) or "measure all heads"
-        raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {remedy}")
-    return values
-
-
-def required_inputs(name: str | Score) -> tuple[str, ...]:
-    """Return the names of what a score reads beside the statistics."""
-    return required_keywords(_function(name))
-
-
-def score_name(name: str | Score) -> str:
-    """Return the name of a score in reports."""
-    return name if isinstance(name, str) else getattr(name, "__name__", type(name).__name__)
-
-
-def _function(name: str | Score) -> Score:
-    if callable(name):
-        return name
-    check_name("score", name, SCORES)
-    return SCORES[name]
 
 
 def ranks(values: Tensor) -> Tensor:

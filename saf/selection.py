@@ -1,6 +1,6 @@
-"""Selection takes heads in ascending order of their score over the whole model, one by one or by KV groups."""
+"""`select` takes the heads with the lowest scores over the whole model, one by one or by KV groups."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -45,8 +45,8 @@ class Chooser:
         group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
             scores; as many groups as stay within the budget.
 
-    Raises InputError unless exactly one of rate, count and match is set, and for heads that do not exist or groups that
-    do not divide.
+    Raises InputError unless exactly one of rate, count and match is set, for a negative count, for heads that do not
+    exist and for groups that do not divide.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class Chooser:
     ):
         if sum(each is not None for each in (rate, count, match)) != 1:
             raise InputError("pass either rate or count, or a set of heads to match by layer")
+        if count is not None and count < 0:
+            raise InputError(f"count must be at least 0, got {count}")
         if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
             raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
         if match is not None and max_per_layer is not None:
@@ -129,26 +131,26 @@ def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head
 
 def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
     """Return the heads as a set; raise InputError for one outside of `scores [L, H]`."""
-    named = head_pairs(heads)
-    layers, width = scores.shape
-    if strange := sorted(pair for pair in named if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
+    pairs, (layers, width) = head_pairs(heads), scores.shape
+    if strange := sorted(pair for pair in pairs if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
         raise InputError(f"heads must exist, in {layers} layers of {width} heads; got {strange}")
-    return set(HeadSet(named))
+    return set(HeadSet(pairs))
 
 
-def _units(scores: Tensor, order: Sequence[Head], group_size: int) -> list[Unit]:
+def _units(scores: Tensor, order: list[Head], group_size: int) -> list[Unit]:
     """Return ranked heads one by one, or as whole KV groups of `group_size` consecutive heads of a layer.
 
     Groups come by ascending mean of their live heads' scores, ties by layer and head. A group with a live head that is
     missing from `order` is left out.
     """
-    if group_size < 1 or scores.shape[1] % group_size:
-        raise InputError(f"{scores.shape[1]} heads do not divide into KV groups of {group_size} (group_size)")
+    layers, width = scores.shape
+    if group_size < 1 or width % group_size:
+        raise InputError(f"{width} heads do not divide into KV groups of {group_size} (group_size)")
     if group_size == 1:
         return [(head,) for head in order]
     eligible, groups = set(order), []
-    for layer in range(scores.shape[0]):
-        for first in range(0, scores.shape[1], group_size):
+    for layer in range(layers):
+        for first in range(0, width, group_size):
             unit = [(layer, head) for head in range(first, first + group_size) if not scores[layer, head].isnan()]
             if unit and eligible.issuperset(unit):
                 groups.append((sum(float(scores[head]) for head in unit) / len(unit), tuple(unit)))

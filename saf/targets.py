@@ -1,4 +1,4 @@
-"""Targets are the patterns that replace attention (paper, section 3.2): dense, or as marginals for a fit.
+"""`target` and `dense_pattern` compute the patterns that replace attention (paper, section 3.2), before any fit.
 
 A new pattern is one function `(statistics, heads) -> [F, T, T]` and a line of `TARGETS`. Tensors that calibration
 collects are keyword-only arguments without a default, by their names in `saf.calibration.COLLECTIONS`, `[F, ...]`;
@@ -21,17 +21,6 @@ Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
 FITTED = ("compact", "exponential")
 """Storages whose patterns are fitted to marginals; the others hold every entry."""
 
-SCALE = 16.0
-"""Factor of the moment estimate of Dirichlet concentrations: the paper's."""
-BOUNDS = (1e-2, 1e6)
-"""Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
-PARAMETER_FLOOR = 1e-6
-"""Smallest parameter in numerical sampling: the paper's."""
-# A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
-# concentration would be a quotient of rounding errors.
-NEAR_DETERMINISTIC = 1e-6
-NEAR_CONSTANT = 1e-15  # a sum of squares of rounding errors, 3e-8 each; chosen, not measured
-
 
 class Target(NamedTuple):
     """Sufficient statistics for a compact fit: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
@@ -50,96 +39,6 @@ class TargetKind(NamedTuple):
     """Returns the target of a compact fit; None takes it from the dense pattern."""
     exact: Callable[..., CompactPattern] | None = None
     """Returns the pattern itself, `[F]`, where it has key and distance logits and needs no fit."""
-
-
-# --- the five patterns
-
-
-def mean_target(statistics: AttentionStatistics, heads: HeadSet) -> Target:
-    """Return the marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
-    layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
-    return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
-
-
-def sharp_mean(statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor) -> Tensor:
-    """Return the softmax of the mean logits, the reverse-KL barycentre."""
-    return causal_softmax(logit_mean)  # Eq. (16)
-
-
-def sharp_mean_target(
-    statistics: AttentionStatistics,
-    heads: HeadSet,
-    *,
-    sharp_eta_abs: Tensor,
-    sharp_eta_rel: Tensor,
-    sharp_row_entropy: Tensor,
-) -> Target:
-    """Return the target of the sharp mean, floored."""
-    return Target(sharp_eta_abs, sharp_eta_rel, sharp_row_entropy)
-
-
-def gaussian(
-    statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor, logit_variance: Tensor, seed: int = 0
-) -> Tensor:
-    """Draw logits with their own means and variances over sequences, and return their softmax."""
-    causal = causal_mask(logit_mean.shape[-1])
-    drawn = []
-    for head, center, square in zip(heads, logit_mean.double(), logit_variance.double(), strict=True):
-        noise = torch.from_numpy(stream_of(seed, head).standard_normal(int(causal.sum())))
-        center[causal] += square[causal].sqrt() * noise
-        drawn.append(causal_softmax(center).to(logit_mean.dtype))
-    return torch.stack(drawn)
-
-
-def dirichlet(
-    statistics: AttentionStatistics,
-    heads: HeadSet,
-    *,
-    mean: Tensor,
-    row_variance: Tensor,
-    seed: int = 0,
-    scale: float = SCALE,
-) -> Tensor:
-    """Draw rows from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
-
-    Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
-    """
-    if not scale > 0:
-        raise InputError(f"scale must be above 0, got {scale}")
-    causal = causal_mask(mean.shape[-1])
-    drawn = []
-    for head, center, spread in zip(heads, mean.double(), row_variance.double(), strict=True):
-        strength = (scale * concentration(center, spread)).clamp(*BOUNDS)  # Eq. (18)
-        parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
-        logits = torch.zeros_like(center)
-        logits[causal] = log_gamma_draws(parameters, seed, head)
-        fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
-        drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(mean.dtype))
-    return torch.stack(drawn)
-
-
-def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> CompactPattern:
-    """Draw key and distance logits from the standard normal distribution; a shorter T is a prefix of the same draw."""
-    alpha, rho = (
-        np.stack([stream_of(seed, head, stream).standard_normal(statistics.length) for head in heads])
-        for stream in (0, 1)
-    )
-    return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
-
-
-TARGETS: dict[str, TargetKind] = {
-    "mean": TargetKind(lambda statistics, heads, *, mean: mean, mean_target),
-    "sharp_mean": TargetKind(sharp_mean, sharp_mean_target),
-    "gaussian": TargetKind(gaussian),
-    "dirichlet": TargetKind(dirichlet),
-    "structured_random": TargetKind(
-        lambda statistics, heads, *, seed=0: structured_random(statistics, heads, seed=seed).dense(),
-        exact=structured_random,
-    ),
-}
-
-
-# --- by name
 
 
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
@@ -214,6 +113,98 @@ def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
     check_name("pattern", name, TARGETS)
     known = check_keywords(f"pattern {name!r}", options.keys() - {"seed"}, TARGETS[name].dense)
     return {key: value for key, value in options.items() if key in known}
+
+
+# --- the five patterns
+
+
+def mean_target(statistics: AttentionStatistics, heads: HeadSet) -> Target:
+    """Return the marginals and row entropy of the floored mean pattern, Eq. (S.4)."""
+    layers, ids = [layer for layer, _ in heads], [head for _, head in heads]
+    return Target(*(getattr(statistics, name)[layers, ids] for name in Target._fields))
+
+
+def sharp_mean(statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor) -> Tensor:
+    """Return the softmax of the mean logits, the reverse-KL barycentre."""
+    return causal_softmax(logit_mean)  # Eq. (16)
+
+
+def gaussian(
+    statistics: AttentionStatistics, heads: HeadSet, *, logit_mean: Tensor, logit_variance: Tensor, seed: int = 0
+) -> Tensor:
+    """Draw logits with their own means and variances over sequences, and return their softmax."""
+    causal = causal_mask(logit_mean.shape[-1])
+    drawn = []
+    for head, center, square in zip(heads, logit_mean.double(), logit_variance.double(), strict=True):
+        noise = torch.from_numpy(stream_of(seed, head).standard_normal(int(causal.sum())))
+        center[causal] += square[causal].sqrt() * noise
+        drawn.append(causal_softmax(center).to(logit_mean.dtype))
+    return torch.stack(drawn)
+
+
+SCALE = 16.0
+"""Factor of the moment estimate of Dirichlet concentrations: the paper's."""
+BOUNDS = (1e-2, 1e6)
+"""Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
+PARAMETER_FLOOR = 1e-6
+"""Smallest parameter in numerical sampling: the paper's."""
+# A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
+# concentration would be a quotient of rounding errors.
+NEAR_DETERMINISTIC = 1e-6
+NEAR_CONSTANT = 1e-15  # a sum of squares of rounding errors, 3e-8 each; chosen, not measured
+
+
+def dirichlet(
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    *,
+    mean: Tensor,
+    row_variance: Tensor,
+    seed: int = 0,
+    scale: float = SCALE,
+) -> Tensor:
+    """Draw rows from Dirichlet(c m), with m the row of the mean pattern and c the concentration times `scale`.
+
+    Rows whose mean is nearly one-hot, or that hardly vary over the sequences, are their mean.
+    """
+    if not scale > 0:
+        raise InputError(f"scale must be above 0, got {scale}")
+    causal = causal_mask(mean.shape[-1])
+    drawn = []
+    for head, center, spread in zip(heads, mean.double(), row_variance.double(), strict=True):
+        strength = (scale * concentration(center, spread)).clamp(*BOUNDS)  # Eq. (18)
+        parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
+        logits = torch.zeros_like(center)
+        logits[causal] = log_gamma_draws(parameters, seed, head)
+        fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
+        drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(mean.dtype))
+    return torch.stack(drawn)
+
+
+def structured_random(statistics: AttentionStatistics, heads: HeadSet, *, seed: int = 0) -> CompactPattern:
+    """Draw key and distance logits from the standard normal distribution; a shorter T is a prefix of the same draw."""
+    alpha, rho = (
+        np.stack([stream_of(seed, head, stream).standard_normal(statistics.length) for head in heads])
+        for stream in (0, 1)
+    )
+    return CompactPattern.from_parameters(torch.from_numpy(alpha), torch.from_numpy(rho))
+
+
+TARGETS: dict[str, TargetKind] = {
+    "mean": TargetKind(lambda statistics, heads, *, mean: mean, mean_target),
+    "sharp_mean": TargetKind(
+        sharp_mean,
+        lambda statistics, heads, *, sharp_eta_abs, sharp_eta_rel, sharp_row_entropy: Target(
+            sharp_eta_abs, sharp_eta_rel, sharp_row_entropy
+        ),
+    ),
+    "gaussian": TargetKind(gaussian),
+    "dirichlet": TargetKind(dirichlet),
+    "structured_random": TargetKind(
+        lambda statistics, heads, *, seed=0: structured_random(statistics, heads, seed=seed).dense(),
+        exact=structured_random,
+    ),
+}
 
 
 # --- draws

@@ -97,6 +97,7 @@ def test_choosing_in_batches_is_choosing_one_by_one(seed, total, cap):
         (SCORES, {"rate": -0.1}, InputError, "from 0 to 1"),
         (SCORES, {"rate": 1.0}, SelectionError, "6 heads must be chosen, and 5 of 6"),
         (SCORES, {}, InputError, "either rate or count"),
+        (SCORES, {"count": -1}, InputError, "count must be at least 0, got -1"),
         (SCORES, {"count": 1, "match": [(0, 0)]}, InputError, "either rate or count"),
         (SCORES, {"match": [(0, 0)], "max_per_layer": 2}, InputError, "match sets the number"),
         (SCORES, {"match": [(0, 0), (0, 1), (0, 2)]}, SelectionError, "2 of 6"),

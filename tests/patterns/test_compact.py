@@ -108,7 +108,7 @@ def test_leading_dimensions_are_indexed_and_positions_are_not():
 @pytest.mark.parametrize(
     ("alpha", "rho", "message"),
     [
-        (torch.zeros(3), torch.zeros(4), r"\[3\] and \[4\]"),
+        (torch.zeros(3), torch.zeros(4), r"\[3\] and rho \[4\]"),
         (torch.zeros(2), torch.tensor([0.0, -torch.inf]), "finite"),
         (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), "floating"),
         (torch.zeros(2, 0), torch.zeros(2, 0), "T >= 1"),
@@ -131,7 +131,7 @@ def test_dense_pattern_accepts_rounded_rows(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w[:, :3], r"\[T, T\]|T, T"),
+        (lambda w: w[:, :3], "T, T"),
         (lambda w: w.long(), "floating"),
         (lambda w: w * 1.001, "sum to 1"),
         (lambda w: w.roll(1, -1), "causal"),
