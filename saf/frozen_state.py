@@ -2,14 +2,13 @@
 
 `description_of` returns these data, `write_description` and `read_description` are their files. `restore_` edits a
 model by them, before `load_weights_` loads the saved weights; a model that has its weights is compared with them. Where
-another library fills in the weights, `resize_` comes before and `restore_(resized=True)` afterwards.
+another library fills in the weights, `resize_` comes before and `restore_` afterwards. `storage_report` counts bytes.
 """
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from itertools import product
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import BIAS, EDITED, HeadLayout, role_of
-from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, rows_of
-from saf.ops.frozen_heads import choose_backend
+from saf.heads import BIAS, EDITED, Head, HeadLayout, role_of
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, find_rows, rows_of
+from saf.ops import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
-from saf.surgery import (
-    LayerEdit,
-    absent_rows,
-    apply_edits_,
-    editable,
-    edited_,
-    patterns_of,
-    plan_edit,
-    replace_data_,
-    value_dtypes,
-)
+from saf.surgery import LayerEdit, apply_edits_, editable, edited_, patterns_of, plan_edit, replace_data_, value_dtypes
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
@@ -114,31 +103,27 @@ def restore_(
     tensors: Mapping[str, Tensor],
     *,
     backend: str | None = None,
-    resized: bool = False,
     compare: bool = False,
 ) -> None:
     """Give a model without frozen heads the layout and patterns of `description_of`, and the saved rows for undoing.
 
-    Rows of its weights move as when heads are frozen, unless `resize_` cut them already. With `compare` the model has
-    its weights, and a warning lists attention weights that differ from the saved ones, by the saved rows and by the
-    checksums of those that stay (the `weights` of each layer); else load the saved ones afterwards. Without
-    `backend` each layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the
-    model unchanged, for a state of another shape of model, or without some pattern.
+    Its weights are cut to the saved shapes, unless `resize_` did that: load the saved ones afterwards. With `compare`
+    the model has its weights: rows move as when heads are frozen, and a warning lists attention weights that differ
+    from the saved ones, by the saved rows and by the checksums of those that stay. Without `backend` each layer has the
+    one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the model unchanged, for a state
+    of another shape of model, or without some pattern.
     """
-    edits = _plan(model, state, tensors, backend)
-    saved = {number: _saved_rows(number, edit.layout, tensors) for number, edit in edits}
-    differing = {number: _differing_rows(number, edit.site, saved[number]) for number, edit in edits if compare}
-    if resized:
-        edited_([edit.site for _, edit in edits])
-    else:
-        apply_edits_([edit for _, edit in edits], None)
-    for number, edit in edits:
-        edit.site.assign(edit.layout, edit.frozen, saved[number])
+    edits = _planned(model, state, tensors, backend)
+    saved = {number: _saved_rows(number, edit, tensors) for number, edit in edits.items()}
     if compare:
-        for number, site in enumerate(adapter_for(model).sites()):
-            sums = _differing_sums(site, state["layers"][number].get("weights", {}))
-            differing[number] = differing.get(number, set()) | sums
-        _warn_of_other_weights(differing)
+        apply_edits_([*edits.values()], None)
+        sums = [layer.get("weights", {}) for layer in state["layers"]]
+        _warn_of_other_weights(adapter_for(model), saved, sums)
+    for number, edit in edits.items():
+        if not compare:
+            _cut_(edit.site, edit.layout)
+        edit.site.assign(edit.layout, edit.frozen, saved[number])
+    edited_([edit.site for edit in edits.values()])
 
 
 @torch.inference_mode(False)
@@ -148,27 +133,19 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
 
     Returns the layers with edited heads, with their layouts. Raises CheckpointError as `restore_` does.
     """
-    layouts = [(site, _layout(site, layer)) for _, site, layer in _layers(model, state)]
-    edited = [(site, layout) for site, layout in layouts if not layout.ordinary]
+    edited = [(site, layout) for _, site, layout, _ in _layers(model, state) if not layout.ordinary]
     for site, layout in edited:
         site.check(layout)
         check_plain_weights(site)
-        for name, (parameter, dimension) in site.projections().items():
-            rows = len(layout.rows_in(name)) * site.head_dim
-            replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
+        _cut_(site, layout)
     return edited
 
 
-def _warn_of_other_weights(differing: Mapping[int, set[str]]) -> None:
-    """Warn of the projections, by layer, that are not those of the frozen heads."""
-    if listed := [f"layer {number}: {', '.join(sorted(roles))}" for number, roles in differing.items() if roles]:
-        more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
-        warnings.warn(
-            f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed[:_LISTED] + more)}):"
-            " load the state dict of the frozen model now",
-            SafWarning,
-            stacklevel=6,  # past two decorators, at the caller of load
-        )
+def _cut_(site: Site, layout: HeadLayout) -> None:
+    """Cut projections to the shapes of a layout; what they hold is overwritten later."""
+    for name, (parameter, dimension) in site.projections().items():
+        if (rows := len(layout.rows_in(name)) * site.head_dim) != parameter.shape[dimension]:
+            replace_data_(parameter, parameter.data.narrow(dimension, 0, rows).clone())
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
@@ -179,25 +156,8 @@ def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) ->
         raise CheckpointError(f"{source} does not fit the model it describes: {error}") from error
 
 
-def _plan(
-    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
-) -> list[tuple[int, LayerEdit]]:
-    """Return number and edit of every layer with edited heads, all checked."""
-    editable(model)
-    edits, layers = [], _layers(model, state)
-    backends = {} if backend else _saved_backends(layers)
-    for number, site, layer in layers:
-        layout = _layout(site, layer)
-        if not layout.ordinary:
-            trained = layer.get("trainable", ())
-            patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
-            edit = plan_edit(site, layout, patterns, backend=backend or backends[number], optimizer=None)
-            edits.append((number, edit))
-    return edits
-
-
-def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, dict[str, Any]]]:
-    """Return number, site and state of every layer; raise CheckpointError unless model and state have one shape."""
+def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, HeadLayout, dict[str, Any]]]:
+    """Return number, site, saved layout and state of every layer; raise CheckpointError for another shape of model."""
     sites, layers = adapter_for(model).sites(), state["layers"]
     if len(layers) != len(sites):
         raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
@@ -208,75 +168,31 @@ def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, di
                 f"layer {number}: the frozen heads need {shape[0]} query and {shape[1]} KV heads, all live; the model "
                 f"has {layout.num_heads} and {layout.num_kv_heads}, {layout.num_live} live"
             )
-    return [(number, site, layer) for number, (site, layer) in enumerate(zip(sites, layers, strict=True))]
+    layouts = [replace(sites[0].layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED}) for layer in layers]
+    return [*zip(range(len(layers)), sites, layouts, layers, strict=True)]
 
 
-def _layout(site: Site, layer: Mapping[str, Any]) -> HeadLayout:
-    """Return the layout in a layer's description."""
-    return replace(site.layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED})
-
-
-def _saved_backends(layers: Iterable[tuple[int, Site, dict[str, Any]]]) -> dict[int, str]:
-    """Return the backend that each layer's heads were saved with; "auto", with a warning, where it cannot run here."""
-    backends = {}
-    for number, site, layer in layers:
-        name, device = layer.get("backend") or "auto", rows_of(site, "value").parameter.device
-        trainable = bool(layer.get("trainable"))
-        try:
-            backends[number] = choose_backend(name, device=device, dtypes=value_dtypes(site), trainable=trainable)
-        except (InputError, UnsupportedError) as error:
-            backends[number] = "auto"
-            message = f"frozen heads saved with backend {name!r} run with 'auto', other rounding: {error}"
-            warnings.warn(message, SafWarning, stacklevel=7)  # past the plan and two decorators, at the caller of load
-    return backends
-
-
-def _saved_rows(number: int, layout: HeadLayout, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the saved rows for undoing, those missing in a layout; after `finalize_` none were saved."""
-    whole = HeadLayout(layout.num_heads, layout.num_kv_heads)
-    removed: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for role, heads in absent_rows(whole, layout).items():
-        for head, each in product(heads, (role, role + BIAS)):
-            prefix = f"{number}.{head}.removed.{each}."
-            rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            if "weight" in rows:
-                removed.setdefault(each, {})[head] = rows
-    return removed
-
-
-def _differing_rows(number: int, site: Site, saved: Removed) -> set[str]:
-    """Return the projections whose rows differ from the saved ones; raise CheckpointError for another shape."""
-    differing = set()
-    for role, rows in saved.items():
-        at = rows_of(site, role)
-        for head, tensors in rows.items():
-            other = tensors["weight"]
-            own = at.of(at.parameter.detach()).narrow(at.dimension, head * site.head_dim, site.head_dim).cpu()
-            if own.shape != other.shape:
-                raise CheckpointError(
-                    f"layer {number}: the frozen heads have {role} rows {list(other.shape)}, the model "
-                    f"{list(own.shape)}"
-                )
-            narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
-            if not torch.equal(own.to(narrower), other.to(narrower)):
-                differing.add(role_of(at.name))
-    return differing
-
-
-def _differing_sums(site: Site, sums: Mapping[str, Mapping[str, str]]) -> set[str]:
-    """Return the roles whose weights do not have the checksums `sums`, in the dtype of these; narrower ones pass."""
-    differing = set()
-    for role, recorded in sums.items():
-        weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
-        comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
-        if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
-            differing.add(role_of(role))
-    return differing
-
-
-def _checksum(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight's bytes."""
-    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
+def _planned(
+    model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
+) -> dict[int, LayerEdit]:
+    """Return the edits of the layers with edited heads, by number, all checked."""
+    editable(model)
+    edits = {}
+    for number, site, layout, layer in _layers(model, state):
+        if layout.ordinary:
+            continue
+        trained, name = layer.get("trainable", ()), backend or layer.get("backend") or "auto"
+        if backend is None:
+            device, dtypes = rows_of(site, "value").parameter.device, value_dtypes(site)
+            try:
+                choose_backend(name, device=device, dtypes=dtypes, trainable=bool(trained))
+            except (InputError, UnsupportedError) as error:
+                message = f"frozen heads saved with backend {name!r} run with 'auto', other rounding: {error}"
+                warnings.warn(message, SafWarning, stacklevel=6)  # past two decorators, at the caller of load
+                name = "auto"
+        patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
+        edits[number] = plan_edit(site, layout, patterns, backend=name, optimizer=None)
+    return edits
 
 
 def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
@@ -287,3 +203,117 @@ def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) ->
         return pattern_from_state(own, trainable=trainable)
     except CheckpointError as error:
         raise CheckpointError(f"the pattern {prefix.rstrip('.')} is missing or incomplete: {error}") from error
+
+
+def _saved_rows(number: int, edit: LayerEdit, tensors: Mapping[str, Tensor]) -> Removed:
+    """Return the saved rows for undoing, those missing in a layout; after `finalize_` none were saved.
+
+    Raises CheckpointError for rows of another shape than the model's.
+    """
+    whole = HeadLayout(edit.layout.num_heads, edit.layout.num_kv_heads)
+    removed: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for role, head in ((role, head) for role, heads in whole.rows.items() for head in heads):
+        for each in (role, role + BIAS) if head not in edit.layout.rows[role] else ():
+            prefix = f"{number}.{head}.removed.{each}."
+            rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            if "weight" not in rows:
+                continue
+            shape, at = list(rows["weight"].shape), find_rows(edit.site, each)
+            expected = [] if at is None else [*at.parameter.shape]
+            if at is not None:
+                expected[at.dimension] = edit.site.head_dim
+            if shape != expected:
+                raise CheckpointError(
+                    f"layer {number}: the frozen heads have {each} rows {shape}, the model {expected}"
+                )
+            removed.setdefault(each, {})[head] = rows
+    return removed
+
+
+def _warn_of_other_weights(
+    adapter: Adapter, saved: Mapping[int, Removed], sums: list[Mapping[str, Mapping[str, str]]]
+) -> None:
+    """Warn of projections, by layer, whose removed rows or whose checksums are not the saved ones."""
+    listed = []
+    for number, site in enumerate(adapter.sites()):
+        differing = set()
+        for role, rows in saved.get(number, {}).items():
+            for head, tensors in rows.items():
+                own, other = site.removed[role][head]["weight"], tensors["weight"]
+                narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+                if not torch.equal(own.to(narrower), other.to(narrower)):
+                    differing.add(role_of(rows_of(site, role).name))
+        for role, recorded in sums[number].items():
+            weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
+            comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype  # not of a narrower model
+            if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
+                differing.add(role_of(role))
+        if differing:
+            listed.append(f"layer {number}: {', '.join(sorted(differing))}")
+    if listed:
+        more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
+        warnings.warn(
+            f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed[:_LISTED] + more)}):"
+            " load the state dict of the frozen model now",
+            SafWarning,
+            stacklevel=6,  # past two decorators, at the caller of load
+        )
+
+
+def _checksum(weight: Tensor) -> str:
+    """Return the SHA-256 of a weight's bytes."""
+    return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+# --- bytes of patterns: as matrices, as vectors, and as a backend holds them
+
+
+@dataclass(frozen=True)
+class StorageReport:
+    """The bytes of one set of patterns in each form, in float32; printed in GB (1e9 bytes)."""
+
+    dense_by_layer: int
+    """A `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation has it."""
+    dense_packed: int
+    """The frozen heads' matrices alone."""
+    compact: int
+    """Key logits, distance logits and normalisers of the frozen heads."""
+    parameters: int | None = None
+    """The saved tensors of a model's patterns: of exponential ones alpha, the band and the poles."""
+    allocated: int | None = None
+    """Tables of a model's layers for every dtype of values, and trained logits. The patterns and the rows for undoing
+    are on the CPU and not counted."""
+
+    @property
+    def ratio(self) -> float:
+        """Packed dense over compact."""
+        return self.dense_packed / self.compact if self.compact else 1.0
+
+    def __str__(self) -> str:
+        sizes = ((name, size / 1e9) for name, size in vars(self).items() if size is not None)
+        return ", ".join(f"{name.replace('_', ' ')} {size:.3g} GB" for name, size in sizes)
+
+
+def storage_report(model: nn.Module) -> StorageReport:
+    """Return the storage of the patterns of a model's frozen heads."""
+    adapter = adapter_for(model)
+    frozen = [site.frozen for site in adapter.sites() if site.frozen is not None]
+    length = max((one.max_length for one in frozen), default=1)
+    report = storage_of(list(adapter.heads("frozen")), length=length, num_heads=adapter.sites()[0].layout.num_heads)
+    states = [pattern.state() for one in frozen for pattern in one.patterns]
+    parameters = sum(tensor.nbytes for state in states for tensor in state.values())
+    return replace(report, parameters=parameters, allocated=sum(one.allocated for one in frozen))
+
+
+def storage_of(heads: Collection[Head], *, length: int, num_heads: int) -> StorageReport:
+    """Return the storage of patterns over `length` tokens for these heads, in layers of `num_heads` heads.
+
+    >>> storage_of([(0, 1), (0, 2), (3, 0)], length=1024, num_heads=12).dense_packed
+    12582912
+    """
+    matrix = 4 * length * length
+    return StorageReport(
+        dense_by_layer=len({layer for layer, _ in heads}) * num_heads * matrix,
+        dense_packed=len(heads) * matrix,
+        compact=len(heads) * 3 * 4 * length,
+    )

@@ -11,12 +11,11 @@ from torch import Tensor
 from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
-from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern
+from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
 from saf.heads import EDITED
 from saf.opening import folder_hash, weight_files
 from saf.records.files import read_json, read_metadata
 from saf.records.run import Kind, RecordedRun, expect
-from saf.storage import storage_of
 
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
 """Values of an event in the result."""

@@ -7,6 +7,7 @@ from saf.fit import fit_compact, fit_exponential, fit_kl
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
+from saf.frozen_state import storage_report
 from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig, preset
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
@@ -17,7 +18,6 @@ from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.scores import score
 from saf.selection import select
 from saf.statistics import AttentionStatistics
-from saf.storage import storage_report
 from saf.surgery import finalize_, install_, prune_, uninstall_
 from saf.targets import dense_pattern
 

@@ -2,13 +2,12 @@
 
 All go the same way: the verb computes the next layout of each layer, `plan_edit` checks it and changes nothing, and
 `apply_edits_` moves rows of weights, moments and gradients. Rows that leave stay on the CPU for undoing.
-`saf.heads.KINDS` lists which heads have rows in which projection.
+`saf.heads.KINDS` lists which heads have rows in which projection; saf/optimizer_state.py has the optimiser's side.
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -68,23 +67,22 @@ def install_(
             attention that is not transformers' own; a backend, dtype or optimiser that cannot run, train or carry them.
     """
     heads = HeadSet.in_order(heads)
-    adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
     singles = pattern_for_each_head(patterns) if len(heads) else []
+    sites, optimizer = _sites_of(model, heads, "live"), unwrap_optimizer(optimizer)
     if len(singles) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(singles)}")
-    by_head, edits = dict(zip(heads, singles, strict=True)), []
-    for layer, site, own in _layers_of(adapter, heads, "live"):
-        new = {head: by_head[layer, head] for head in own}
+    chosen: dict[Head, Pattern] = {}
+    for (layer, head), one in zip(heads, singles, strict=True):
         if trainable:
-            weight = rows_of(site, "value").parameter
-            options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
-            new = {head: one if one.trainable else TrainablePattern.of(one, **options) for head, one in new.items()}
+            weight = rows_of(sites[layer], "value").parameter
             check_group(optimizer, weight)
-        elif any(pattern.trainable for pattern in new.values()):
+            if not one.trainable:
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+                one = TrainablePattern.of(one, dtype=dtype, device=weight.device)
+        elif one.trainable:
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() for a fixed one")
-        layout = site.layout.changed(new, "frozen")
-        edits.append(plan_edit(site, layout, patterns_of(site) | new, backend=backend, optimizer=optimizer))
-    apply_edits_(edits, optimizer)
+        chosen[layer, head] = one
+    _edit_(sites, heads, "frozen", optimizer, chosen, backend=backend)
 
 
 @torch.inference_mode(False)
@@ -97,12 +95,8 @@ def prune_(model: nn.Module, heads: HeadSet | Iterable[Head], *, optimizer: Opti
     values with its last head that is not pruned. A layer may lose all its heads, and so may every layer. Moments,
     gradients and errors are those of `install_`. On an untrained model this builds the smaller architecture.
     """
-    adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
-    edits = [
-        plan_edit(site, site.layout.changed(own, "pruned"), patterns_of(site), optimizer=optimizer)
-        for _, site, own in _layers_of(adapter, HeadSet(heads), "live")
-    ]
-    apply_edits_(edits, optimizer)
+    heads = HeadSet(heads)
+    _edit_(_sites_of(model, heads, "live"), heads, "pruned", unwrap_optimizer(optimizer))
 
 
 @torch.inference_mode(False)
@@ -120,19 +114,8 @@ def uninstall_(
             model was loaded without them).
         UnsupportedError: As for `install_`.
     """
-    adapter, optimizer = editable(model), unwrap_optimizer(optimizer)
-    heads = adapter.heads(*EDITED) if heads is None else HeadSet(heads)
-    edits = []
-    for layer, site, own in _layers_of(adapter, heads, *EDITED):
-        layout = site.layout.changed(own, "live")
-        for role, owners in absent_rows(layout, site.layout).items():
-            if gone := [owner for owner in owners if owner not in site.removed.get(role, {})]:
-                raise InputError(
-                    f"the {role} rows of layer {layer}, heads {gone} are gone; undo before finalize_, or load a "
-                    "checkpoint that has them"
-                )
-        edits.append(plan_edit(site, layout, patterns_of(site), optimizer=optimizer))
-    apply_edits_(edits, optimizer)
+    heads = adapter_for(model).heads(*EDITED) if heads is None else HeadSet(heads)
+    _edit_(_sites_of(model, heads, *EDITED), heads, "live", unwrap_optimizer(optimizer))
 
 
 def finalize_(model: nn.Module) -> None:
@@ -196,26 +179,20 @@ def editable(model: nn.Module) -> Adapter:
 
 
 def _check_memory(adapter: Adapter) -> None:
-    """Raise UnsupportedError where bytes of an attention weight are also those of another parameter or buffer."""
+    """Raise UnsupportedError where an attention weight begins where another parameter or buffer does."""
     weights = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
-    model, spans = adapter.model, []
+    model, first = adapter.model, dict[Any, tuple[str, bool]]()
     for name, tensor in chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     ):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            device, start = str(tensor.device), tensor.data_ptr()
-            spans.append(((device, start), (device, start + reach * tensor.itemsize), name, id(tensor) in weights))
-    # In order of memory, a span overlaps an earlier one where it overlaps the one that reaches furthest.
-    end, owner, before = ("", 0), "", False
-    for first, last, name, projection in sorted(spans):
-        if first < end and (projection or before):
-            raise UnsupportedError(
-                f"an attention weight must have memory of its own, got one of {owner} and {name}: give each a copy "
-                "(nn.Parameter(weight.detach().clone()))"
-            )
-        if last > end:
-            end, owner, before = last, name, projection
+            projection = id(tensor) in weights
+            other, before = first.setdefault((tensor.device, tensor.data_ptr()), (name, projection))
+            if other != name and (projection or before):
+                raise UnsupportedError(
+                    f"an attention weight must have memory of its own, got one of {other} and {name}: give each a copy "
+                    "(nn.Parameter(weight.detach().clone()))"
+                )
 
 
 def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) -> None:
@@ -236,8 +213,9 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
 
 
-def _layers_of(adapter: Adapter, heads: HeadSet, *kinds: str) -> Iterator[tuple[int, Site, list[int]]]:
-    """Yield number, site and heads of every layer with one of `heads`; raise InputError for others than of `kinds`."""
+def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:
+    """Return the layers that have some of `heads`, by number; raise InputError for heads that are not of `kinds`."""
+    adapter = editable(model)
     sites = adapter.sites()
     if strange := (heads - adapter.heads(*KINDS)).to_list():
         raise InputError(
@@ -246,8 +224,7 @@ def _layers_of(adapter: Adapter, heads: HeadSet, *kinds: str) -> Iterator[tuple[
     if other := (heads - adapter.heads(*kinds)).to_list():
         remedy = ", uninstall_ the others first" if kinds == ("live",) else ""
         raise InputError(f"heads must be {' or '.join(kinds)}, got {other}{remedy}")
-    for layer in sorted({layer for layer, _ in heads}):
-        yield layer, sites[layer], heads.in_layer(layer)
+    return {layer: sites[layer] for layer in sorted({layer for layer, _ in heads})}
 
 
 # --- an edit of a layer, checked first and applied afterwards
@@ -262,6 +239,23 @@ class LayerEdit:
     frozen: FrozenHeads | None
 
 
+def _edit_(
+    sites: Mapping[int, Site],
+    heads: HeadSet,
+    kind: str,
+    optimizer: Optimizer | None,
+    patterns: Mapping[Head, Pattern] | None = None,
+    backend: str | None = None,
+) -> None:
+    """Turn heads into those of a kind, with patterns where they are to be frozen; all or none."""
+    edits = []
+    for layer, site in sites.items():
+        own = heads.in_layer(layer)
+        new = patterns_of(site) | {head: patterns[layer, head] for head in own if patterns}
+        edits.append(plan_edit(site, site.layout.changed(own, kind), new, backend=backend, optimizer=optimizer))
+    apply_edits_(edits, optimizer)
+
+
 def plan_edit(
     site: Site,
     layout: HeadLayout,
@@ -272,16 +266,18 @@ def plan_edit(
 ) -> LayerEdit:
     """Return the edit that gives a layer another layout, with one pattern for each of its frozen heads.
 
-    Without `backend` the layer's own stays. Raises InputError or UnsupportedError for what the layer, the backend or
-    the optimiser cannot do.
+    Without `backend` the layer's own stays. Raises InputError for rows to put back that are gone, InputError or
+    UnsupportedError for what the layer, the backend or the optimiser cannot do.
     """
     _check_layer(site, layout, optimizer)
-    if optimizer is not None:
-        for name, (parameter, _) in site.projections().items():
-            suffix = name.removeprefix(role_of(name))
-            for role, head in set(layout.rows_in(name)) - set(site.layout.rows_in(name)):
-                missing = moments(parameter, optimizer).keys() - site.removed[role + suffix][head].keys()
-                check_returning(optimizer, parameter, missing)
+    for name, (parameter, _) in site.projections().items():
+        suffix = name.removeprefix(role_of(name))
+        for role, head in set(layout.rows_in(name)) - set(site.layout.rows_in(name)):
+            if (saved := site.removed.get(role + suffix, {}).get(head)) is None:
+                remedy = "undo before finalize_, or load a checkpoint that has them"
+                raise InputError(f"the {role} rows of head {head} are gone; {remedy}")
+            if optimizer is not None:
+                check_returning(optimizer, parameter, moments(parameter, optimizer).keys() - saved.keys())
     frozen = None
     if layout.frozen:
         frozen = FrozenHeads.from_patterns(
@@ -325,57 +321,39 @@ def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
                 _outdated[each] = each.register_forward_pre_hook(_refuse_training)
 
 
-def absent_rows(before: HeadLayout, after: HeadLayout) -> dict[str, list[int]]:
-    """Return the heads whose rows the first layout has and the second has not, by role."""
-    absent = {role: [one for one in rows if one not in after.rows[role]] for role, rows in before.rows.items()}
-    return {role: heads for role, heads in absent.items() if heads}
-
-
 def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
     """Rearrange the head rows of every projection, its moments and its gradient; return removed rows, on the CPU.
 
     These are stored by role, whether a projection holds the rows of one role or, fused, of several.
     """
-    site, dim = edit.site, edit.site.head_dim
+    site = edit.site
     removed = {role: dict(rows) for role, rows in site.removed.items()}
     for name, (parameter, dimension) in site.projections().items():
-        old, new = site.layout.rows_in(name), edit.layout.rows_in(name)
+        old, new, suffix = site.layout.rows_in(name), edit.layout.rows_in(name), name.removeprefix(role_of(name))
         if old == new:
             continue
-        suffix, gradient, carried = name.removeprefix(role_of(name)), parameter.grad, moments(parameter, optimizer)
-        starts = {row: number * dim for number, row in enumerate(old)}
+        carried = {"weight": parameter.data, **moments(parameter, optimizer)}
+        tensors = carried if parameter.grad is None else {**carried, "gradient": parameter.grad.detach()}
+        blocks = {each: dict(zip(old, t.split(site.head_dim, dimension), strict=False)) for each, t in tensors.items()}
         for role, head in (row for row in old if row not in new):
-            removed.setdefault(role + suffix, {})[head] = {
-                each: tensor.narrow(dimension, starts[role, head], dim).detach().to("cpu", copy=True)
-                for each, tensor in {"weight": parameter.data, **carried}.items()
-            }
-        back = {(role, head): removed[role + suffix].pop(head) for role, head in new if (role, head) not in starts}
-        sources = [starts.get(row, back.get(row)) for row in new]
-        move = partial(_rearranged, dimension=dimension, head_dim=dim, sources=sources)
+            rows = {each: blocks[each][role, head].detach().to("cpu", copy=True) for each in carried}
+            removed.setdefault(role + suffix, {})[head] = rows
+        for role, head in (row for row in new if row not in old):
+            rows = removed[role + suffix].pop(head)
+            # Rows have no moments if they left before the optimiser's first step, and never a gradient.
+            for each, tensor in tensors.items():
+                blocks[each][role, head] = rows.get(each, torch.zeros_like(rows["weight"])).to(tensor)
         if optimizer is not None and not parameter.numel():
             update_steps_(parameter, optimizer)
-        for each, tensor in carried.items():
-            optimizer.state[parameter][each] = move(tensor, each)  # type: ignore
-        replace_data_(parameter, move(parameter.data, "weight"))
-        if gradient is not None and parameter.numel():  # a forward pass gives an empty weight none either
-            parameter.grad = move(gradient.detach(), "gradient")
+        for each, tensor in tensors.items():
+            parts = [tensor.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)]
+            tensors[each] = torch.cat(parts, dim=dimension)
+        replace_data_(parameter, tensors.pop("weight"))
+        if (gradient := tensors.pop("gradient", None)) is not None and parameter.numel():
+            parameter.grad = gradient  # a forward pass gives an empty weight none either
+        for each, tensor in tensors.items():
+            optimizer.state[parameter][each] = tensor  # type: ignore
     return {role: rows for role, rows in removed.items() if rows}
-
-
-def _rearranged(tensor: Tensor, name: str, *, dimension: int, head_dim: int, sources: Sequence[Any]) -> Tensor:
-    """Return head rows from their sources: where they start in the tensor, or rows to put back, by name.
-
-    Rows to put back without that name (a moment, if frozen before the optimiser's first step) are zeros.
-    """
-    shape = list(tensor.shape)
-    shape[dimension] = head_dim
-    blocks = [tensor.narrow(dimension, 0, 0)]
-    for source in sources:
-        if isinstance(source, int):
-            blocks.append(tensor.narrow(dimension, source, head_dim))
-        else:
-            blocks.append(source[name].to(tensor) if name in source else tensor.new_zeros(shape))
-    return torch.cat(blocks, dim=dimension)
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import saf
+from saf.frozen_state import storage_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern, DensePattern
-from saf.storage import storage_of
 
 LENGTH = 40
 SHAPE = GPTConfig(vocab_size=20, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)

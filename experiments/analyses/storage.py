@@ -10,10 +10,10 @@ import tyro
 from experiments import paper
 from experiments.analyses.common import Output, Record, header
 from saf.errors import InputError
+from saf.frozen_state import storage_report
 from saf.models.adapter import adapter_for
 from saf.opening import find_model
 from saf.records.table import Part, Table
-from saf.storage import storage_report
 
 FORMS = {
     "dense_by_layer": "a matrix for every head of a layer with frozen heads",

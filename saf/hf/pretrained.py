@@ -190,7 +190,7 @@ def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> No
         layouts.append(None if holder is None else getattr(holder, LAYOUT))
         if holder is not None:
             delattr(site.attention, NAME)
-    restore_(model, state, tensors, resized=True)
+    restore_(model, state, tensors)
     for site, layout in zip(sites, layouts, strict=True):
         own = state_of(site.attention)
         compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, layout)

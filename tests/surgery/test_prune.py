@@ -188,7 +188,7 @@ def test_pruned_models_are_saved_loaded_and_undone(tmp_path):
     uninstall_(again)
     assert all(map(torch.equal, again.parameters(), make_llama("qwen3").parameters()))
     finalize_(llama)
-    with pytest.raises(InputError, match=r"the query rows of layer 0, heads .* are gone"):
+    with pytest.raises(InputError, match=r"the query rows of head \d are gone"):
         uninstall_(llama)
 
 
