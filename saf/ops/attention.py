@@ -1,9 +1,9 @@
 """Attention of a layer with live and frozen heads, and the one place that decides how a call is computed.
 
-`mixed_attention` returns all heads, `attention_parts` live and frozen ones apart, `attention_products` their product
-with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all heads, of
-few queries or few tokens or by a backend that mixes live heads too; otherwise live heads by SDPA, and frozen heads by
-their backend. Gradients are listed in saf/ops/__init__.py.
+`mixed_attention` returns all heads, `attention_parts` live and frozen ones in a tensor each, `attention_products` their
+product with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all
+heads, where queries or tokens are few or a backend mixes live heads too; otherwise live heads by SDPA and frozen heads
+by their backend. The gradients are listed in saf/ops/__init__.py.
 """
 
 from collections.abc import Sequence
@@ -70,8 +70,8 @@ def mixed_attention(
         cache_position: Where queries stand among the T positions of a cache of fixed size, instead of `left_pad`;
             `value` has its heads in `cached_order` then, and outputs of padding may be anything finite.
         kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
-            where the package is installed; `"flash_decode"` for few queries after a cache, frozen heads in the same
-            launch, which `"auto"` takes beside frozen heads where it can run.
+            where the package is installed; `"flash_decode"` for few queries after a cache, live and frozen heads in one
+            launch, which `"auto"` takes for layers with frozen heads where it can run.
         state: Of frozen heads with exponential patterns (`frozen.linear`), changed in place. `value` then has, in
             `cached_order`, only the heads that others read.
 
@@ -92,9 +92,9 @@ def attention_parts(
     query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, *, left_pad: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute `mixed_attention` in the parts that it is computed in: live and frozen heads apart, or all in one part.
+    """Compute `mixed_attention` as it is computed: live heads, then frozen ones, or all in one part; nothing is copied.
 
-    Parts `[B, n, Tq, D]` follow one another in slot order; nothing is copied together. Raises as `mixed_attention`.
+    Returns parts `[B, n, Tq, D]` in slot order; raises as `mixed_attention`.
     """
     return _compute(_checked(query, key, value, frozen, left_pad=left_pad, kernel=kernel))
 
@@ -105,10 +105,9 @@ def attention_products(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `mixed_attention` of a layer with frozen heads, and its product with `projection [C, H * D]`.
 
-    Returns one or two products `[B, Tq, C]`, in the dtype of `value`, or autocast's, whose sum it is, for whoever adds
-    more to it; raises as `mixed_attention` does. Of many tokens, and without gradients, each part has a product of its
-    own: nothing is copied together then, and attention's backward pass sees a gradient in the memory order of its
-    output.
+    Returns one or two products `[B, Tq, C]`, in the dtype of `value` or autocast's, whose sum it is; raises as
+    `mixed_attention`. Many tokens, and calls without gradients, have a product for each part: then nothing is copied,
+    and attention's backward pass sees a gradient in the memory order of its output.
     """
     parts = attention_parts(query, key, value, frozen, left_pad=left_pad, kernel=kernel)
     widths = [part.shape[1] * part.shape[-1] for part in parts]
@@ -116,7 +115,7 @@ def attention_products(
         raise InputError(f"projection must be [C, {sum(widths)}], columns slot by slot; got {list(projection.shape)}")
     if torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
         parts, widths = (join_heads(*parts),), [sum(widths)]
-    # Cast once: autocast would cast the columns of either part by themselves.
+    # Cast once: autocast would cast the columns of each part by themselves.
     columns = projection.to(value.dtype).split(widths, dim=1)
     return tuple(F.linear(flat_heads(part), weight) for part, weight in zip(parts, columns, strict=True))
 
@@ -181,8 +180,7 @@ def _compute(call: Call) -> tuple[Tensor, ...]:
 def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     """Return all heads of few queries from the flash-decoding launch: where it is named, or can serve frozen heads.
 
-    None where it is not taken. Raises UnsupportedError where it is named and cannot run: a setting without effect would
-    go unnoticed.
+    None elsewhere. Raises UnsupportedError where it is named and cannot run.
     """
     named, group = call.kernel == FLASH_DECODE, largest_group(call.live_slots)
     if call.whole or not (named or (call.kernel == "auto" and call.frozen is not None)):
@@ -222,8 +220,8 @@ def _in_one_launch(call: Call, frozen: FrozenHeads, fixed: FrozenPart) -> Tensor
 def _values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[int, ...]]:
     """Return the values of live and of frozen heads, each with the head that every slot reads.
 
-    Where every value head of whole sequences is read once, in order, both kinds take a part whose gradients are joined
-    once: those of two slices would each be filled up with zeros and added.
+    Where every value head of whole sequences is read once, in order, each kind takes its part of one split, whose
+    gradients are joined once: those of two slices would each be filled up with zeros and added.
     """
     value, live, frozen = call.value, call.live_slots, call.frozen_slots
     if not (live and call.whole) or live + frozen != tuple(range(value.shape[1])):
@@ -241,10 +239,10 @@ def _live(call: Call, value: Tensor, slots: tuple[int, ...]) -> Tensor:
 def _frozen(
     call: Call, frozen: FrozenHeads, fixed: Sequence[FrozenPart], value: Tensor, slots: tuple[int, ...]
 ) -> Tensor:
-    """Return frozen heads, `[B, F, Tq, D]`, of `value`, fixed and trainable ones apart.
+    """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones.
 
-    Of few queries weights are made and multiplied in plain PyTorch, which autograd differentiates. A whole product is
-    cut afterwards, and of padded rows it would have to move their values first.
+    Few queries take rows of weights, in plain PyTorch, which autograd differentiates; so do padded ones, whose values a
+    whole product would move first. Otherwise the whole product is computed and cut.
     """
     position, length, backend = call.position, value.shape[-2], BACKENDS[frozen.backend]
     few = position.left_pad is not None or position.count * WHOLE_SHARE <= length
@@ -288,8 +286,11 @@ def _checked(
         live, own = slots[: -frozen.num_frozen], slots[-frozen.num_frozen :]
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
-    else:
-        live, own = _ordinary_slots(query, value), ()
+    else:  # consecutive heads share a value head
+        count, heads = query.shape[1], value.shape[1]
+        if not heads or not count or count % heads:
+            raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
+        live, own = tuple(slot // (count // heads) for slot in range(count)), ()
     _check_shapes(query, key, value, live)
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
@@ -325,7 +326,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[i
 def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position: CachePosition | None) -> CachePosition:
     """Return where the queries stand: the last `rows` positions without a cache of fixed size.
 
-    `left_pad` goes where the values are, contiguous, as kernels read it. Raises InputError where it cannot be.
+    `left_pad` moves to the values' device, contiguous, as kernels read it.
     """
     if left_pad is not None:
         check_left_pad(left_pad, value.shape[0], value.shape[2])
@@ -337,22 +338,14 @@ def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position:
     return cache_position._replace(count=rows)
 
 
-def _ordinary_slots(query: Tensor, value: Tensor) -> tuple[int, ...]:
-    """Return the value head of each head of a layer without frozen ones: consecutive heads share one."""
-    count, heads = query.shape[1], value.shape[1]
-    if not heads or not count or count % heads:
-        raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
-    return tuple(slot // (count // heads) for slot in range(count))
-
-
 def _slots(
     frozen: FrozenHeads, value: Tensor, backend: str, cache_position: CachePosition | None,
     state: RecurrentState | None, *operands: Tensor,
 ) -> tuple[int, ...]:  # fmt: skip
     """Return which head of `value` each slot reads, live ones first; -1 for slots that decode from a state.
 
-    A cache of fixed size, and values beside a state, have their heads in `cached_order`. Raises InputError or
-    UnsupportedError for values, a backend or a cache that frozen heads cannot take.
+    A cache of fixed size, and values that a state complements, have their heads in `cached_order`. Raises InputError
+    or UnsupportedError for values, a backend or a cache that frozen heads cannot take.
     """
     frozen.check_values(value, backend)
     own, heads = BACKENDS[frozen.backend], frozen.kv_head

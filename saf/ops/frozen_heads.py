@@ -1,7 +1,7 @@
 """`FrozenHeads`: the frozen heads of one layer, their backend, and their mark in state dicts.
 
-`choose_backend` has the rule of `"auto"`; `for_graphs` tells layers that a CUDA graph will replay what they launch;
-`LayoutMixin` keeps in an attention layer's state dict which heads are frozen, so that other weights are refused.
+`choose_backend` has the rule of `"auto"`; `for_graphs` says that a CUDA graph will replay what layers launch;
+`LayoutMixin` writes into a layer's state dict which heads are frozen, so that weights of other heads are refused.
 """
 
 import hashlib
@@ -28,52 +28,6 @@ AUTO_ORDER = ("toeplitz", "reference")
 """What `"auto"` tries in turn. `fused` is the paper's execution, there to be measured: `toeplitz` is faster."""
 
 
-def choose_backend(
-    name: str,
-    *,
-    device: torch.device,
-    dtypes: Sequence[torch.dtype],
-    trainable: bool = False,
-    exponential: bool = False,
-) -> str:
-    """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
-
-    With `exponential` patterns in a layer it tries `linear` before these. With `trainable` it must give gradients to
-    key and distance logits. Raises InputError for an unknown name and UnsupportedError when a named backend cannot
-    run: it is never replaced by another one.
-    """
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
-    check_name("backend", name, ("auto", *BACKENDS))
-    reasons = {}
-    for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
-        backend = BACKENDS[candidate]
-        found = [reason for dtype in dtypes if (reason := backend.unsupported_reason(device, dtype))]
-        if trainable and not backend.trains:
-            found.insert(0, "it has no gradients for key and distance logits (trainable=True)")
-        if not found:
-            return candidate
-        reasons[candidate] = found[0]
-    if name == "auto":
-        raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
-    raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
-
-
-def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
-    """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
-    device, order = torch.device(device), ", ".join(AUTO_ORDER)
-    rule = f"linear for layers with exponential patterns, else the first of {order}, that supports device and dtype"
-    lines = [f"rule: {rule}"]
-    for name, backend in BACKENDS.items():
-        reason = backend.unsupported_reason(device, dtype)
-        how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
-        lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
-    return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
-
-
-# --- the frozen heads of a layer
-
-
 class FrozenPart(NamedTuple):
     """Fixed patterns of a layer that one backend executes: their slots among the frozen ones, and their tables."""
 
@@ -85,9 +39,15 @@ class FrozenPart(NamedTuple):
 class FrozenHeads(nn.Module):
     """Execute the patterns of a layer's frozen heads, for up to `max_length` positions.
 
-    Fixed patterns are tables, made once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
+    Fixed patterns are tables, computed once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
     are read in every forward pass. Build it with `from_patterns`. Buffers and parameters keep their dtype when the
     model is cast; the device follows, and tables for values of the new dtype are added where the backend has them.
+
+    Attributes:
+        groups: The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz".
+        trainable: The slots of trainable patterns.
+        dtypes: The value dtypes that tables were prepared for.
+        replayed: Whether a CUDA graph launches what a call launches; `for_graphs` sets it.
     """
 
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
@@ -98,19 +58,14 @@ class FrozenHeads(nn.Module):
             if is_trainable(one):
                 self.add_module(f"pattern_{slot}", one)
         self.patterns = [one if one.trainable else one.to(device="cpu") for one in patterns]
-        self.backend = backend
-        self.max_length = max_length
-        self.kv_head = kv_head
+        self.backend, self.max_length, self.kv_head = backend, max_length, kv_head
         self.replayed = False
-        """Whether a CUDA graph launches what a call launches; set by `for_graphs`."""
         self.groups: dict[str, tuple[int, ...]] = {}
-        """The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz"."""
         for slot, one in enumerate(patterns):
             name = "toeplitz" if backend == "linear" and one.kind != "exponential" else backend
             if not one.trainable:
                 self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
-        """The value dtypes that tables were prepared for."""
         self._names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
         self._static: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
 
@@ -162,7 +117,7 @@ class FrozenHeads(nn.Module):
                 self._add_tables(dtype, name, tables)
 
     def _add_tables(self, dtype: torch.dtype, backend: str, tables: Tables) -> None:
-        """Keep tables, tensors among them as buffers, so that they move with the model."""
+        """Register the tensors among tables as buffers, so that they move with the model; keep the rest."""
         prefix, tensors = str(dtype).removeprefix("torch."), [n for n, x in tables.items() if isinstance(x, Tensor)]
         self._names[dtype, backend] = {name: f"{prefix}_{backend}_{name}" for name in tensors}
         self._static[dtype, backend] = {name: each for name, each in tables.items() if name not in tensors}
@@ -174,15 +129,12 @@ class FrozenHeads(nn.Module):
         """Return how many heads the patterns belong to."""
         return len(self.patterns)
 
-    def parts(self, dtype: torch.dtype) -> list["FrozenPart"]:
-        """Return the fixed patterns by backend, for values of `dtype`.
-
-        Raises InputError when nothing was prepared for this dtype.
-        """
+    def parts(self, dtype: torch.dtype) -> list[FrozenPart]:
+        """Return the fixed patterns by backend, for values of `dtype`; raise InputError where none were prepared."""
         if dtype not in self.dtypes:
-            known = [str(each) for each in self.dtypes]
+            names = [str(each) for each in self.dtypes]
             raise InputError(
-                f"values must be of what frozen heads were prepared for, {known}, got {dtype}: cast the model"
+                f"values must be of what frozen heads were prepared for, {names}, got {dtype}: cast the model"
             )
         return [FrozenPart(BACKENDS[name], slots, self.tables(dtype, name)) for name, slots in self.groups.items()]
 
@@ -197,7 +149,7 @@ class FrozenHeads(nn.Module):
         return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
 
     def program(self) -> tuple[Any, ...]:
-        """Return what the code that executes these heads depends on, beside shapes and dtypes of its tensors."""
+        """Return what compiled code of these heads depends on, apart from shapes and dtypes of its tensors."""
         static = tuple((*key, *sorted(ints.items())) for key, ints in self._static.items())
         return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
 
@@ -226,11 +178,11 @@ class FrozenHeads(nn.Module):
         if (length := value.shape[-2]) > self.max_length:
             raise InputError(beyond_patterns(length, self.max_length))
         # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
-        if (place := self._place()) is not None and value.device != place:
-            where = f"values are on {value.device}, the frozen heads' tables on {place}"
+        if (device := self._device()) is not None and value.device != device:
+            where = f"values are on {value.device}, the frozen heads' tables on {device}"
             raise InputError(f"{where}; move the model as a whole, and do not offload buffers")
 
-    def _place(self) -> torch.device | None:
+    def _device(self) -> torch.device | None:
         """Return where the tables or the trained logits are; None while there are none."""
         for table in self._buffers.values():  # every call asks, so without a walk over modules
             if table is not None:
@@ -239,33 +191,27 @@ class FrozenHeads(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
         """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
-        before = self._place() or torch.device("cpu")
+        before = self._device() or torch.device("cpu")
         for pattern in self.children():
             pattern._apply(fn)
         for key, tensor in list(self._buffers.items()):
             if tensor is not None:
                 self._buffers[key] = tensor.to(fn(tensor.new_empty(0, dtype=torch.float32)).device)
-        device = self._place() or torch.device("cpu")
+        device = self._device() or torch.device("cpu")
         backend, values = BACKENDS[self.backend], [fn(torch.empty(0, dtype=d, device=device)) for d in self.dtypes]
         # Tables of kernels are others than those of plain PyTorch.
         stale = self.dtypes if {before.type, device.type} == {"cpu", "cuda"} else ()
         new = [x.dtype for x in values if x.dtype not in self.dtypes]
-        wanted = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.unsupported_reason(device, dtype) is None]
-        for key in [key for key in self._names if key[0] in wanted]:
+        dtypes = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.unsupported_reason(device, dtype) is None]
+        for key in [key for key in self._names if key[0] in dtypes]:
             for name in self._names.pop(key).values():
                 del self._buffers[name]
-        if wanted:
-            self._prepare(self.patterns, wanted, device)
+        if dtypes:
+            self._prepare(self.patterns, dtypes, device)
         return self
 
     def extra_repr(self) -> str:
-        """Describe the heads when the model is printed, with those executed as T x T matrices instead of tables."""
-        words = [f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"]
-        stored = {dtype: len(static.get("stored", ())) for (dtype, _), static in self._static.items()}
-        words += [
-            f"{count} stored as T x T for {str(d).removeprefix('torch.')}" for d, count in stored.items() if count
-        ]
-        return ", ".join(words)
+        return f"num_frozen={self.num_frozen}, max_length={self.max_length}, backend={self.backend!r}"
 
 
 def beyond_patterns(length: int, longest: int) -> str:
@@ -277,8 +223,8 @@ def beyond_patterns(length: int, longest: int) -> str:
 def for_graphs(model: nn.Module) -> Iterator[None]:
     """Let the layers of `model` take what is fastest in a CUDA graph: warm up and capture inside, replay anywhere.
 
-    A graph takes the host out, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`). Code compiled
-    outside is compiled once more inside, since compilers guard on this mark of the layers. Capture a program of its own
+    A graph takes the host out, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`). Compilers
+    guard on this mark of the layers: code compiled outside is compiled once more inside. Capture a program of its own
     (`saf.machine.own_program`), so that calls do not carry what graphs compiled.
     """
     layers = [module for module in model.modules() if isinstance(module, FrozenHeads)]
@@ -292,7 +238,49 @@ def for_graphs(model: nn.Module) -> Iterator[None]:
             layer.replayed = replayed
 
 
-# --- the layout in a state dict
+# --- the rule of "auto"
+
+
+def choose_backend(
+    name: str, *, device: torch.device, dtypes: Sequence[torch.dtype], trainable: bool = False,
+    exponential: bool = False,
+) -> str:  # fmt: skip
+    """Return a backend's name: `"auto"` is the first of `AUTO_ORDER` that supports device and every dtype.
+
+    With `exponential` patterns in a layer it tries `linear` before these. With `trainable` it must have gradients for
+    key and distance logits. Raises InputError for an unknown name and UnsupportedError when a named backend cannot
+    run: it is never replaced by another one.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device='cuda', but torch sees no CUDA device; use device='cpu'")
+    check_name("backend", name, ("auto", *BACKENDS))
+    reasons = {}
+    for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
+        backend = BACKENDS[candidate]
+        own = [reason for dtype in dtypes if (reason := backend.unsupported_reason(device, dtype))]
+        if trainable and not backend.trains:
+            own.insert(0, "it has no gradients for key and distance logits (trainable=True)")
+        if not own:
+            return candidate
+        reasons[candidate] = own[0]
+    if name == "auto":
+        raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
+    raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
+
+
+def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
+    """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
+    device, order = torch.device(device), ", ".join(AUTO_ORDER)
+    rule = f"linear for layers with exponential patterns, else the first of {order}, that supports device and dtype"
+    lines = [f"rule: {rule}"]
+    for name, backend in BACKENDS.items():
+        reason = backend.unsupported_reason(device, dtype)
+        how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
+        lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
+    return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
+
+
+# --- the mark in a state dict
 
 LAYOUT = "frozen_layout"
 """The name of the tensor in a state dict, after that of the layer."""
@@ -310,7 +298,7 @@ class LayoutMixin(nn.Module):
     frozen_layout: Tensor | None = None
     """No buffer: averaging a model's buffers, or casting all of them, would round the digests."""
 
-    def set_layout(self, layout: HeadLayout, frozen: "FrozenHeads | None") -> None:
+    def set_layout(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
         """Keep this layout from now on."""
         self.frozen_layout = None
         if not layout.ordinary:
@@ -356,6 +344,7 @@ def _listed(rows: list[list[int]]) -> str:
 
 
 def _digest(pattern: Pattern) -> int:
+    """Return 63 bits of a hash of a pattern's tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(pattern.state().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

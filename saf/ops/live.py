@@ -1,4 +1,4 @@
-"""Live heads: causal softmax attention, the kernel it is pinned to, and flash kernels that users may have."""
+"""Live heads: causal softmax attention by a kernel of PyTorch, of a package that users may have, or pinned by name."""
 
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -24,84 +24,15 @@ KERNELS = {
     **dict.fromkeys(FLASH_PACKAGES, SDPBackend.FLASH_ATTENTION),
 }
 FLASH_DECODE = "flash_decode"
-"""The kernel of few queries, frozen heads beside live ones (saf/ops/decode); other passes take PyTorch's choice."""
-_activated: dict[str, str] = {}
-
-
-def unsupported_reason(kernel: str, device: str) -> str | None:
-    """Return why a kernel of `FLASH_PACKAGES` cannot run on a type of device; None when it can."""
-    _, module, install = FLASH_PACKAGES[kernel]
-    if device != "cuda":
-        return f"it needs CUDA tensors, these are on {device}"
-    try:
-        spec = find_spec(module)
-    except ImportError:  # a parent package is missing or broken
-        spec = None
-    return None if spec else f"the module {module} cannot be found ({install})"
-
-
-def activate_flash(kernel: str, device: str) -> str | None:
-    """Make SDPA's flash kernel the one named, "flash" for PyTorch's own; return the reason when that cannot be.
-
-    PyTorch replaces its flash kernel for the whole process, calls compiled earlier included. So the first name used in
-    a process stays: another one is refused rather than run under a wrong name.
-    """
-    if kernel in FLASH_PACKAGES and (reason := unsupported_reason(kernel, device)):
-        return reason
-    implementation = FLASH_PACKAGES[kernel][0] if kernel in FLASH_PACKAGES else None
-    active = attention.current_flash_attention_impl()
-    if active == implementation and _activated.setdefault("kernel", kernel) == kernel:
-        return None
-    if active is not None or "kernel" in _activated:
-        first = _activated.get("kernel", active)
-        return f"this process already uses {first!r} for flash attention and PyTorch holds one; use another process"
-    try:
-        attention.activate_flash_attention_impl(str(implementation))
-    except Exception as error:  # whatever a package raises while it is imported
-        return f"{type(error).__name__} while activating {implementation}: {error}"
-    _activated["kernel"] = kernel
-    return None
-
-
-# What torch.compiler.assume_constant_result sets: compiled code decides while it is traced. Asking for the decorator
-# would load the compiler with the package.
-activate_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def pinned(kernel: str, device: torch.device):
-    """Return a context in which SDPA may run only `kernel` on `device`; `"auto"` leaves PyTorch's own order.
-
-    The choice is made inside the forward pass because it is not part of the compile cache's key. Raises InputError
-    for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
-    """
-    check_kernel(kernel)
-    if kernel in ("auto", FLASH_DECODE):
-        return nullcontext()
-    if kernel in ("cudnn", "efficient") and device.type != "cuda":
-        raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
-    if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := activate_flash(kernel, device.type)):
-        raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
-    return sdpa_kernel(KERNELS[kernel])
-
-
-def check_kernel(kernel: str) -> None:
-    """Raise InputError for an unknown kernel."""
-    if kernel != "auto":  # every call asks
-        check_name("attention kernel", kernel, ("auto", *KERNELS, FLASH_DECODE))
+"""The kernel of few queries, live and frozen heads in one launch (saf/ops/decode); longer passes take PyTorch's."""
+_activated: list[str] = []
+"""The flash kernel of this process, once there is one."""
 
 
 def live_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scale: float | None = None,
-    left_pad: Tensor | None = None,
-    kernel: str = "auto",
-    window: int | None = None,
-    soft_cap: float | None = None,
-    visible: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, left_pad: Tensor | None = None,
+    kernel: str = "auto", window: int | None = None, soft_cap: float | None = None, visible: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     `L` must be a multiple of `K` (consecutive query heads share a key head); queries are the last `Tq` positions.
@@ -136,7 +67,7 @@ def live_attention(
 
 
 def score_scale(scale: float | None, dim: int) -> float:
-    """Return the factor of products of queries and keys with `dim` channels, `1 / sqrt(D)` where None is given."""
+    """Return the factor of products of queries and keys with `dim` channels, `1 / sqrt(D)` by default."""
     return dim**-0.5 if scale is None else scale
 
 
@@ -182,3 +113,63 @@ def _without_padding(output: Tensor, left_pad: Tensor | None, columns: int) -> T
         return output
     position = torch.arange(columns - output.shape[-2], columns, device=output.device)
     return output * (position >= left_pad.to(output.device)[:, None])[:, None, :, None]
+
+
+# --- the kernel by name
+
+
+def check_kernel(kernel: str) -> None:
+    """Raise InputError for an unknown kernel."""
+    if kernel != "auto":  # every call asks
+        check_name("attention kernel", kernel, ("auto", *KERNELS, FLASH_DECODE))
+
+
+def pinned(kernel: str, device: torch.device):
+    """Return a context in which SDPA may run only `kernel` on `device`; `"auto"` leaves PyTorch's own order.
+
+    The choice is made inside the forward pass because it is not part of the compile cache's key. Raises InputError
+    for an unknown name, UnsupportedError for a kernel of a package that is missing or cannot run here.
+    """
+    check_kernel(kernel)
+    if kernel in ("auto", FLASH_DECODE):
+        return nullcontext()
+    if kernel in ("cudnn", "efficient") and device.type != "cuda":
+        raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")
+    if KERNELS[kernel] == SDPBackend.FLASH_ATTENTION and (reason := activate_flash(kernel, device.type)):
+        raise UnsupportedError(f"attention kernel {kernel!r} cannot run: {reason}")
+    return sdpa_kernel(KERNELS[kernel])
+
+
+def unsupported_reason(kernel: str, device: str) -> str | None:
+    """Return why a kernel of `FLASH_PACKAGES` cannot run on a type of device; None when it can."""
+    _, module, install = FLASH_PACKAGES[kernel]
+    if device != "cuda":
+        return f"it needs CUDA tensors, these are on {device}"
+    try:
+        spec = find_spec(module)
+    except ImportError:  # a parent package is missing
+        spec = None
+    return None if spec else f"the module {module} cannot be found ({install})"
+
+
+def activate_flash(kernel: str, device: str) -> str | None:
+    """Make SDPA's flash kernel the one named, "flash" for PyTorch's own; return the reason when that cannot be.
+
+    PyTorch replaces its flash kernel for the whole process, calls compiled earlier included. So the first name used in
+    a process stays: another one is refused rather than run under a wrong name.
+    """
+    if kernel in FLASH_PACKAGES and (reason := unsupported_reason(kernel, device)):
+        return reason
+    implementation = FLASH_PACKAGES[kernel][0] if kernel in FLASH_PACKAGES else None
+    first = _activated[0] if _activated else attention.current_flash_attention_impl()
+    if first not in (None, kernel, implementation):
+        return f"this process already uses {first!r} for flash attention and PyTorch holds one; use another process"
+    if implementation and attention.current_flash_attention_impl() != implementation:
+        attention.activate_flash_attention_impl(implementation)
+    _activated[:] = [kernel]
+    return None
+
+
+# What torch.compiler.assume_constant_result sets: compiled code decides while it is traced. Asking for the decorator
+# would load the compiler with the package.
+activate_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]

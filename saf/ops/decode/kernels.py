@@ -1,8 +1,11 @@
-"""The flash-decoding kernel of live and frozen heads, the kernel that merges its parts of the keys, their launches.
+"""Flash decoding of live and frozen heads in Triton: few queries, the keys cut into parts, and how parts are merged.
 
-Pointers are called as the arguments of `decode_heads` in `op`. Of the constants of `flash_decode_kernel`, EVEN says
-that as many live slots read each KV head, in order; ORDERED that these are the first value heads; ON_DEVICE that
-`first_ptr` holds the position of the first query, otherwise `place` is it; PADDED that sequences begin at `pad_ptr`.
+    live    part p: o_p = sum_j 2^(s_ij - l_p) v_j,  l_p = log2 sum_j 2^s_ij;   merged: sum_p 2^(l_p - l) o_p
+    frozen  part p: o_p = sum_j P(i, j) v_j;                                    merged: sum_p o_p
+
+Pointers are called as the arguments of `decode_heads` in op.py. Of the constants, EVEN says that as many live slots
+read each KV head, in order; ORDERED that these are the first value heads; ON_DEVICE that `first_ptr` holds the position
+of the first query, otherwise `place` is it; PADDED that sequences begin at `pad_ptr`. Names are those of launch.py.
 """
 
 from typing import Any
@@ -34,15 +37,14 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _begin(first_ptr, pad_ptr, place, i_b, ON_DEVICE: tl.constexpr, PADDED: tl.constexpr):
-    """Return the position of the first query, and the first real position of its sequence."""
-    first = place
-    if ON_DEVICE:
-        first = tl.load(first_ptr).to(tl.int32)
-    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
-    if PADDED:
-        pad = tl.load(pad_ptr + i_b).to(tl.int32)
-    return first, pad
+def _raise_peak(peak, b_score):
+    """Return the peak of old and new scores, the same but finite, and what weights relative to the old one shrink by.
+
+    Without a key so far the peak is minus infinity, and a difference of infinities would be NaN.
+    """
+    higher = tl.maximum(peak, b_score)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, base, tl.exp2(peak - base)
 
 
 @triton.jit
@@ -125,14 +127,11 @@ def _sum_live(
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
         seen = inside[None, :] & (o_k[None, :] <= query[:, None])
         b_score = tl.where(seen, b_score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(b_score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of no key yet: no difference of infinities
+        peak, base, shrink = _raise_peak(peak, tl.max(b_score, 1))
         b_weight = tl.exp2(b_score - base[:, None])
-        shrink = tl.exp2(peak - base)
         b_v = tl.load(v_ptr + o_k.to(tl.int64)[:, None] * v_stride_t + o_d[None, :], mask=readable, other=0.0)
         acc = add_product(acc * shrink[:, None], b_weight, b_v, PRECISION)
         total = total * shrink + tl.sum(b_weight, 1)
-        peak = higher
 
     empty = total == 0.0
     p_sums = sums_ptr + (slot * ROWS + row)[:, None] * D + o_d[None, :]
@@ -156,7 +155,12 @@ def flash_decode_kernel(
     i_part = tl.program_id(0)
     i_g = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
-    first, pad = _begin(first_ptr, pad_ptr, place, i_b, ON_DEVICE, PADDED)
+    first = place
+    if ON_DEVICE:
+        first = tl.load(first_ptr).to(tl.int32)
+    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
+    if PADDED:
+        pad = tl.load(pad_ptr + i_b).to(tl.int32)
     p_v = v_ptr + i_b * v_stride_b
     p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
     if i_g < KV:
@@ -198,15 +202,12 @@ def merge_kernel(
         for p0 in range(0, parts, BP):
             o_p = p0 + tl.arange(0, BP)
             b_log = tl.load(p_logs + o_p.to(tl.int64) * logs_stride_part, mask=o_p < parts, other=float("-inf"))
-            higher = tl.maximum(peak, tl.max(b_log, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
+            peak, base, shrink = _raise_peak(peak, tl.max(b_log, 0))
             b_weight = tl.exp2(b_log - base)
-            shrink = tl.exp2(peak - base)
             p_own = p_sums + o_p.to(tl.int64)[:, None] * sums_stride_part + o_d[None, :]
             b_part = tl.load(p_own, mask=(o_p < parts)[:, None] & (o_d < D)[None, :], other=0.0)
             b_sum = b_sum * shrink + tl.sum(b_part * b_weight[:, None], 0)
             total = total * shrink + tl.sum(b_weight, 0)
-            peak = higher
         b_sum = b_sum / tl.where(total == 0.0, 1.0, total)
     else:
         for p0 in range(0, parts, BP):
@@ -252,13 +253,13 @@ def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, An
     return shape | {"BP": PARTS, "num_warps": warps}
 
 
-def sum_parts(
+def decode(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
     key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
-    parts: int, scale: float, *, precision: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the outputs of each part, `[parts, B, H, rows, D]`, and live heads' logarithms, `[parts, B, L, rows]`."""
+    parts: int, scale: float, out: Tensor, *, precision: str,
+) -> None:  # fmt: skip
+    """Write all heads into `out [B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`; arguments of `decode_heads`."""
     (batch, live, rows, dim), kv, length = query.shape, key.shape[1], value.shape[-2]
     frozen = 0 if distance is None else distance.shape[0]
     sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
@@ -279,11 +280,11 @@ def sum_parts(
         0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
         device=value.device, **constants,
     )  # fmt: skip
-    return sums, logs
+    merge(sums, logs, out)
 
 
 def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:
-    """Write all heads into `out [B, H, rows, D]`, stored as `[B, rows, H, D]`."""
+    """Merge outputs of each part, `[parts, B, H, rows, D]`, by live heads' logarithms `[parts, B, L, rows]`."""
     parts, batch, heads, rows, dim = sums.shape
     live = logs.shape[2]
     launch(

@@ -132,13 +132,12 @@ def decode_heads(
     `row_scale` `[F, >=T]` are the patterns; all of these are None without frozen heads. The first query stands at
     `first` (`[]`, on the device), or at `place` where that is None.
     """
-    from saf.ops.decode.kernels import merge, sum_parts
+    from saf.ops.decode.kernels import decode
 
     out = _heads_like(query, key, value, live_read, live_readers, group, frozen_read, frozen_readers, lowest, distance)
     if out.numel():
-        sums, logs = sum_parts(
+        decode(
             query, key, value, live_read, live_readers, group, frozen_read, frozen_readers, lowest, distance, key_scale,
-            row_scale, first, place, left_pad, parts, scale, precision=product_precision(value.dtype),
+            row_scale, first, place, left_pad, parts, scale, out, precision=product_precision(value.dtype),
         )  # fmt: skip
-        merge(sums, logs, out)
     return out

@@ -1,8 +1,13 @@
 """The fused kernels and their launches: ordinary, compact and dense heads, forward in one launch, backward in three.
 
-Forward, a program computes a block of queries of one head. Backward, `delta_kernel` sums what a softmax's gradient
-needs a row, key blocks give dV and dK, query blocks give dQ of live heads. Tiles in the key-block kernel are [key,
-query], the transposed weights. Names are those of saf/ops/launch.py.
+    fused_forward_kernel   a block of queries of one head          O = P V
+    delta_kernel           live heads, for the softmax's gradient  delta_i = <dO_i, O_i>
+    key_block_kernel       a block of keys of one value head       dV = P^T dO of all heads, dK = scale dS^T Q of live
+    query_block_kernel     a block of queries of one live head     dQ = scale dS K,  dS = P * (dO V^T - delta)
+
+P is softmax(scale Q K^T) for live heads, exp(rho(i - j) + alpha(j) - log Z(i)) for compact ones (Eq. 3), rebuilt tile
+by tile, and read from memory for dense ones. Exponentials are powers of two: scores, alpha, rho and log Z are in units
+of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of saf/ops/launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +24,9 @@ from saf.ops.live import score_scale
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
+
+LOG2E = tl.constexpr(1.4426950408889634)
+"""1 / log 2: the kernels' exponentials are powers of two."""
 
 
 @triton.jit
@@ -176,8 +184,7 @@ def _live_step(
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
     b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    # 1.4426... = 1 / log 2
-    b_p = tl.exp2(b_s * scale2 - (b_lse * 1.4426950408889634)[None, :])
+    b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
     if MASK:
         b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
     b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
@@ -219,6 +226,7 @@ def _compact_keys(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Add a compact head's part, P^T dO, to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
     key = tl.arange(0, BK)[:, None]
     query = tl.arange(0, BM)[None, :]
@@ -240,6 +248,7 @@ def _dense_keys(
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Add a dense head's part, P^T dO, to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
     for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
@@ -275,7 +284,7 @@ def _add_head(
             b_dk, b_dv = _live_keys(
                 b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
                 q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
-                k0, T, scale * 1.4426950408889634, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+                k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
                 D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     if HAS_COMPACT:  # noqa: SIM102
@@ -375,14 +384,14 @@ def query_block_kernel(
     i_h = tl.load(live_ptr + i_q)
     i_q = i_q.to(tl.int64)
     o_m = m0 + tl.arange(0, BM)
-    scale2 = scale * 1.4426950408889634
+    scale2 = scale * LOG2E
     p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
     p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
     b_q = load_rows(q_ptr + i_b * q_stride_b + i_q * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
     p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
     b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
     row = (i_b * L + i_q) * T + o_m
-    b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * 1.4426950408889634
+    b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * LOG2E
     b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
     b_dq = tl.zeros((BM, DP), dtype=tl.float32)
     for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
@@ -443,10 +452,6 @@ def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: b
     return FusedConfig(Blocks(64, 64, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1))
 
 
-LOG2E = 1.4426950408889634
-"""1 / log 2: the kernels' exponentials are powers of two."""
-
-
 def _pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
     return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
 
@@ -484,7 +489,7 @@ def fused_forward(
     rows = batch * heads * length
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
     blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
-    grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E
+    grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E.value
     operands = strides(query, key, value, result)
     numbers = (heads, live, length, factor, *operands, *_pattern_strides(patterns))
     arguments = query, key, value, result, lse, *maps[:5], *patterns, *numbers
