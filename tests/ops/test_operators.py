@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-from saf.patterns import DensePattern
+from saf.patterns import DensePattern, TrainablePattern
 from tests.ops.operator_samples import check, patterns, registered, runnable, samples
 
 
@@ -26,14 +26,22 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("backend", ["toeplitz", "reference"])
-def test_a_layer_compiles_whole_with_its_gradients(backend, generator):
-    frozen = FrozenHeads.from_patterns(patterns("cpu"), backend=backend)
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_layer_compiles_whole_with_its_gradients(backend, trainable, generator):
+    """Trained patterns are read anew in every call."""
+    one, two = patterns("cpu").singles()
+    frozen = FrozenHeads.from_patterns([one, TrainablePattern.of(two) if trainable else two], backend=backend)
     inputs = [torch.randn(2, n, 40, 8, generator=generator, requires_grad=True) for n in (2, 2, 4)]
     compiled = torch.compile(lambda q, k, v: mixed_attention(q, k, v, frozen), fullgraph=True, backend="aot_eager")
-    outputs = [run(*inputs) for run in (compiled, lambda q, k, v: mixed_attention(q, k, v, frozen))]
-    gradients = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
-    torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(*gradients)
+    leaves = [*inputs, *frozen.parameters()]
+    for _ in range(2):
+        outputs = [run(*inputs) for run in (compiled, lambda q, k, v: mixed_attention(q, k, v, frozen))]
+        gradients = [torch.autograd.grad(output.square().sum(), leaves) for output in outputs]
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*gradients)
+        with torch.no_grad():
+            for parameter in frozen.parameters():
+                parameter += torch.randn(parameter.shape, generator=generator)
 
 
 @pytest.mark.parametrize(("backend", "stored"), [("toeplitz", 0), ("toeplitz", 1), ("reference", 2)])

@@ -7,8 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import saf.ops.toeplitz.op as module
 from saf.errors import InputError, UnsupportedError
-from saf.ops import BACKENDS, FrozenHeads, frozen_attention, mixed_attention
-from saf.ops.frozen_heads import choose_backend
+from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, mixed_attention
 from saf.ops.heads import take_heads
 from saf.ops.toeplitz.op import balance, compact_tables
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
@@ -72,27 +71,26 @@ def test_finite_differences_agree_with_grouped_values(backend, length, generator
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
-@pytest.mark.parametrize("length", [63, 300])
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
-def test_output_and_gradients_match_the_dense_form(backend, length, dtype, generator):
+def test_output_and_gradients_match_the_dense_form(backend, dtype, generator):
     """Three roundings of operands in bfloat16, as in Eq. (S.16); sums of up to T in float32."""
-    patterns = trained(compact(3, length, generator), torch.promote_types(dtype, torch.float32))
+    patterns = trained(compact(3, 300, generator), torch.promote_types(dtype, torch.float32))
     frozen = FrozenHeads.from_patterns(patterns, backend=backend, dtype=dtype)
-    draw = torch.randn(2, 2, 3, length, 16, generator=generator, dtype=torch.float64).to(dtype)
+    draw = torch.randn(2, 2, 3, 300, 16, generator=generator, dtype=torch.float64).to(dtype)
     value, upstream = draw[0].requires_grad_(), draw[1]
     output = frozen_attention(value, frozen)
     output.backward(upstream)
-    exact = dense(patterns, length)
+    exact = dense(patterns, 300)
     assert output.dtype == dtype
-    assert relative(output, exact @ value.detach().double()) <= BUDGET[dtype]
-    assert relative(value.grad, exact.mT @ upstream.double()) <= BUDGET[dtype]
-    for found, expected in zip(gradients(patterns), logit_gradients(exact, value.detach(), upstream), strict=True):
-        assert relative(found, expected) <= BUDGET[dtype]
+    found = [output, value.grad, *gradients(patterns)]
+    expected = [exact @ value.detach().double(), exact.mT @ upstream.double()]
+    expected += logit_gradients(exact, value.detach(), upstream)
+    assert max(map(relative, found, expected)) <= BUDGET[dtype]
 
 
 @pytest.mark.parametrize("common", [0.0, 3.0])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("spread", [0.5, 8.0])
 def test_logits_of_every_spread_have_at_most_twice_the_error_of_autograd(dtype, spread, common):
     """On a CPU, of values with and without a part that cancels."""
     case = Case(spread, dtype=dtype, common=common, length=150, heads=2)
@@ -104,19 +102,6 @@ def test_logits_of_every_spread_have_at_most_twice_the_error_of_autograd(dtype, 
     found = errors(torch.autograd.grad(output, inputs, upstream), expected)
     for name in NAMES:
         assert found[name] <= 2 * plain[name], (name, found, plain)
-
-
-def test_the_gauge_has_no_gradient(generator):
-    """Moving along (S.6) changes nothing, so the gradient is orthogonal to its three directions."""
-    patterns = trained(compact(2, 200, generator))
-    frozen = FrozenHeads.from_patterns(patterns)
-    frozen_attention(torch.randn(2, 2, 200, 8, generator=generator), frozen).square().sum().backward()
-    alpha, rho = (gradient.double() for gradient in gradients(patterns))
-    position, unit = torch.arange(200, dtype=torch.float64), 64 * 2.0**-24
-    scale = alpha.abs() + rho.abs()
-    assert (alpha.sum(1).abs() <= unit * scale.sum(1)).all()
-    assert (rho.sum(1).abs() <= unit * scale.sum(1)).all()
-    assert (((alpha + rho) @ position).abs() <= unit * (scale @ position)).all()
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
@@ -201,25 +186,6 @@ def test_no_tensor_of_every_pair_of_positions_is_made(generator):
     assert 0 < largest.elements <= length * 2 * module.BLOCK < length * length / 7
 
 
-def test_compiles_whole_and_reads_the_parameters_anew(generator):
-    pattern = compact(3, 40, generator)
-    patterns = trained(pattern[1:])
-    frozen = FrozenHeads.from_patterns([pattern[0], *patterns])
-    value = torch.randn(2, 3, 40, 8, generator=generator)
-    compiled = torch.compile(lambda v: frozen_attention(v, frozen), fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        found = []
-        for call in (compiled, lambda v: frozen_attention(v, frozen)):
-            frozen.zero_grad()
-            output = call(value)
-            output.square().sum().backward()
-            found.append([output, *gradients(patterns)])
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-        with torch.no_grad():
-            for parameter in frozen.parameters():
-                parameter += torch.randn(parameter.shape, generator=generator)
-
-
 def test_what_cannot_be_trained_is_refused(generator):
     pattern = trained(compact(1, 30, generator))
     with pytest.raises(UnsupportedError, match=r"backend 'fused' cannot run: it has no gradients for key and distance"):
@@ -228,10 +194,9 @@ def test_what_cannot_be_trained_is_refused(generator):
         FrozenHeads.from_patterns(pattern, dtype=torch.float16)
     options = {"device": torch.device("cpu"), "dtypes": [torch.float32]}
     assert choose_backend("auto", **options, trainable=True) == "toeplitz"
-    with pytest.raises(InputError, match="float32 or float64"):
-        TrainablePattern(torch.zeros(4).half(), torch.zeros(4).half())
-    with pytest.raises(InputError, match=r"must share one shape"):
-        TrainablePattern(torch.zeros(4), torch.zeros(5))
+    for logits in ((torch.zeros(4).half(), torch.zeros(4).half()), (torch.zeros(4), torch.zeros(5))):
+        with pytest.raises(InputError, match=r"float32 or float64|must share one shape"):
+            TrainablePattern(*logits)
 
 
 # --- logits of any height
@@ -265,9 +230,8 @@ def test_tables_hold_logits_in_any_gauge(name, dtype, generator):
     """Of every prefix too, which has tables of its own; gradients over the sizes of what cancels in a sharp row."""
     own = [x.to(torch.promote_types(dtype, torch.float32)) for x in logits(name, 300, generator)]
     value, upstream = torch.randn(2, 2, 1, 300, 8, generator=generator).to(dtype)
-    for length in (1, 9, 64, 300):
-        inputs = [value[:, :, :length].clone(), *own]
-        inputs = [x.detach().requires_grad_() for x in inputs]
+    for length in (1, 64, 300):
+        inputs = [x.detach().clone().requires_grad_() for x in (value[:, :, :length], *own)]
         output, given = BACKENDS["toeplitz"].forward_trainable(*inputs), upstream[:, :, :length]
         found = torch.autograd.grad(output, inputs, given)
         exact = weights(*(x[:, :length] for x in own))
@@ -298,15 +262,9 @@ def test_what_tables_cannot_hold_is_never_silent(name, generator):
         drifting.rho.copy_(rho[0])
     with pytest.raises(UnsupportedError, match=r"cannot hold a trained pattern.*drifted.*backend='reference'"):
         frozen_attention(value, frozen)
-    both = torch.cat([alpha, rho]), torch.cat([rho, torch.zeros(1, 400)])
-    assert compact_tables(*balance(*both), torch.float32)[2][0].isnan().all()
-
-
-def test_logits_that_are_not_finite_are_not_held():
-    alpha = torch.zeros(2, 30)
-    alpha[0, 4] = torch.nan
-    row_scale = compact_tables(*balance(alpha, torch.zeros(2, 30)), torch.float32)[2]
-    assert row_scale.isnan().all(1).tolist() == [True, False]
+    both = torch.cat([alpha, 0 * alpha, torch.full_like(alpha, torch.nan)]), torch.cat([rho, 0 * rho, 0 * rho])
+    row_scale = compact_tables(*balance(*both), torch.float32)[2]
+    assert row_scale.isnan().all(1).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
