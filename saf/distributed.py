@@ -1,8 +1,6 @@
-"""Several processes as one: joining the group that `torchrun` starts, work of rank 0 for all, and failing together."""
+"""Several processes as one: the group that `torchrun` starts, work of rank 0 for all, and errors raised together."""
 
 import os
-import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +21,7 @@ TIMEOUT = timedelta(days=7)
 ERROR_TIMEOUT = timedelta(seconds=20)
 """How long a rank that failed waits for the others to receive its error. `torchrun` then gives them 30 seconds."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that `torchrun` sets."""
 
 # --- the group
 
@@ -85,22 +84,11 @@ def process_group(device: str) -> Iterator[None]:
         try:
             yield
         except SafError as error:
-            # Where all ranks raise an error by themselves, such as a loss that is not finite, one of them prints it.
-            _send_(error)
+            _send_(error)  # the others end at their next exchange
             raise
         all_gather(None)  # `torchrun` ends the others once one has left with an exit code: none leaves before the last
     # Only a group that is in order is left in order: after an error, leaving could wait for those that are gone.
     distributed.destroy_process_group()
-
-
-def wait_for_rank0_to_print() -> None:
-    """Outside of a group, wait for rank 0 to print an error that all ranks raise by themselves, such as a setting.
-
-    `torchrun` ends this rank as soon as rank 0 has ended. After 20 s this returns, and this rank prints it.
-    """
-    if not in_group() and all(name in os.environ for name in _TORCHRUN) and os.environ["RANK"] != "0":
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-        time.sleep(20)
 
 
 # --- failing together
@@ -140,28 +128,22 @@ def _exchange(error: Exception | None, own: Any = None) -> list[Any]:
     message = None if error is None else (type(error).__name__, str(error))
     gathered: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(gathered, (message, own), group=gloo_group())
-    failed = [message for message, _ in gathered]
-    first = next((rank for rank, message in enumerate(failed) if message is not None), None)
+    first = next((rank for rank, (message, _) in enumerate(gathered) if message is not None), None)
     if first is None:
         return [value for _, value in gathered]
-    rank, shared = distributed.get_rank(), error or _same_error(*failed[first], rank=first)
+    if error is not None:
+        error.shared_by_ranks = True  # type: ignore[attr-defined]
+        return []
+    name, words = gathered[first][0]
+    kind = getattr(saf.errors, name, None)
+    shared = SafError(f"process {first} failed: {name}: {words}") if kind is None else kind(words)
     shared.shared_by_ranks = True  # type: ignore[attr-defined]
-    if isinstance(shared, SafError):  # the lowest rank with these words prints them
-        shared.printed_elsewhere = rank > 0 if error is None else message in failed[:rank]
-    if error is None:
-        raise shared
-    return []
+    raise shared
 
 
 def _is_shared(error: BaseException | None) -> bool:
     """Return whether every rank raises an error, or the one that it replaced."""
     return error is not None and (getattr(error, "shared_by_ranks", False) or _is_shared(error.__context__))
-
-
-def _same_error(name: str, words: str, *, rank: int) -> SafError:
-    """Return a copy of another rank's error: its kind of SafError, or a SafError that names its kind."""
-    kind = getattr(saf.errors, name, None)
-    return SafError(f"process {rank} failed: {name}: {words}") if kind is None else kind(words)
 
 
 def all_gather(own: Any) -> list[Any]:

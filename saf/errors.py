@@ -9,9 +9,6 @@ from typing import Any
 class SafError(Exception):
     """The base of all errors that `saf` raises on purpose."""
 
-    printed_elsewhere: bool = False
-    """Whether another process of the group raises this error too and prints it."""
-
 
 class SafWarning(UserWarning):
     """A call did less than requested, or has a consequence worth knowing; commands print it as a plain line."""

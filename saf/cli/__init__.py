@@ -1,14 +1,13 @@
 """The `saf` command: imports the named verb's module alone, runs it, and turns errors into messages."""
 
 import importlib
-import io
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -77,9 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
             command.run()
         return 0
     except SafError as error:
-        if not error.printed_elsewhere:
-            _wait_for_rank0_to_print()
-            print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
+        print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -113,18 +110,11 @@ def _without_command(word: str) -> int:
 
 
 def _parsed(module: Any, words: list[str]) -> Any:
-    """Return the command, or an exit code: after the help, or where tyro refused the words.
-
-    Every rank parses them, and rank 0 alone explains; other ranks keep tyro's message, for when rank 0 has none.
-    """
-    with redirect_stderr(io.StringIO()) if os.environ.get("RANK", "0") != "0" else nullcontext() as message:
-        try:
-            return module.parse_words(words)
-        except SystemExit as stop:
-            if message and stop.code:
-                _wait_for_rank0_to_print()
-                print(message.getvalue(), file=sys.__stderr__)
-            return int(stop.code or 0)
+    """Return the command, or an exit code: after the help, or where tyro refused the words."""
+    try:
+        return module.parse_words(words)
+    except SystemExit as stop:
+        return int(stop.code or 0)
 
 
 def _settings_as_flags(text: str, module: Any) -> str:
@@ -136,17 +126,6 @@ def _settings_as_flags(text: str, module: Any) -> str:
     names = {each.name for kind in kinds for each in fields(kind)}
     flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
     return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
-
-
-def _wait_for_rank0_to_print() -> None:
-    """Let rank 0 alone print an error that all ranks under torchrun meet, such as a setting.
-
-    Other ranks wait here: torchrun ends them once rank 0 has printed it and ended.
-    """
-    if "RANK" in os.environ:
-        from saf.distributed import wait_for_rank0_to_print
-
-        wait_for_rank0_to_print()
 
 
 def _end_in_group(code: int) -> None:

@@ -92,11 +92,11 @@ def hash_of(run: Run) -> str:
 
 
 def raised(function) -> list[str]:
-    """Return the kind and the words of what a function raises, and whether another rank prints it."""
+    """Return the kind and the words of what a function raises."""
     try:
         function()
     except Exception as error:
-        return [type(error).__name__, str(error), *["printed elsewhere"] * getattr(error, "printed_elsewhere", False)]
+        return [type(error).__name__, str(error)]
     return []
 
 
