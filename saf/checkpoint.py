@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON in one folder a step, whole or absent, verified before use."""
+"""Checkpoints of a training: one folder a step of safetensors and JSON, whole or absent, verified when it is opened."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def save_checkpoint(
 ) -> str:
     """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
 
-    Every rank calls this, and rank 0 writes. `record` writes further files into the folder that it is called with.
+    Every rank calls this, and rank 0 writes. `record` is called with the folder, to write further files into it.
 
     Raises:
         CheckpointError: The folder exists.
@@ -101,21 +101,23 @@ def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `state` is its state.json."""
+    """A verified checkpoint."""
 
     path: Path
     hash: str
     parent: str | None
+    """Hash of the checkpoint that its run started from."""
     state: dict[str, Any]
+    """The contents of its state.json."""
 
     @property
     def update(self) -> int:
         return int(self.state["update"])
 
     def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
-        """Build the model with its frozen heads.
+        """Build the model with its frozen heads, which run by `backend`, by default the one that they were saved with.
 
-        Without `backend` the heads run by the one that they were saved with, or a warning says that it cannot run here.
+        A warning says where that cannot run here.
         """
         model = GPT.skip_init(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
@@ -146,9 +148,9 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     try:
         manifest = verify(path, without=None if optimizer else "optimizer")
     except CheckpointError as error:
-        if (previous := _previous(path)) is None:
+        if (whole := _newest_whole_before(path)) is None:
             raise
-        advice = f"The previous checkpoint {previous} is whole: to go on from it, move {path.name} away"
+        advice = f"The previous checkpoint {whole} is whole: to go on from it, move {path.name} away"
         raise CheckpointError(f"{error}. {advice}") from None
     state = read_json(path / "state.json", error=CheckpointError)
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
@@ -159,8 +161,7 @@ def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend:
     return open_checkpoint(path, optimizer=False).model(device, backend=backend)
 
 
-def _previous(path: Path) -> Path | None:
-    """Return the newest whole checkpoint older than `path`."""
+def _newest_whole_before(path: Path) -> Path | None:
     for older in reversed([other for other in checkpoints(path.parent) if _order(other) < _order(path)]):
         with suppress(CheckpointError):
             verify(older)
@@ -191,7 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
     entries = read_json(path, error=CheckpointError)
     if entries.get("schema") != SCHEMA:
-        raise CheckpointError(f"{path} has schema {entries.get('schema')!r}; expected {SCHEMA!r}")
+        raise CheckpointError(f"{path} must have schema {SCHEMA!r}, got {entries.get('schema')!r}")
     if (recorded := entries.get("hash")) != (computed := entries_hash(entries)):
         raise CheckpointError(f"{path} is damaged: expected hash {recorded}, got {computed}")
     return entries
@@ -211,7 +212,7 @@ def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
 
 
 def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's recorded hash without reading its tensors."""
+    """Return a checkpoint's recorded hash; its other files are not read."""
     return str(read_manifest(path)["hash"])
 
 
@@ -253,7 +254,7 @@ def restore_optimizer(
     *,
     device: torch.device | str | None = None,
 ) -> AdamW:
-    """Return an AdamW over `model` in the state that `optimizer_state` described, by default on the model's device.
+    """Return an AdamW over `model` in the state that `optimizer_state` returned, by default on the model's device.
 
     Raises CheckpointError where the state names other parameters or other shapes than the model's.
     """
@@ -266,8 +267,8 @@ def restore_optimizer(
     for name in names:
         parameter = parameters[name]
         state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
-        for key in MOMENTS:
-            if key in state and state[key].shape != parameter.shape:
+        for key in state.keys() & MOMENTS:
+            if state[key].shape != parameter.shape:
                 shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
                 raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
         if state:
@@ -313,9 +314,10 @@ def is_same_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
 
 
 def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
-    """Remove all but the newest `keep` checkpoints and the protected names; `keep=0` removes none."""
+    """Remove the oldest checkpoints, but not the newest `keep` and those named in `protect`; 0 removes none."""
     if keep:
-        for path in [p for p in checkpoints(folder) if p.name not in protect][:-keep]:
+        removable = [path for path in checkpoints(folder) if path.name not in protect]
+        for path in removable[:-keep]:
             remove_folder_(path)
 
 

@@ -1,7 +1,7 @@
-"""`TrainConfig` holds the settings of a training run; the rest of the file records them and derives branches."""
+"""`TrainConfig` holds the settings of a run; `continue_from` returns those of a branch; config.json records them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -145,11 +145,10 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        literals = {
-            name: get_args(kind) for name, kind in get_type_hints(TrainConfig).items() if get_origin(kind) is Literal
-        }
-        for name, choices in {**literals, "task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}.items():
-            check_name(name, getattr(self, name), choices)
+        hints = get_type_hints(TrainConfig)
+        choices = {name: get_args(kind) for name, kind in hints.items() if get_origin(kind) is Literal}
+        for name, known in {**choices, "task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}.items():
+            check_name(name, getattr(self, name), known)
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
@@ -159,7 +158,7 @@ class TrainConfig:
                 raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
     def _conditions(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield settings, whether the value of each is right, and how it must be."""
+        """Yield each setting with whether its value can be used and what it must be."""
         counts = ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed")
         positive = ("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every",
                     "calibration_sequences", "heldout_sequences", "report_tokens")  # fmt: skip
@@ -181,16 +180,16 @@ class TrainConfig:
         task, freeze = TASKS[self.task], self.freeze
         questions = isinstance(task, type) and issubclass(task, FinetuneTask)
         yield "finetuning", self.finetuning is None or questions, f"left out with task={self.task!r}"
-        recall = self.task == MQARTask.name or self.mqar == MQARSettings()
-        yield "mqar", recall, f"left out without task={MQARTask.name!r}"
+        used = self.task == MQARTask.name or self.mqar == MQARSettings()
+        yield "mqar", used, f"left out without task={MQARTask.name!r}"
         yield "fresh", self.parent is not None or not self.fresh, "False without a parent"
         yield "schedule", freeze is None or self.schedule is not None, "a schedule when freezing"
         yield "freeze", freeze is None or not freeze.jointly, "without joint cost: use the schedule validation_budget"
         trains_on = self.freeze_update != self.updates and freeze is not None
         rewarms = 0 <= self.rewarm_updates < self.updates and (trains_on or not self.rewarm)
         yield "rewarm", rewarms, "fewer updates than all, and 0 where nothing trains on after an event"
-        own_kernel = freeze is not None and freeze.backend == "fused"
-        yield "kernel", self.kernel == "auto" or not own_kernel, "auto with backend='fused', which has its own"
+        fused = freeze is not None and freeze.backend == "fused"
+        yield "kernel", self.kernel == "auto" or not fused, "auto with backend='fused', which has its own"
 
     @property
     def freeze_update(self) -> int | None:
@@ -233,15 +232,61 @@ class TrainConfig:
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
         kinds = {
             "schedule": schedule_from_dict,
-            "finetuning": lambda own: FinetuneSettings(**own),
+            "finetuning": lambda group: FinetuneSettings(**group),
             "mqar": MQARSettings.from_dict,
-            "freeze": lambda own: FreezeConfig(**own),
+            "freeze": lambda group: FreezeConfig(**group),
         }
+        groups = {name: value for name, value in values.items() if name in kinds and isinstance(value, dict)}
         try:
-            built = {name: kinds[name](own) for name, own in values.items() if name in kinds and isinstance(own, dict)}
-            return cls(**{**values, **built})
+            return cls(**{**values, **{name: kinds[name](group) for name, group in groups.items()}})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
+
+
+# --- branches
+
+_OF_THE_PARENT_ALONE: dict[str, Any] = {
+    "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
+    "update_budget": None,
+}  # fmt: skip
+"""Settings that a branch does not take over from its parent."""
+
+
+def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
+    """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
+
+    With `freeze=` and no `schedule=`, heads are frozen right there. `track_gradients` is not taken over.
+
+    >>> continue_from("runs/ordinary/checkpoints/step-2500", out="runs/frozen",
+    ...               freeze=FreezeConfig(rate=0.25))  # doctest: +SKIP
+
+    Raises:
+        CheckpointError: `parent` is no whole checkpoint.
+        InputError: Freezing, saving or reporting before the parent, fewer updates than it has done, or an unknown
+            setting.
+    """
+    checkpoint = parent if isinstance(parent, Checkpoint) else open_checkpoint(parent)
+    settings = {**checkpoint.state["settings"], **_OF_THE_PARENT_ALONE, "out": str(out), "parent": str(checkpoint.path)}
+    if unknown := sorted(changes.keys() - settings.keys()):
+        raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
+    fresh, freeze = changes.get("fresh"), changes.get("freeze")
+    begin = 0 if fresh else checkpoint.update
+    if freeze is not None:
+        settings["schedule"] = OneTime(at=begin)
+    elif fresh:  # the parent's may be an update that this run does not have
+        settings["schedule"] = OneTime()
+    if fresh:  # another task may have other tokens, the model keeps its own
+        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
+        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
+    config = TrainConfig.from_dict({**settings, **changes})
+    moments: dict[str, Sequence[int]] = {"updates": [config.updates], "report_at": changes.get("report_at", ())}
+    moments["save_at"] = [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())]
+    if freeze is not None and config.schedule is not None and config.freeze_update is not None:
+        moments[setting_of_moment(config.schedule)] = [config.freeze_update]
+    for name, updates in moments.items():
+        if (first := min(updates, default=begin)) < begin:
+            raise InputError(f"{name} must be at least the parent's update {begin}, got update {first}")
+    return config
 
 
 # --- the model of a run
@@ -361,54 +406,3 @@ def mismatches(expected: Any, actual: Any, name: str = "") -> Iterator[str]:
             yield from mismatches(expected.get(key), actual.get(key), f"{name}.{key}" if name else key)
     elif expected != actual:
         yield f"{name} must be {expected!r}, got {actual!r}"
-
-
-# --- branches
-
-_OF_THE_PARENT_ALONE: dict[str, Any] = {
-    "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
-    "update_budget": None,
-}  # fmt: skip
-"""Settings that a branch does not take over from its parent."""
-
-
-def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes: Any) -> TrainConfig:
-    """Return the settings of a run that starts at checkpoint `parent`: those of its run, but for `changes`.
-
-    With `freeze=` and no `schedule=`, heads are frozen right there. `track_gradients` is not taken over.
-
-    >>> continue_from("runs/ordinary/checkpoints/step-2500", out="runs/frozen",
-    ...               freeze=FreezeConfig(rate=0.25))  # doctest: +SKIP
-
-    Raises:
-        CheckpointError: `parent` is no whole checkpoint.
-        InputError: Freezing, saving or reporting before the parent, fewer updates than it has done, or an unknown
-            setting.
-    """
-    checkpoint = parent if isinstance(parent, Checkpoint) else open_checkpoint(parent)
-    settings = {**checkpoint.state["settings"], **_OF_THE_PARENT_ALONE, "out": str(out), "parent": str(checkpoint.path)}
-    if unknown := sorted(changes.keys() - settings.keys()):
-        raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
-    fresh, freeze = changes.get("fresh"), changes.get("freeze")
-    begin = 0 if fresh else checkpoint.update
-    if freeze is not None:
-        settings["schedule"] = OneTime(at=begin)
-    elif fresh:  # the parent's may be an update that this run does not have
-        settings["schedule"] = OneTime()
-    if fresh:  # another task may have other tokens, the model keeps its own
-        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
-        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
-    moments = {"updates": [changes.get("updates", settings["updates"])], "report_at": changes.get("report_at", ())}
-    _check_moments(begin, moments)
-    config = TrainConfig.from_dict({**settings, **changes})
-    moments = {"save_at": [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())]}
-    if freeze is not None and config.schedule is not None and config.freeze_update is not None:
-        moments[setting_of_moment(config.schedule)] = [config.freeze_update]
-    _check_moments(begin, moments)
-    return config
-
-
-def _check_moments(begin: int, moments: Mapping[str, Sequence[int]]) -> None:
-    for name, updates in moments.items():
-        if (first := min(updates, default=begin)) < begin:
-            raise InputError(f"{name} must be at least the parent's update {begin}, got update {first}")

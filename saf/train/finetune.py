@@ -1,7 +1,7 @@
-"""Finetuning as a run: settings from a parent's checkpoint, and the number of epochs that the ordinary model chooses.
+"""Finetuning as a run: `finetune` trains, `choose_epochs` lets the ordinary model choose its length, settings follow.
 
 Two kinds of task are finetuned on: questions with choices, whose files of examples are read in epochs, and associative
-recall, whose examples are generated and whose updates are a setting.
+recall, whose examples are generated and whose number of updates is a setting.
 """
 
 import sys
@@ -19,19 +19,133 @@ from saf.records.files import read_json, remove_folder_, write_json
 from saf.records.result import result_header
 from saf.schedules import OneTime
 from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
-from saf.train.config import (
-    TrainConfig,
-    check_same_run,
-    context_length,
-    continue_from,
-    recorded_config,
-)
+from saf.train.config import TrainConfig, check_same_run, context_length, continue_from, recorded_config
 from saf.train.loop import pretrain
 
 MOST_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
 CHOICE, SETTINGS = "epochs", "settings.json"
-"""Folder in a run's own for the choice of its epochs, and the file there with the settings of the run to come."""
+"""Subfolder of a run for the choice of its epochs, and the file there with the settings of the run to come."""
+
+
+def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
+    """Finetune by these settings and return result.json; a task with examples has the updates of `epochs`.
+
+    Without `epochs` the ordinary model chooses them, see `choose_epochs`. As `pretrain`, it returns `{"stopped_at":
+    ...}` after a signal, and goes on with `resume`.
+
+    Raises:
+        InputError: Epochs of a task that has none, or others than those of the run to resume; epochs that only an
+            ordinary model may choose; both epochs and a budget.
+    """
+    examples = config.task != MQARTask.name
+    if not examples and epochs is not None:
+        raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
+    with process_group(config.device):
+        if examples and not (Path(config.out) / "config.json").exists():
+            if config.time_budget_seconds is not None or config.update_budget is not None:
+                raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
+            if epochs is None:
+                choice = choose_epochs(config, resume=resume)
+                if "stopped_at" in choice:
+                    return choice
+                epochs, resume = int(choice["epochs"]), False
+        if epochs is not None:
+            config = replace(config, updates=_updates_of_epochs(config, epochs)[0])
+        return pretrain(config, resume=resume)
+
+
+def _updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:
+    """Return the updates of each number of epochs of a run's examples; InputError for a task without examples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SafWarning)  # the run itself warns of its examples
+        task = TASKS[config.task](config, length=context_length(config))
+    if not isinstance(task, FinetuneTask):
+        raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
+    return [task.updates_of(each) for each in epochs]
+
+
+# --- the number of epochs
+
+
+def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Finetune an ordinary model for five epochs; write to `epochs/choice.json` the number that it chooses.
+
+    It is the smallest number with the largest accuracy on the development share, on which the run in `epochs/trial`
+    reports after each epoch. The record is returned, or `{"stopped_at": ...}` after a signal.
+
+    Raises:
+        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, too few
+            examples, or other settings than those of the choice to resume.
+    """
+    _check_can_choose(config, resume=resume)
+    counts = _updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
+    if len(set(counts)) < MOST_EPOCHS:
+        numbers = ", ".join(map(str, counts))
+        raise InputError(f"1 to {MOST_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
+    assert config.finetuning is not None, "the task was opened"
+    folder = Path(config.out) / CHOICE
+    record_file, trial = folder / "choice.json", folder / "trial"
+    if resume and on_rank0(record_file.is_file):
+        return on_rank0(lambda: read_json(record_file))
+    on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # `choosing` reads it, to resume
+    trial_config = replace(
+        config,
+        out=str(trial),
+        finetuning=replace(config.finetuning, judge="development"),
+        schedule=None,
+        updates=counts[-1],
+        report_at=tuple(counts),
+        keep=1,
+    )
+    result = pretrain(trial_config, resume=resume and (trial / "config.json").exists())
+    if "stopped_at" in result:
+        return result
+    tried = [
+        {"epochs": epoch, "accuracy": each["accuracy"], "loss": each["report_loss"]}
+        for epoch, each in enumerate((result["reports"][str(updates)] for updates in counts), 1)
+    ]
+    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
+    if is_rank0() and not config.quiet:
+        shares = ", ".join(f"{100 * one['accuracy']:.2f}%" for one in tried)
+        words = f"{shares} of {result['questions']:,} development questions after 1 to {MOST_EPOCHS} epochs"
+        print(f"{words}; training begins anew, for {best['epochs']}", file=sys.stderr)
+    head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
+    record = {**head, "epochs": best["epochs"], "tried": tried}
+    on_rank0(lambda: write_json(record_file, record))
+    on_rank0(lambda: remove_folder_(trial / "checkpoints"))
+    return record
+
+
+def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
+    """Raise InputError where no ordinary model could choose epochs by these settings, or other epochs are there."""
+    layers = read_json(Path(str(config.parent)) / "saf.json", error=CheckpointError)["layers"]
+    edited = [kind for kind in EDITED if any(layer.get(kind) for layer in layers)]
+    if config.freeze is not None or edited:
+        parent = f"; {config.parent} has {' and '.join(edited)} heads" if edited else ""
+        raise InputError(
+            f"epochs must be chosen by the ordinary model{parent}: finetune that first, then this arm --like it, or "
+            "give epochs"
+        )
+    if config.min_lr_ratio != 1 or config.warmup != 0:
+        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
+    recorded = choosing(config.out)
+    if recorded is not None and not resume:
+        raise InputError(f"{config.out} holds a run that was choosing its epochs; resume it, or choose another folder")
+    if recorded is None and resume:
+        raise InputError(f"{config.out} holds no run to resume; check the folder, or train a new run")
+    if recorded is not None:
+        check_same_run(config, recorded.to_dict())
+
+
+def choosing(out: Path | str) -> TrainConfig | None:
+    """Return the settings of a run that was choosing its epochs when it ended, or None."""
+    path = Path(out) / CHOICE / SETTINGS
+    return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
+
+
+# --- settings
+
 DEFAULTS: Mapping[str, Any] = {
     "peak_lr": 2e-5,
     "min_lr_ratio": 1.0,
@@ -65,14 +179,11 @@ NEW_STREAM = 1_000
 """Added to the seed of a parent that was trained on recall, so that its examples are not trained on again."""
 
 
-# --- settings
-
-
 def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> dict[str, Any]:
     """Return the settings of a run that finetunes a checkpoint, without its files.
 
-    They are the parent's, over them the paper's, and over these the task's; those of `FinetuneSettings` by their own
-    names.
+    They are the parent's, over them the paper's, and over these the task's. Settings of `FinetuneSettings` stand
+    among them by their own names.
     """
     if task not in OF_TASKS:
         raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
@@ -95,124 +206,5 @@ def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> di
         raise InputError(f"{run} must be the finetuned run of the ordinary arm")
     own = finetune_defaults(parent, task=like.task, out=out)
     fixed = ("out", "parent", "model", "model_overrides", "length", "freeze")
-    taken = {name: value for name, value in vars(like).items() if name not in fixed}
-    return {**own, **taken, **(vars(like.finetuning) if like.finetuning else {})}
-
-
-def updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:
-    """Return the updates of each number of epochs of a run's examples; InputError for a task without examples."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SafWarning)  # the run itself warns of its examples
-        task = TASKS[config.task](config, length=context_length(config))
-    if not isinstance(task, FinetuneTask):
-        raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
-    return [task.updates_of(each) for each in epochs]
-
-
-# --- runs
-
-
-def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = False) -> dict[str, Any]:
-    """Finetune as the settings say and return result.json; a task with examples has the updates of `epochs`.
-
-    Without `epochs` the ordinary model chooses them, see `choose_epochs`. As `pretrain`, it returns `{"stopped_at":
-    ...}` after a signal, and goes on with `resume`.
-
-    Raises:
-        InputError: Epochs of a task that has none, or others than those of the run to resume; epochs that only an
-            ordinary model may choose; both epochs and a budget.
-    """
-    out, examples = Path(config.out), config.task != MQARTask.name
-    if not examples and epochs is not None:
-        raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
-    with process_group(config.device):
-        begun = (out / "config.json").exists()
-        if examples and not begun and (config.time_budget_seconds is not None or config.update_budget is not None):
-            raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
-        if examples and not begun and epochs is None:
-            choice = choose_epochs(config, resume=resume)
-            if "stopped_at" in choice:
-                return choice
-            epochs, resume = int(choice["epochs"]), False
-        if epochs is not None:
-            config = replace(config, updates=updates_of_epochs(config, epochs)[0])
-        return pretrain(config, resume=resume)
-
-
-def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Finetune an ordinary model for five epochs and return, and write, the number of them that it chooses.
-
-    It is the smallest number with the largest accuracy on the development share, on which the run in the folder
-    `epochs/trial` of the run's own reports after each epoch; `epochs/choice.json` has all.
-
-    Raises:
-        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, too few
-            examples, or other settings than those of the choice to resume.
-    """
-    _check_can_choose(config, resume=resume)
-    counts = updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
-    if len(set(counts)) < MOST_EPOCHS:
-        numbers = ", ".join(map(str, counts))
-        raise InputError(f"1 to {MOST_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
-    assert config.finetuning is not None, "the task was opened"
-    folder = Path(config.out) / CHOICE
-    chosen, trial = folder / "choice.json", folder / "trial"
-    if resume and on_rank0(chosen.is_file):
-        return on_rank0(lambda: read_json(chosen))
-    on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # by which choosing can go on
-    trial_config = replace(
-        config,
-        out=str(trial),
-        finetuning=replace(config.finetuning, judge="development"),
-        schedule=None,
-        updates=counts[-1],
-        report_at=tuple(counts),
-        keep=1,
-    )
-    result = pretrain(trial_config, resume=resume and (trial / "config.json").exists())
-    if "stopped_at" in result:
-        return result
-    tried = [
-        {"epochs": epoch, "accuracy": each["accuracy"], "loss": each["report_loss"]}
-        for epoch, each in enumerate((result["reports"][str(updates)] for updates in counts), 1)
-    ]
-    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
-    if is_rank0() and not config.quiet:
-        shares = ", ".join(f"{100 * one['accuracy']:.2f}%" for one in tried)
-        words = f"{shares} of {result['questions']:,} development questions after 1 to {MOST_EPOCHS} epochs"
-        print(f"{words}; training begins anew, for {best['epochs']}", file=sys.stderr)
-    head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
-    record = {**head, "epochs": best["epochs"], "tried": tried}
-    on_rank0(lambda: write_json(chosen, record))
-    on_rank0(lambda: remove_folder_(trial / "checkpoints"))
-    return record
-
-
-def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
-    """Raise InputError where no ordinary model could choose epochs by these settings, or other epochs are there."""
-    layers = read_json(Path(str(config.parent)) / "saf.json", error=CheckpointError)["layers"]
-    edited = [kind for kind in EDITED if any(layer.get(kind) for layer in layers)]
-    if config.freeze is not None or edited:
-        parent = f"; {config.parent} has {' and '.join(edited)} heads" if edited else ""
-        raise InputError(
-            f"epochs must be chosen by the ordinary model{parent}: finetune that first, then this arm --like it, or "
-            "give epochs"
-        )
-    if config.min_lr_ratio != 1 or config.warmup != 0:
-        raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
-    out = Path(config.out)
-    if (out / "config.json").exists():
-        raise InputError(f"{out} holds a run already; resume it, or choose another folder")
-    recorded = choosing(out)
-    if recorded is not None and not resume:
-        raise InputError(f"{out} holds a run that was choosing its epochs; resume it, or choose another folder")
-    if resume and recorded is None:
-        raise InputError(f"{out} holds no run to resume; check the folder, or train a new run")
-    if recorded is not None:
-        check_same_run(config, recorded.to_dict())
-
-
-def choosing(out: Path | str) -> TrainConfig | None:
-    """Return the settings of a run that was choosing its epochs when it ended, or None."""
-    path = Path(out) / CHOICE / SETTINGS
-    return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
+    shared = {name: value for name, value in vars(like).items() if name not in fixed}
+    return {**own, **shared, **(vars(like.finetuning) if like.finetuning else {})}
