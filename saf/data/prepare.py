@@ -24,7 +24,7 @@ from saf.data.loader import PARTITIONS, TOKENIZER_FILE, TokenData, files_of, rea
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import file_hash, locked, new_folder, restore_replaced_
+from saf.records.files import file_hash, locked, new_folder
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
@@ -134,7 +134,6 @@ def prepare(
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
-        restore_replaced_(out)
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)

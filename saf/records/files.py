@@ -1,4 +1,7 @@
-"""Files and folders on the disk: each is written whole or not at all, and errors name it."""
+"""Files and folders on the disk: JSON, lines of JSON, tensors and locks, each written whole or not at all.
+
+Readers raise errors that name the file.
+"""
 
 import hashlib
 import json
@@ -36,7 +39,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write to a temporary name beside `path`, flush to the disk, rename; create the folder when absent."""
+    """Write to a temporary file in the same folder, flush to the disk, rename; create the folder when absent."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; expected the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +176,7 @@ def read_tensors(
 
 
 def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, str]:
-    """Read the texts that a safetensors file holds beside its tensors; errors are those of `read_json`."""
+    """Read the metadata of a safetensors file; errors are those of `read_json`."""
     with _reading(path, error, advice), safe_open(path, framework="pt") as file:
         return file.metadata() or {}
 
@@ -198,7 +201,7 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def entries_hash(entries: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a record's entries but "hash", under which the record itself keeps it."""
+    """Return the SHA-256 of a record's entries except "hash", where the record stores it."""
     hashed = {key: value for key, value in entries.items() if key != "hash"}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -211,10 +214,7 @@ def check_file(
     error: type[SafError] = InputError,
     advice: str = "",
 ) -> None:
-    """Compare a file with its recorded size in bytes, which costs no reading, and then with its SHA-256.
-
-    Raises SafError of kind `error`, naming the file with what was expected and what is there.
-    """
+    """Compare a file with its recorded size in bytes, and then with its SHA-256; raise `error` where they differ."""
     if not path.is_file():
         raise _error(error, path, "is missing" + ("" if size is None else f"; expected {size:,} bytes"), advice)
     if size is not None and (actual := path.stat().st_size) != size:
@@ -229,34 +229,30 @@ def check_file(
 
 # --- folders
 
-_TEMPORARY, _REPLACED, _DELETED = ".writing-", ".replaced-", ".deleted-"
-"""Prefixes of hidden folders beside a folder of the same name."""
+_TEMPORARY, _DELETED = ".writing-", ".deleted-"
+"""Prefixes of hidden folders next to a folder of the same name."""
 
 
 @contextmanager
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; flush and rename it on success, remove it on any error.
+    """Yield a temporary folder next to `path`; flush and rename it on success, remove it on any error.
 
-    With `replace`, a folder that is there gives way at the rename. A process killed inside leaves only hidden
-    folders: the next `new_folder` of the same name clears them, and `restore_replaced_` puts the old folder back where
-    the new one is missing. Where the disk is full, the error is an OSError that names the folder.
+    With `replace`, a folder that is there is removed at the rename. A process killed inside leaves only hidden folders.
+    Where the disk is full, the error is an OSError that names the folder.
     """
-    temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (_TEMPORARY, _REPLACED))
-    restore_replaced_(path)
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    temporary, deleted = (path.with_name(f"{prefix}{path.name}") for prefix in (_TEMPORARY, _DELETED))
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for each in [*sorted(temporary.iterdir()), temporary]:
             flush(each)
         if replace and path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)
+            shutil.rmtree(deleted, ignore_errors=True)
+            path.rename(deleted)
         temporary.rename(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        restore_replaced_(path)
         # A failed write names no file: raise it again with the folder. Where safetensors wrote, the error's number is
         # in its text alone, such as "(os error 28)".
         of_files = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
@@ -264,18 +260,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
         raise
     flush(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def restore_replaced_(path: Path) -> None:
-    """Put back the folder that a process set aside before it was killed between the two renames of a replacement."""
-    if not os.path.lexists(path) and (replaced := path.with_name(f"{_REPLACED}{path.name}")).is_dir():
-        replaced.rename(path)
+    shutil.rmtree(deleted, ignore_errors=True)
 
 
 @contextmanager
 def new_files(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder; on success its files move into `folder`, which may be new, beside what is there."""
+    """Yield a temporary folder; on success its files move into `folder`, which may be new, and others there stay."""
     if not folder.exists():
         with new_folder(folder) as temporary:
             yield temporary
@@ -298,15 +288,15 @@ def new_files(folder: Path) -> Iterator[Path]:
 def remove_folder_(path: Path) -> None:
     """Remove a folder so that no reader ever sees half of it under its own name."""
     deleted = path.with_name(f"{_DELETED}{path.name}")
-    if deleted.exists():
-        shutil.rmtree(deleted)
+    shutil.rmtree(deleted, ignore_errors=True)
     shutil.rmtree(path.rename(deleted))
 
 
 def remove_leftovers_(folder: Path) -> None:
-    """Clear what killed writes and removals left in `folder`; only for the process that owns it."""
-    for path in [path for prefix in (_TEMPORARY, _DELETED) for path in folder.glob(f"{prefix}*")]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove hidden files and folders of killed processes in `folder`; only for the process that owns it."""
+    for prefix in (_TEMPORARY, _DELETED):
+        for path in list(folder.glob(f"{prefix}*")):
+            shutil.rmtree(path, ignore_errors=True)
     for path in list(folder.glob(".*.tmp")):
         path.unlink(missing_ok=True)
 

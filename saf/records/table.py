@@ -1,4 +1,4 @@
-"""Numbers, names and tables as people read them: on a terminal by rich, or as Markdown."""
+"""Numbers, names and `Table` as people read them: on a terminal by rich, or as Markdown. Every command prints by it."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,16 +74,16 @@ def change_percent(before: float | None, after: float | None) -> float | None:
     return None if not before or after is None else 100.0 * (after / before - 1.0)
 
 
-# --- text from outside, such as names of folders: never markup, never control codes of a terminal
+# --- text from outside, such as names of folders, without markup or control codes
 
 _MARKS = re.compile(r"([\\`*\[\]<>|~$])|(?<![^\W_])(_)|(_)(?![^\W_])|(&)(?=#?\w+;)")
 """Characters that Markdown reads as markup, but for underscores within words and lone ampersands."""
 _BEGINNING = re.compile(r"(\d*)([#+\-=>:.)])(?=\s|$|[#=\-])")
-"""What begins a heading, a list, a rule or a quotation at the start of a line."""
+"""The beginning of a heading, a list, a rule or a quotation at the start of a line."""
 
 
 def plain(text: str) -> str:
-    """Return the text on one line; what terminals would obey, or cannot show, becomes the replacement character."""
+    """Return the text on one line; control codes and characters that no terminal shows become U+FFFD."""
     return "".join(
         each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}" for each in text
     )
@@ -104,11 +104,11 @@ def natural_order(name: str) -> list[tuple[int, Any]]:
 # --- tables
 
 LONGEST_WORD = 24
-"""Characters of a word that a terminal's table keeps whole; longer ones, hashes and paths, fold where it is narrow."""
+"""Characters of a word that is never split; longer ones, hashes and paths, fold where the terminal is narrow."""
 ANY_WIDTH = 10_000
 """Columns of a console wide enough for every table."""
 _NOT_NUMBERS = (MISSING, "refused", "plotted", "not run")
-"""What may stand in a column of numbers without making it one of words."""
+"""Words that a column of numbers may contain."""
 _NUMBER = re.compile(r"[+\u2212-]?\d[\d,.e\u2212-]*(×|%| ?[a-zµA-Z]{1,4})?( (to|of|with|±|\(|[+\u2212\d]).*)?")
 
 
@@ -143,14 +143,9 @@ class Table:
 
     def used(self) -> "Table":
         """Return the table without empty columns."""
-        empty = (all(row[number] == MISSING for row in self.rows) for number in range(len(self.columns)))
-        return self.without([name for name, unused in zip(self.columns, empty, strict=True) if unused])
-
-    def without(self, columns: Sequence[str]) -> "Table":
-        """Return the table without these columns, as far as it has them."""
-        numbers = [number for number, name in enumerate(self.columns) if name not in columns]
-        rows = tuple(tuple(row[number] for number in numbers) for row in self.rows)
-        return replace(self, columns=tuple(self.columns[number] for number in numbers), rows=rows)
+        used = [place for place in range(len(self.columns)) if any(row[place] != MISSING for row in self.rows)]
+        rows = tuple(tuple(row[place] for place in used) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[place] for place in used), rows=rows)
 
     def is_numeric(self, number: int) -> bool:
         """Return whether a column holds numbers, which align to the right."""
@@ -169,22 +164,19 @@ class Table:
     def print(self, console: Any = None) -> None:
         """Print the table on the terminal, or on another console of rich.
 
-        Where the terminal is too narrow cells break between words, headings to their columns' width; a table of many
-        columns is wider than the terminal rather than having its numbers split.
+        Where the terminal is too narrow, cells and headings break between words. A table of many columns is wider than
+        the terminal rather than having its numbers split.
         """
         from rich.console import Console
         from rich.text import Text
 
         console = console or Console(highlight=False)
-        # A title and notes inside a narrow table would be as narrow.
         table, width = self._rich(), console.width
-        wished = table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum
-        if wished > console.width:
-            for column in table.columns:
-                if column.no_wrap and column.min_width:
-                    column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
-            console.width = max(console.width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
-        if self.title:
+        if table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum > width:
+            for column in filter(lambda each: each.no_wrap, table.columns):  # rich narrows only the other columns
+                column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
+            console.width = max(width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
+        if self.title:  # title and notes are not as wide as a wide table
             console.print(Text(plain(self.title), style="bold"), width=width)
         if self.rows or not self.columns:
             console.print(table, crop=False)
@@ -221,7 +213,7 @@ def _text(value: Any) -> str:
 
 
 Part = str | Table
-"""What a command prints; a string is a paragraph."""
+"""A part of a command's output; a string is a paragraph."""
 
 
 def markdown_of(part: Part) -> str:

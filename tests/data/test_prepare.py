@@ -2,10 +2,7 @@
 
 import fcntl
 import hashlib
-import os
-import signal
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import pytest
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
 from tests.data.conftest import jsonl, partition_documents
-from tests.train.helpers import begin
 
 
 def heldout_documents(data: TokenData) -> list[str]:
@@ -164,33 +160,6 @@ def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tm
     with pytest.raises(DataError, match=r"also holds notes, which its index.json does not name"):
         prepare(source, out, **settings, overwrite=True)
     assert TokenData.open(out).fingerprint == second.fingerprint
-
-
-def killed_between_the_renames(source, out, settings):
-    """Replace a data folder, and die when the old one has given way; for a process of its own."""
-    rename = Path.rename
-    Path.rename = lambda own, to: os.kill(os.getpid(), signal.SIGKILL) if to == out else rename(own, to)
-    prepare(source, out, **settings, overwrite=True)
-
-
-def test_a_folder_that_gave_way_when_its_process_was_killed_is_there_at_its_next_use(source, settings, tmp_path):
-    out = tmp_path / "data"
-    first = prepare(source, out, **settings)
-
-    def killed():
-        process = begin(killed_between_the_renames, source, out, {**settings, "seed": 1})
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        assert not out.exists()
-
-    killed()
-    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
-    killed()
-    with pytest.raises(DataError, match="a finished data folder is there"):
-        prepare(source, out, **settings)
-    second = prepare(source, out, **settings, seed=1, overwrite=True)
-    assert TokenData.open(out, verify=True).fingerprint == second.fingerprint != first.fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("thesis.tex", "years of work"), ("index.json", "{}")])
