@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from saf.ops.positions import CachePosition
 from saf.patterns import CompactPattern, ExponentialPattern, Pattern
 from saf.records.run import means_transformers
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
-
-Placement = Literal["early", "groups"]
-
 
 # --- shapes
 
@@ -158,7 +155,6 @@ class ModelPlan:
     device: torch.device
     seed: int = 0
     num_layers: int | None = None
-    placement: Placement = "early"
 
     def __post_init__(self):
         """Raise InputError for an unknown model, or a context that it does not take."""
@@ -198,16 +194,11 @@ class ModelPlan:
         return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
     def _drawn_heads(self, rate: float) -> HeadSet:
-        """Draw a preset's heads by the seed: single ones, or with placement "groups" whole groups of query heads."""
-        shape = self.shape
-        size = shape.num_heads // shape.num_kv_heads if self.placement == "groups" else 1
-        groups = shape.num_heads // size
-        counts = heads_per_layer(num_layers=shape.num_layers, num_heads=groups, rate=rate)
-        generator = torch.Generator().manual_seed(self.seed)
-        drawn = [torch.randperm(groups, generator=generator)[:count].tolist() for count in counts]
-        return HeadSet(
-            (layer, size * group + each) for layer, some in enumerate(drawn) for group in some for each in range(size)
-        )
+        """Draw a preset's heads by the seed, in early layers more."""
+        shape, generator = self.shape, torch.Generator().manual_seed(self.seed)
+        counts = heads_per_layer(num_layers=shape.num_layers, num_heads=shape.num_heads, rate=rate)
+        drawn = [torch.randperm(shape.num_heads, generator=generator)[:count].tolist() for count in counts]
+        return HeadSet((layer, head) for layer, some in enumerate(drawn) for head in some)
 
     def describe(self, arm: Arm) -> dict[str, Any]:
         """Return the entries of a row about an arm's heads."""

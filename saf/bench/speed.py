@@ -12,11 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from saf.bench.models import ModelPlan, Placement, free_backend, is_folder
+from saf.bench.models import ModelPlan, free_backend, is_folder
 from saf.bench.protocol import (
     FLEX,
     FREE,
@@ -209,9 +209,6 @@ class ModelSpeed(Speed):
 
     num_layers: int | None = None
     """Build so many layers, not the preset's: compiling all of a large model takes minutes."""
-    placement: Placement = "early"
-    """Freeze heads mostly in early layers, as measured on trained models; groups takes whole groups of heads that
-    share keys there."""
     pruned: bool = False
     """Measure each rate with the same heads pruned too: their values and output columns are gone."""
     graphs: Literal["off", "on", "both"] = "off"
@@ -223,7 +220,6 @@ class ModelSpeed(Speed):
 
     def check(self) -> None:
         super().check()
-        require(self.placement in get_args(Placement), f"placement must be early or groups, got {self.placement!r}")
         require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
         require(self.cuda or not self.memory, "memory is measured on CUDA alone; leave it out")
@@ -232,7 +228,7 @@ class ModelSpeed(Speed):
             self.plan(point)
 
     def plan(self, point: Point) -> ModelPlan:
-        return replace(super().plan(point), num_layers=self.num_layers, placement=self.placement)
+        return replace(super().plan(point), num_layers=self.num_layers)
 
     def all_points(self) -> list[Point]:
         """Return the points with everything that varies filled in."""

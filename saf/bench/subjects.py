@@ -7,15 +7,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import cycle
+from functools import partial
+from itertools import cycle, product
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.bench.models import FlexAttention, ModelShape, causal_blocks, drawn_patterns, is_folder
+from saf.bench.models import FlexAttention, causal_blocks, drawn_patterns, is_folder
 from saf.bench.protocol import (
     CALL,
     FLEX,
@@ -398,122 +398,98 @@ class Op(Speed):
     def cases(self, session: Session) -> Iterator[Case]:
         """Yield the frozen heads alone at each rate, and the whole layer at all rates."""
         rates = list(dict.fromkeys(self.rates or (0.25, 0.5)))
-        for point in self.parsed_points():
-            for part in self.parts:
-                for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
-                    layer = Layer(self, point, part, some)
-                    if (reason := layer.unsupported_reason()) is None:
-                        yield layer.case()
-                    else:
-                        session.skip(layer.name, reason)
+        for point, part in product(self.parsed_points(), self.parts):
+            shape = self.plan(point).shape
+            for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
+                name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
+                if part == "frozen" and shape.num_heads != shape.num_kv_heads:
+                    session.skip(name, "with grouped queries frozen heads share values; only the layer is compared")
+                elif few := [rate for rate in some if not self.layout(point, rate).num_frozen]:
+                    session.skip(name, f"a rate of {few[0]:g} freezes none of {shape.num_heads} heads")
+                else:
+                    yield self._case(name, point, part, some)
 
-
-@dataclass(frozen=True)
-class Layer:
-    """The whole layer of one point at several rates, or its frozen heads alone at one rate.
-
-    Ordinary arms of "frozen" have as many heads as are frozen.
-    """
-
-    settings: Op
-    point: Point
-    part: str
-    rates: Sequence[float]
-
-    @cached_property
-    def device(self) -> torch.device:
-        """The device that is measured."""
-        return self.settings.execution.device
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        """The sizes of the model that the layer is of."""
-        return self.settings.plan(self.point).shape
-
-    @property
-    def name(self) -> str:
-        """A label: "T=4096 B=8 frozen 25%"."""
-        return f"{self.point.name} {self.part}" + (f" {100 * self.rates[0]:g}%" if self.part == "frozen" else "")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the operands."""
-        return self.settings.dtype_of(self.settings.dtype)
-
-    def unsupported_reason(self) -> str | None:
-        """Return why this is not measured; None where it is."""
-        if self.part == "frozen" and self.shape.num_heads != self.shape.num_kv_heads:
-            return "with grouped queries frozen heads share values; only the whole layer is compared"
-        if few := [rate for rate in self.rates if not self.layout(rate).num_frozen]:
-            return f"a rate of {few[0]:g} freezes none of {self.shape.num_heads} heads"
-        return None
-
-    def layout(self, rate: float) -> HeadLayout:
+    def layout(self, point: Point, rate: float) -> HeadLayout:
         """Return the layer's heads, the frozen ones drawn by the seed."""
-        num_heads, generator = self.shape.num_heads, torch.Generator().manual_seed(self.settings.seed)
-        drawn = torch.randperm(num_heads, generator=generator)[: round(rate * num_heads)].tolist()
-        return HeadLayout(num_heads, self.shape.num_kv_heads, tuple(sorted(drawn)))
+        shape, generator = self.plan(point).shape, torch.Generator().manual_seed(self.seed)
+        drawn = torch.randperm(shape.num_heads, generator=generator)[: round(rate * shape.num_heads)].tolist()
+        return HeadLayout(shape.num_heads, shape.num_kv_heads, tuple(sorted(drawn)))
 
-    def operands(self, arm: Arm) -> tuple[int, int, int]:
-        """Return how many query, key and value heads an arm reads."""
-        layout, kv_heads = self.layout(arm.rate if arm.backend else self.rates[0]), self.shape.num_kv_heads
-        if self.part == "frozen":
-            live = 0 if arm.backend else layout.num_frozen
-            return live, live, layout.num_frozen
-        if arm.backend is None:
-            return layout.num_heads, kv_heads, kv_heads
-        return layout.num_live, len(set(layout.kv_head[: layout.num_live])), kv_heads
+    def _case(self, name: str, point: Point, part: str, rates: Sequence[float]) -> Case:
+        """Return what is compared; frozen heads alone have no free bound, and other kernels only without the layer.
 
-    def compiled(self, arm: Arm, variant: str) -> bool:
-        """Return whether an arm's function is compiled.
-
-        Layers with frozen heads are compiled where they are replayed as graphs, as inside a compiled model, and eager
-        where they are called: a compiled function checks its guards at every call, a model once for all its layers.
-        Ordinary attention and frozen heads alone are one operator each, and eager; flex is a kernel only compiled.
+        Ordinary arms of frozen heads alone have as many heads as are frozen.
         """
-        layer = arm.backend is not None and self.part == "layer" and variant.endswith(GRAPH)
-        flex = arm.backend is None and arm.kernel == FLEX
-        return self.settings.execution.compile and (layer or flex)
-
-    def case(self) -> Case:
-        """Return everything that is compared; frozen heads alone have no free bound, and other kernels once."""
-        alone, settings = self.part == "frozen", self.settings
-        comparisons = settings.comparisons(self.rates)
-        if alone:
-            skipped = ("free", "kernel") if "layer" in settings.parts else ("free",)
+        comparisons, alone = self.comparisons(rates), None
+        if part == "frozen":
+            skipped = ("free", "kernel") if "layer" in self.parts else ("free",)
             comparisons = [each for each in comparisons if each.role not in skipped]
-        sizes = {name: getattr(self.shape, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        modes, pool = [*reversed(launch_modes(settings.graphs, self.device))], GraphPool()
-        variants = [f"{direction} {mode}" for direction in settings.directions for mode in modes]
+            alone = self.layout(point, rates[0]).num_frozen
+        modes, pool = [*reversed(launch_modes(self.graphs, self.execution.device))], GraphPool()
+        variants, shape = (
+            [f"{direction} {mode}" for direction in self.directions for mode in modes],
+            self.plan(point).shape,
+        )
+        sizes = {each: getattr(shape, each) for each in ("num_heads", "num_kv_heads", "head_dim")}
+        dtype = str(self.dtype_of(self.dtype)).removeprefix("torch.")
         return Case(
-            name=self.name,
-            fields={
-                "part": self.part,
-                "alone": self.layout(self.rates[0]).num_frozen if alone else None,
-                "point": self.point.to_dict(),
-                "layer": sizes,
-                "dtype": str(self.dtype).removeprefix("torch."),
-            },
+            name=name,
+            fields={"part": part, "alone": alone, "point": point.to_dict(), "layer": sizes, "dtype": dtype},
             comparisons=comparisons,
-            build=lambda arm: LayerSubject(self, arm, pool, variants),
+            build=lambda arm: LayerSubject(self, point, arm, alone, pool, variants),
             variants=variants,
-            describe=lambda arm: {"heads": self.layout(arm.rate).num_frozen if arm.backend else 0},
+            describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen if arm.backend else 0},
         )
 
-    def function(self, arm: Arm) -> tuple[Callable[..., tuple[Tensor, ...]], Any]:
-        """Return an arm's function of its operands, and the patterns of its frozen heads."""
-        if arm.backend is None:
-            if arm.kernel == FLEX:
-                return FlexAttention(causal_blocks(self.point.length, self.device)), None
-            return (lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)), None
-        if arm.kernel == FLEX:
+
+class LayerSubject:
+    """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
+
+    def __init__(
+        self, settings: Op, point: Point, arm: Arm, alone: int | None, pool: GraphPool, variants: Sequence[str]
+    ):
+        """`alone` is the number of frozen heads that are timed alone; None times the whole layer."""
+        self._settings, self._point, self._arm, self._alone = settings, point, arm, alone
+        self._pool, self._variants = pool, variants
+        self._device, self._dtype = settings.execution.device, settings.dtype_of(settings.dtype)
+        self._layout, self._head_dim = settings.layout(point, arm.rate), settings.plan(point).shape.head_dim
+        self.facts: dict[str, Any] = {}
+        self._pattern: Any = None
+        function = self._ordinary() if arm.backend is None else self._frozen()
+        self._functions = {False: function, True: torch.compile(function)}
+        heads = self._operands()
+        size = point.batch_size * point.length * self._head_dim * sum(heads) * self._dtype.itemsize
+        count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if settings.cuda else 1
+        generator = torch.Generator(self._device).manual_seed(settings.seed)
+        self._inputs = [tuple(self._draw(n, generator).requires_grad_() for n in heads if n) for _ in range(count)]
+        self._gradients: list[tuple[Tensor, ...]] = []
+        self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
+
+    def _operands(self) -> tuple[int, int, int]:
+        """Return how many query, key and value heads the arm reads."""
+        layout, ordinary = self._layout, self._arm.backend is None
+        if self._alone:
+            return (self._alone,) * 3 if ordinary else (0, 0, self._alone)
+        if ordinary:
+            return layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
+        return layout.num_live, len(set(layout.kv_head[: layout.num_live])), layout.num_kv_heads
+
+    def _ordinary(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return ordinary attention of queries, keys and values."""
+        kernel = self._arm.kernel
+        if kernel == FLEX:
+            return FlexAttention(causal_blocks(self._point.length, self._device))
+        return lambda query, key, value: (live_attention(query, key, value, kernel=kernel),)
+
+    def _frozen(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the layer, or its frozen heads alone, which take only values; draw the patterns."""
+        if (arm := self._arm).kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
-        layout = self.layout(arm.rate)
-        pattern = drawn_patterns(arm.backend, layout.num_frozen, self.point.length, self.settings.seed, self.device)
-        kv_head = layout.kv_head if self.part == "layer" else None
-        frozen = FrozenHeads.from_patterns(
-            pattern, backend=arm.backend, dtype=self.dtype, device=self.device, kv_head=kv_head
-        )
+        layout, seed = self._layout, self._settings.seed
+        self._pattern = drawn_patterns(arm.backend, layout.num_frozen, self._point.length, seed, self._device)
+        kv_head = None if self._alone else layout.kv_head
+        options: dict[str, Any] = {"backend": arm.backend, "dtype": self._dtype, "device": self._device}
+        frozen = FrozenHeads.from_patterns(self._pattern, **options, kv_head=kv_head)
 
         def layer(*operands: Tensor) -> tuple[Tensor, ...]:
             """Return live and frozen heads as a model with a split output projection takes them."""
@@ -523,41 +499,34 @@ class Layer:
             parts = attention_parts(query, key, value, frozen, kernel=arm.live_kernel)
             return parts if len(parts) == 2 else parts[0].split([query.shape[1], frozen.num_frozen], 1)
 
-        return layer, pattern
+        return layer
 
+    def _compiled(self, variant: str) -> bool:
+        """Return whether the arm's function is compiled.
 
-class LayerSubject:
-    """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
-
-    def __init__(self, layer: Layer, arm: Arm, pool: GraphPool, variants: Sequence[str]):
-        self._layer, self._arm, self._pool, self._variants = layer, arm, pool, variants
-        self.facts: dict[str, Any] = {}
-        function, self._pattern = layer.function(arm)
-        self._functions = {False: function, True: torch.compile(function)}
-        heads, point = layer.operands(arm), layer.point
-        size = point.batch_size * point.length * layer.shape.head_dim * sum(heads) * layer.dtype.itemsize
-        count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if layer.settings.cuda else 1
-        generator = torch.Generator(layer.device).manual_seed(layer.settings.seed)
-        self._inputs = [tuple(self._draw(n, generator).requires_grad_() for n in heads if n) for _ in range(count)]
-        self._gradients: list[tuple[Tensor, ...]] = []
-        self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
+        Layers with frozen heads are compiled where they are replayed as graphs, as inside a compiled model, and eager
+        where they are called: a compiled function checks its guards at every call, a model once for all its layers.
+        Ordinary attention and frozen heads alone are one operator each, and eager; flex is a kernel only compiled.
+        """
+        ordinary = self._arm.backend is None
+        layer = not ordinary and not self._alone and variant.endswith(GRAPH)
+        return self._settings.execution.compile and (layer or (ordinary and self._arm.kernel == FLEX))
 
     def _draw(self, heads: int, generator: torch.Generator) -> Tensor:
         """Draw `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
-        layer = self._layer
-        shape = (layer.point.batch_size, layer.point.length, heads, layer.shape.head_dim)
-        drawn = torch.randn(shape, generator=generator, device=layer.device, dtype=torch.float32)
-        return drawn.to(layer.dtype).transpose(1, 2)
+        shape = (self._point.batch_size, self._point.length, heads, self._head_dim)
+        drawn = torch.randn(shape, generator=generator, device=self._device, dtype=torch.float32)
+        return drawn.to(self._dtype).transpose(1, 2)
 
     def _run(self, variant: str, number: int) -> tuple[Tensor, ...]:
-        inputs, function = self._inputs[number], self._functions[self._layer.compiled(self._arm, variant)]
+        inputs, function = self._inputs[number], self._functions[self._compiled(variant)]
         if variant.startswith("forward"):
             with torch.no_grad():
                 return function(*inputs)
         return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
 
     def warm_up(self) -> None:
-        settings, device = self._layer.settings, self._layer.device
+        settings, device = self._settings, self._device
         for mode in dict.fromkeys(variant.split()[1] for variant in self._variants):
             outputs = self._run(f"forward {mode}", 0)
             generator = torch.Generator(device).manual_seed(settings.seed + 1)
@@ -578,28 +547,27 @@ class LayerSubject:
 
     def _check(self, output: Tensor, mode: str) -> None:
         """Compare sampled outputs, and gradients of the values where these are timed, with Eq. (3) in float64."""
-        layer, length = self._layer, output.shape[-2]
-        layout = layer.layout(self._arm.rate)
-        slots = list(range(layout.num_frozen) if layer.part == "frozen" else layout.kv_head[layout.num_live :])
+        layout, length = self._layout, output.shape[-2]
+        slots = list(range(self._alone) if self._alone else layout.kv_head[layout.num_live :])
         at = torch.linspace(0, length - 1, min(SAMPLES, length), device=output.device).round().long()
         every = torch.arange(length, device=output.device)
         patterns = [each.prefix(length).to(device=output.device) for each in pattern_for_each_head(self._pattern)]
         rows = [_entries(each, at[:, None], every[None]) for each in patterns]
         _compare("output", output[:, :, at], rows, self._inputs[0][-1].detach()[:, slots])
-        if "both" in layer.settings.directions and not layout.grouped:
+        if "both" in self._settings.directions and not layout.grouped:
             gradient = self._run(f"both {mode}", 0)[-1][:, slots]
             columns = [_entries(each, every[None], at[:, None]) for each in patterns]
             _compare("gradient of the values", gradient[:, :, at], columns, self._gradients[0][-1])
 
     def timed_block(self, variant: str) -> float:
         call, repeats = self._passes[variant]
-        rest = REST_MS if self._layer.settings.cuda else 0.0
-        return event_block(call, repeats=repeats, device=self._layer.device, rest_ms=rest) / len(self._inputs)
+        rest = REST_MS if self._settings.cuda else 0.0
+        return event_block(call, repeats=repeats, device=self._device, rest_ms=rest) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
         timed = sorted(self._passes, key=lambda variant: (variant.startswith("both"), variant.endswith(GRAPH)))
         call, count = self._passes[timed[-1]][0], len(self._inputs)
-        kernels = kernels_of(call, self._layer.device)
+        kernels = kernels_of(call, self._device)
         return [kernel | {"calls": kernel["calls"] // count, "ms": kernel["ms"] / count} for kernel in kernels]
 
 

@@ -37,6 +37,9 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        dtypes = [("cpu", torch.float32)]
+        if torch.cuda.is_available():
+            dtypes += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
         result: dict[str, Any] = {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -44,7 +47,10 @@ class Command:
             "optional": {name: package_version(name) for name in OPTIONAL},
             "devices": devices(),
             "compiler": compiler,
-            "backends": backends(),
+            "backends": [
+                {"device": device, "dtype": str(dtype).removeprefix("torch."), "lines": list(explain(device, dtype))}
+                for device, dtype in dtypes
+            ],
             "live_kernels": live_kernels(),
         }
         result["verdict"] = verdict(result)
@@ -54,26 +60,15 @@ class Command:
 
 def devices() -> list[dict[str, Any]]:
     """Return the CPU and every CUDA device with its memory and compute capability."""
-    cpu = {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    cuda = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return [
-        cpu,
-        *(
-            {"device": f"cuda:{index}", "name": each.name, "memory_bytes": each.total_memory}
-            | {"capability": f"{each.major}.{each.minor}", **versions}
-            for index, each in enumerate(cuda)
-        ),
+    found: list[dict[str, Any]] = [
+        {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     ]
-
-
-def backends() -> list[dict[str, Any]]:
-    """Return the lines of `saf.ops.explain` for the usual devices and dtypes."""
-    cuda = [("cuda", torch.bfloat16), ("cuda", torch.float32)] if torch.cuda.is_available() else []
-    return [
-        {"device": device, "dtype": str(dtype).removeprefix("torch."), "lines": list(explain(device, dtype))}
-        for device, dtype in [("cpu", torch.float32), *cuda]
-    ]
+    for index in range(torch.cuda.device_count()):
+        each = torch.cuda.get_device_properties(index)
+        facts = {"device": f"cuda:{index}", "name": each.name, "memory_bytes": each.total_memory}
+        found.append({**facts, "capability": f"{each.major}.{each.minor}", **versions})
+    return found
 
 
 def live_kernels() -> dict[str, str | None]:
@@ -112,10 +107,8 @@ def _tables(result: dict[str, Any]) -> Iterator[Table]:
     optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
     yield Table.of("optional", ["package", "version", "for"], optional)
     for device in result["devices"]:
-        memory = {"memory": byte_size(device["memory_bytes"])} if "memory_bytes" in device else {}
-        yield Table.facts(
-            device["device"], {k: v for k, v in device.items() if k not in ("device", "memory_bytes")} | memory
-        )
+        memory = byte_size(device["memory_bytes"]) if "memory_bytes" in device else None
+        yield Table.facts(device["device"], {**device, "device": None, "memory_bytes": None, "memory": memory})
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     yield Table.facts("attention kernels of live heads", kernels)
     for entry in result["backends"]:

@@ -1,7 +1,7 @@
 """`saf inspect`: the contents of a folder written by `saf`, and whether it is whole."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from saf.inspection import inspect
 from saf.records.table import Table, byte_size
 
 Contents = Mapping[str, Any]
+SIZES = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
 
 
 @dataclass(kw_only=True)
@@ -30,20 +31,54 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         contents = inspect(self.path)
-        facts = {name: _value(contents, value) for name, value in ROWS.items()}
         title = f"{contents['kind']} {contents['path']}" + ", all sums verified" * contents["verified"]
-        show(contents, Table.facts(title, facts), *_tables(contents), as_json=self.json)
+        show(contents, Table.facts(title, _facts(contents)), *_tables(contents), as_json=self.json)
         if damaged := [entry["problem"] for entry in contents.get("checkpoints", []) if entry["problem"]]:
             raise CheckpointError("; ".join(damaged))
         return contents
 
 
-def _value(contents: Contents, value: Callable[[Contents], Any]) -> Any:
-    """Return the value of a row; None for contents of a kind that has none."""
-    try:
-        return value(contents)
-    except KeyError:
-        return None
+def _facts(contents: Contents) -> dict[str, Any]:
+    """Return the rows of any folder's table; None for what its kind does not have."""
+    config, fits = contents.get("config") or {}, contents.get("fit_kl")
+    tokenizer, perplexity = contents.get("tokenizer"), contents.get("report_perplexity")
+    model = config.get("model") or contents.get("model") or {}
+    sizes = ", ".join(f"{name} {model[name]}" for name in SIZES if name in model)
+    base, sums = contents.get("base_model"), contents.get("exponential")
+    weights = ", ".join(f"{name} {byte_size(size)}" for name, size in (contents.get("weights") or {}).items())
+    ended = "finished" if contents.get("finished") else "not finished"
+    return {
+        "arm": f"{contents['arm']}, {ended}" if "arm" in contents else None,
+        **{name: contents.get(name) for name in ("update", "updates", "tokens")},
+        "perplexity, held out": perplexity and f"{perplexity:.4f}",
+        "tokenizer": tokenizer and f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids",
+        "model": contents.get("architecture") or sizes or None,
+        "base model here": base and f"{base}, ordinary: these are not its heads",
+        "weights": weights or None,
+        **(_head_facts(contents) if "frozen" in contents else {}),
+        "fits": f"KL at most {max(kl for *_, kl in fits):.4f} nats" if fits else None,
+        "sums": exponential_words(sums) if sums else None,
+        **{name: contents.get(name) for name in ("hash", "fingerprint")},
+        "parent": contents.get("parent") or (config.get("parent") or {}).get("path"),
+        "data": contents.get("data_fingerprint") or (config.get("data") or {}).get("fingerprint"),
+    }
+
+
+def _head_facts(contents: Contents) -> dict[str, Any]:
+    frozen, pruned = contents["frozen"], contents.get("pruned", ())
+    words = f"; {len(pruned)} pruned: {', '.join(f'({layer}, {head})' for layer, head in pruned)}" if pruned else ""
+    facts = {"heads": f"{len(frozen)} of {contents['num_heads']} frozen{words}"}
+    if contents.get("patterns"):
+        kinds = sum((Counter(layer["kinds"]) for layer in contents["patterns"]), Counter())
+        sizes = [f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items()]
+        facts["patterns"] = _counts(kinds) + (f"; in float32 {', '.join(sizes)}" if sizes else "")
+    if "undoable" in contents and (frozen or pruned):
+        facts["can be undone"] = f"{contents['undoable']} of {len(frozen) + len(pruned)} heads"
+    return facts
+
+
+def _counts(kinds: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
 
 
 def _tables(contents: Contents) -> Iterator[Table]:
@@ -63,61 +98,9 @@ def _tables(contents: Contents) -> Iterator[Table]:
             [each["name"], (each["hash"] or "")[:16], "damaged" if each["problem"] else "whole"] for each in checkpoints
         ]
         yield Table.of("checkpoints", ("name", "hash", "state"), rows)
-    if files := contents.get("files"):
-        rows = [[name, byte_size(entry["bytes"]), entry["sha256"][:16]] for name, entry in files.items()]
-        yield Table.of("files", ("file", "size", "SHA-256"), rows)
     if partitions := contents.get("partitions"):
         rows = [[name, each["tokens"], each["documents"]] for name, each in partitions.items()]
         yield Table.of("partitions", ("partition", "tokens", "documents"), rows)
 
-
-def _shape(contents: Contents) -> str:
-    if "architecture" in contents:
-        return contents["architecture"]
-    model = contents["config"]["model"] if "config" in contents else contents["model"]
-    names = ("num_layers", "num_heads", "hidden_size", "max_length", "vocab_size", "position")
-    return ", ".join(f"{name} {model[name]}" for name in names if name in model)
-
-
-def _heads(contents: Contents) -> str:
-    pruned = [f"({layer}, {head})" for layer, head in contents.get("pruned", ())]
-    words = f"; {len(pruned)} pruned: {', '.join(pruned)}" if pruned else ""
-    return f"{len(contents['frozen'])} of {contents['num_heads']} frozen{words}"
-
-
-def _counts(kinds: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "none"
-
-
-def _patterns(contents: Contents) -> str:
-    kinds: Counter[str] = Counter()
-    for layer in contents["patterns"]:
-        kinds.update(layer["kinds"])
-    sizes = [f"{name.replace('_', ' ')} {byte_size(size)}" for name, size in contents["storage"].items()]
-    return _counts(kinds) + (f"; in float32 {', '.join(sizes)}" if sizes else "")
-
-
-ROWS: dict[str, Callable[[Contents], Any]] = {
-    "arm": lambda each: f"{each['arm']}, {'finished' if each['finished'] else 'not finished'}",
-    "update": lambda each: each["update"],
-    "updates": lambda each: each["updates"],
-    "tokens": lambda each: each["tokens"],
-    "perplexity, held out": lambda each: each["report_perplexity"] and f"{each['report_perplexity']:.4f}",
-    "tokenizer": lambda each: f"{each['tokenizer']['kind']}, {each['tokenizer']['vocab_size']:,} ids",
-    "model": _shape,
-    "base model here": lambda each: each["base_model"] and f"{each['base_model']}, ordinary: these are not its heads",
-    "weights": lambda each: ", ".join(f"{name} {byte_size(size)}" for name, size in each["weights"].items()),
-    "heads": _heads,
-    "patterns": _patterns,
-    "fits": lambda each: f"KL at most {max(kl for *_, kl in each['fit_kl']):.4f} nats" if each["fit_kl"] else None,
-    "sums": lambda each: exponential_words(each["exponential"]) if each["exponential"] else None,
-    "can be undone": lambda each: f"{each['undoable']} of {len(each['frozen']) + len(each['pruned'])} heads",
-    "hash": lambda each: each["hash"],
-    "fingerprint": lambda each: each["fingerprint"],
-    "parent": lambda each: each["parent"] if "parent" in each else (each["config"]["parent"] or {}).get("path"),
-    "data": lambda each: each.get("data_fingerprint") or each["config"]["data"]["fingerprint"],
-    "sums of files": lambda each: ", ".join(f"{name} {value}" for name, value in each["sha256"].items()),
-}
-"""The rows of any folder's table: each is shown where the folder has it."""
 
 parse_words = partial(parse, Command, prog="saf inspect")

@@ -31,13 +31,6 @@ def test_the_counts_of_layers_add_up(layers, heads, rate):
     assert max(counts) <= heads
 
 
-def test_groups_are_frozen_whole():
-    plan = ModelPlan(model="qwen3-4b", length=16, device=CPU, placement="groups")
-    frozen, _ = plan.heads(Arm("auto", "toeplitz", 0.5))
-    groups = [(layer, head // 4) for layer, head in frozen]
-    assert all(groups.count(group) == 4 for group in groups)
-
-
 def test_flex_attention_is_causal_attention():
     query, key, value = torch.randn(3, 2, 4, 200, 16).unbind()
     (found,) = FlexAttention(causal_blocks(200, CPU))(query, key, value, None, None)

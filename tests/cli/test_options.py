@@ -58,7 +58,7 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
     event = ["freeze", arms[0], "--out", tmp_path / "out"]
     for words, message in (
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "--calibration-sequences"),
-        ([*event, "--sequences", 10**6], "ask for fewer (--sequences"),
+        ([*event, "--sequences", 10**6], "fewer (--sequences"),
         ([*train, "--length", 10**6], "a window of length"),
         ([*train, "--batch-size", "0"], "--batch-size must be at least 1"),
         ([*train, "--sampler", "shuffled", "--task", "mqar", "--model", "small"], "model must be one of"),
