@@ -27,14 +27,14 @@ from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
 import saf
+from saf.compare import compare_evaluations
 from saf.data import TokenData, calibration_windows
-from saf.evaluate.compare import compare_evaluations
-from saf.evaluate.perplexity import evaluate_perplexity
 from saf.integrations.transformers import FreezeCallback
 from saf.machine import device_name
 from saf.opening import folder_hash
 from saf.records.files import write_json
 from saf.records.result import result_header
+from saf.tasks.text import evaluate_perplexity
 
 
 @dataclass(kw_only=True)

@@ -17,13 +17,13 @@ import pandas as pd
 import torch
 
 from saf.checkpoint import latest, load_model
-from saf.evaluate.answers import has_answers, read_answers
-from saf.evaluate.perplexity import read_evaluation
 from saf.machine import pick_device
 from saf.models.adapter import adapter_for, find_rows
 from saf.records.files import write_json
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
+from saf.tasks.multiple_choice import read_answers
+from saf.tasks.text import read_evaluation
 
 Record = Mapping[str, Any]
 CHECKS = {"heads": True, "executed": True, "query_key_rows": 0, "query_key_gradients": 0}
@@ -55,7 +55,7 @@ def complete_record(folder: Path, experiment: Mapping[str, Any]) -> None:
         extra["fits"] = fits
     if run.edited_heads:
         extra["checks"] = check_heads(run)
-    if has_answers(run):
+    if "answers_sha256" in result:
         answers = read_answers(run)
         questions = json.dumps([(each["id"], each["answer"]) for each in answers])
         extra["questions_hash"] = hashlib.sha256(questions.encode()).hexdigest()

@@ -19,7 +19,7 @@ from experiments.measurements import records_of
 from experiments.recipe import recipe
 from experiments.records import Record, read_records
 from experiments.tables import RecipeTable, markdown, measured_table
-from saf.evaluate.tables import arm_names, arms_table, compare_all
+from saf.compare import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.run import RecordedRun
 from saf.records.table import MISSING, Table

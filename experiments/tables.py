@@ -22,7 +22,7 @@ from experiments.recipe import COLUMNS, COMPANIONS, Recipe, Row
 from experiments.records import CHECKS, RECALL, SMOKE_RECALL, Record, numbers, recall_metric
 from experiments.scales import scale_named
 from saf.errors import CompareError, InputError, did_you_mean
-from saf.evaluate.paired import block_length, bootstrap_means
+from saf.paired import block_length, bootstrap_means
 from saf.records.table import MISSING
 
 PAPER_EXCHANGE = 0.14

@@ -14,7 +14,6 @@ from saf.calibration import plan_calibration
 from saf.checkpoint import save_checkpoint
 from saf.data import TextData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.passes import Progress
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
@@ -22,6 +21,7 @@ from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_
+from saf.tasks.base import Progress
 from saf.tasks.text import heldout_batches
 from saf.train.events import recorded_gradient
 from saf.train.run import with_freeze

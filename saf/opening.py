@@ -15,13 +15,13 @@ from torch import nn
 from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TextData, TokenData
 from saf.errors import DataError, InputError
-from saf.evaluate.passes import PARENT
 from saf.frozen_state import STATE_FILE, TENSORS_FILE
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import entries_hash, file_hash
 from saf.records.run import Kind, expect, kind_of, means_transformers
 from saf.saving import load
+from saf.tasks.base import PARENT
 
 if TYPE_CHECKING:
     from saf.hf.folders import TransformersFolder

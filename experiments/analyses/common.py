@@ -18,7 +18,6 @@ from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
-from saf.evaluate.paired import window_losses
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
 from saf.models.adapter import adapter_for, unwrap
@@ -27,6 +26,7 @@ from saf.patterns import Pattern
 from saf.records.result import read_result, result_header
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
+from saf.tasks.text import window_losses
 
 Record = Mapping[str, Any]
 """A measured record as JSON has it: the header of every result, then the analysis's own entries."""

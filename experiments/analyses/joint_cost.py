@@ -7,11 +7,11 @@ from experiments import paper
 from experiments.analyses.common import CostMeter, ModelSettings, Record, head_set
 from saf.calibration import calibrate
 from saf.calibration.capture import measurable_heads
-from saf.evaluate.paired import delta_of_windows
 from saf.freeze_config import FreezeConfig
 from saf.freezing import fit_heads
 from saf.machine import Stopwatch
 from saf.models.adapter import adapter_for
+from saf.paired import delta_of_windows
 from saf.records.table import Part, Table, signed
 
 

@@ -23,10 +23,6 @@ from saf.calibration.capture import measurable_heads
 from saf.cli.output import say
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
 from saf.errors import InputError, check_name
-from saf.evaluate.answers import AnswersByTask, TooLong, counts_text, paired_tasks
-from saf.evaluate.paired import delta_of_windows
-from saf.evaluate.passes import precision_in_use
-from saf.evaluate.perplexity import evaluate_perplexity, read_evaluation
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
@@ -34,10 +30,14 @@ from saf.heldout import heal_
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model
+from saf.paired import delta_of_windows, paired_tasks
 from saf.records.files import read_json, to_json, write_json
 from saf.records.table import Part, Table, percent, signed
 from saf.selection import budget
-from saf.tasks.zero_shot import ZERO_SHOT, TaskName
+from saf.tasks.answers import TaskAnswers, TooLong, counts_text
+from saf.tasks.base import precision_in_use
+from saf.tasks.questions import ZERO_SHOT, TaskName
+from saf.tasks.text import evaluate_perplexity, read_evaluation
 
 LENGTH = 2_048
 """Default tokens of a calibration sequence: longer than the tasks' longest questions, and the length of the paper's
@@ -366,11 +366,11 @@ def _state(own: Record, ordinary: Record | None) -> dict[str, Any]:
     return state
 
 
-def _answers(state: Record) -> AnswersByTask:
+def _answers(state: Record) -> dict[str, TaskAnswers]:
     """Return answers as `paired_tasks` takes them."""
     keys = ("id", "answer", "right")
     return {
-        name: (task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
+        name: TaskAnswers(task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
         for name, task in state["tasks"].items()
     }
 

@@ -10,9 +10,8 @@ import tyro
 
 from saf.cli.output import show
 from saf.cli.parsing import parse
+from saf.compare import compare_folders, compare_runs, pair_tables, perplexity_change, verdict
 from saf.errors import InputError
-from saf.evaluate.compare import compare_folders, compare_runs
-from saf.evaluate.tables import pair_tables, perplexity_change, verdict
 from saf.opening import folder_hash
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, heads_in_words, kind_of

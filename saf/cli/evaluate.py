@@ -12,13 +12,13 @@ from saf.cli.parsing import parse
 from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
-from saf.evaluate.answers import ZERO_SHOT_FILES, TooLong, zero_shot_record, zero_shot_tables
-from saf.evaluate.passes import model_facts, precision_in_use
-from saf.evaluate.perplexity import FILES, evaluate_perplexity
 from saf.machine import device_name, pick_device
 from saf.opening import OpenedModel, open_model
 from saf.records.table import Table
-from saf.tasks.zero_shot import TaskName
+from saf.tasks.answers import ZERO_SHOT_FILES, TooLong, zero_shot_record, zero_shot_tables
+from saf.tasks.base import model_facts, precision_in_use
+from saf.tasks.questions import TaskName
+from saf.tasks.text import EVALUATION_FILES, evaluate_perplexity
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class Command:
             return
         if not self.out.is_dir():
             raise InputError(f"{self.out} is a file; --out takes a folder")
-        others = sorted({path.name for path in self.out.iterdir()} - {*FILES, *ZERO_SHOT_FILES})
+        others = sorted({path.name for path in self.out.iterdir()} - {*EVALUATION_FILES, *ZERO_SHOT_FILES})
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
 

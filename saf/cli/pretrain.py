@@ -11,15 +11,15 @@ import tyro
 from saf.checkpoint import Checkpoint, find_checkpoint, is_same_checkpoint
 from saf.cli.output import show
 from saf.cli.parsing import parse
+from saf.compare import arms_table
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.evaluate.recall import recall_tables, unlearnt_reason
-from saf.evaluate.tables import arms_table
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.run import RecordedRun
 from saf.records.table import Table
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
+from saf.tasks.mqar import recall_tables, unlearnt_reason
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
 from saf.train.config import recorded_config
 

@@ -24,7 +24,6 @@ from saf.data import (
     shuffled_windows,
 )
 from saf.errors import CheckpointError, DataError, InputError, SafError
-from saf.evaluate.passes import PARENT, precision_in_use
 from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
 from saf.freeze_report import FreezeReport
 from saf.heldout import halves, heal_and_compare
@@ -37,6 +36,7 @@ from saf.opening import Encoder, OpenedModel, folder_hash, weight_files
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
 from saf.surgery import finalize_
+from saf.tasks.base import PARENT, precision_in_use
 from saf.tasks.text import heldout_batches
 
 RECORD = "freezing.json"

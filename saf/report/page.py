@@ -11,10 +11,17 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
+from saf.compare import (
+    ArmComparison,
+    arm_colours,
+    arm_names,
+    arms_table,
+    compare_all,
+    compare_folders,
+    pair_tables,
+    speed_caveat,
+)
 from saf.errors import InputError
-from saf.evaluate.compare import compare_folders, speed_caveat
-from saf.evaluate.recall import recall_tables
-from saf.evaluate.tables import ArmComparison, arm_colours, arm_names, arms_table, compare_all, pair_tables
 from saf.freeze_report import worst_layer_words
 from saf.frozen_state import STATE_FILE
 from saf.inspection import inspect
@@ -22,6 +29,7 @@ from saf.records.files import read_json, write_atomically
 from saf.records.run import EventRecord, Kind, RecordedRun, expect, read_events
 from saf.records.table import Table, number, plain, seconds, signed
 from saf.report import figures, too_small
+from saf.tasks.mqar import recall_tables
 
 
 def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: pairs of a key and a value, and later queries, each a key whose value is the answer.
+"""Multi-query associative recall: its examples, the task that trains on them, and how many queries a model answers.
 
 A sequence of T tokens begins with k pairs, `key value key value ...`; every key comes up once more among the tokens
 that follow, and there its value is the next token to predict. The distribution is that of Zoology's generator (Arora et
@@ -7,6 +7,7 @@ al., "Zoology: Measuring and improving recall in efficient language models"), wh
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -16,18 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from saf.data.loader import generator
 from saf.distributed import on_rank0
-from saf.errors import InputError
-from saf.evaluate.answers import NO_TARGET
-from saf.evaluate.recall import RECALL, answer_queries, without_hits
+from saf.errors import DivergenceError, InputError
 from saf.machine import Execution, device_name
 from saf.models import GPT
-from saf.records.files import write_json
+from saf.records.files import read_json, write_json
 from saf.records.result import result_header
-from saf.tasks.base import Task
+from saf.records.run import RecordedRun
+from saf.records.table import Table
+from saf.tasks.base import NO_TARGET, Task, run_batches
 
+RECALL = "recall.json"
+"""Name of the file of accuracies by test in a run's folder."""
+GATE = 0.8
+"""The paper compares arms only where the ordinary one answers this share of the development queries."""
 TEST_SEED = 800_001
 """The paper's examples of a condition have the seed 800001 + tokens + pairs."""
 TEST_BATCH = 4
@@ -110,11 +116,11 @@ class MQARSettings:
     def examples(
         self, stream: Stream, numbers: Sequence[int], *, seed: int, length: int | None = None, pairs: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the examples with these numbers, int64 `[examples, length]`; -100 is no target.
+        """Return inputs and targets of the examples by their numbers, int64 `[examples, length]`; -100 is no target.
 
-        An example is a pure function of the settings, seed, stream and number; length and pairs are training's unless
-        given. Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them: distances 1,
-        2, ... are drawn without replacement by weights `distance ** (power - 1)`, in the order of the keys.
+        An example is a pure function of the settings, seed, stream and number; length and pairs are by default
+        training's. Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them. The
+        distances 1, 2, ... are drawn without replacement by weights `distance ** (power - 1)`, in order of the keys.
 
         >>> inputs, targets = MQARSettings().examples(Stream.TEST, [0], seed=0, length=16, pairs=2)
         >>> inputs.shape, int((targets != -100).sum())
@@ -160,7 +166,7 @@ class MQARTask(Task):
         longest = max((self.length, *self.mqar.test_lengths))
         if longest > length:
             has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
-            raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or give the run a larger length")
+            raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or lengthen the run's sequences")
 
     @property
     def fingerprint(self) -> str:
@@ -218,3 +224,77 @@ class MQARTask(Task):
         examples = self._fixed(Stream.DEVELOPMENT, min(count, self.mqar.development), self.length)
         size, precision = self.settings.batch_size, execution.precision
         return answer_queries(model, *examples, batch_size=size, precision=precision)
+
+
+# --- answers
+
+
+def answer_queries(
+    model: GPT, inputs: Tensor, targets: Tensor, *, batch_size: int = 4, precision: str = "auto"
+) -> dict[str, Any]:
+    """Answer the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
+
+    All output classes compete for an answer, whichever of them a task uses (paper, appendix on associative recall).
+    Processes of a group share the batches out. Returns `accuracy` over all queries, `loss` (nats per query), the
+    numbers of `examples` and `queries`, and `hits`, the queries answered rightly by example.
+    """
+    queries = (targets != NO_TARGET).sum(1)
+    if inputs.shape != targets.shape or not len(queries) or not int(queries.min()):
+        shapes = f"{list(inputs.shape)} and {list(targets.shape)}"
+        raise InputError(f"inputs and targets must both be [examples, length], a query in each, got {shapes}")
+    device = model.embed.weight.device
+
+    def answer(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        ids, answers = (part.to(device) for part in batch)
+        where = answers != NO_TARGET
+        logits = F.linear(model.hidden(ids)[where], model.embed.weight).float()
+        right = torch.zeros_like(where)
+        right[where] = logits.argmax(1) == answers[where]
+        return right.sum(1).cpu(), F.cross_entropy(logits, answers[where], reduction="none").double().cpu()
+
+    batches = list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+    hits, losses = map(torch.cat, zip(*run_batches(model, answer, batches, precision=precision), strict=True))
+    loss, count = float(losses.mean()), int(queries.sum())
+    if not math.isfinite(loss):
+        raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")
+    record = {"accuracy": int(hits.sum()) / count, "loss": loss, "examples": len(hits), "queries": count}
+    return {**record, "hits": hits.tolist()}
+
+
+def without_hits(test: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a test as result.json holds it, without the answers to every example."""
+    return {name: value for name, value in test.items() if name != "hits"}
+
+
+def read_recall(run: RecordedRun) -> list[dict[str, Any]]:
+    """Read a finished run's tests with the hits of every example; InputError for other answers than the result's."""
+    tests = read_json(run.folder / RECALL)["tests"]
+    if list(map(without_hits, tests)) != run.finished_result()["recall"]["tests"]:
+        raise InputError(f"{run.folder / RECALL} holds other answers than result.json; restore it")
+    return tests
+
+
+def unlearnt_reason(recall: Mapping[str, Any]) -> str | None:
+    """Return why no run is to be compared with one of this `recall` in its result; None where it learnt the task."""
+    if (share := recall["development"]["accuracy"]) >= GATE:
+        return None
+    return f"the task is not learnt: {100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"
+
+
+def recall_tables(result: Mapping[str, Any]) -> list[Table]:
+    """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
+    if "recall" not in result:
+        return []
+    rows = [
+        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
+        for one in result["recall"]["tests"]
+    ]
+    tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
+    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
+        columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
+        rows = [
+            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
+            for each in zip(*reports.values(), strict=True)
+        ]
+        tables.append(Table.of("queries answered, %, by updates", columns, rows))
+    return tables

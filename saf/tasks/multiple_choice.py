@@ -1,4 +1,4 @@
-"""Finetuning on questions with choices: files of examples, their tokens, and the task that trains on the answers.
+"""Finetuning on questions with choices: examples as tokens, the settings, and the task that trains on the answers.
 
 The loss is that of the answer's tokens, the measure is accuracy. Where the paper leaves it open: a stratified share of
 the training file is development, which no arm trains on; the rest is shuffled anew in each epoch by (seed, epoch), so
@@ -7,170 +7,256 @@ that arms see the same examples in the same order.
 
 import hashlib
 import json
-import re
+import math
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saf.data import Tokenizer
 from saf.data.loader import generator, permutation
-from saf.data.reading import JSON_LINES, bare_suffix, read_json_lines, read_records
 from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.evaluate.answers import NO_TARGET, answer_loss, answer_questions, summary, write_answers
 from saf.machine import Execution
 from saf.models import GPT
-from saf.records.run import absolute_path
-from saf.tasks.base import Task
+from saf.records.files import check_file, file_hash, read_lines, write_lines
+from saf.records.run import RecordedRun, absolute_path
+from saf.tasks.answers import Answer, Continuation, likelihoods, summary
+from saf.tasks.base import NO_TARGET, Task
+from saf.tasks.questions import Example, LeftOut, counted, read_examples
 
-TooLong = Literal["leave_out", "shorten"]
-Judge = Literal["test", "development"]
+ANSWERS = "answers.jsonl"
+"""Name of a finetuned run's file of answers, a line a question."""
 PATHS = ("test", "tokenizer")
-"""Fields of `FinetuneSettings` that name files; a fingerprint knows their contents wherever they lie."""
-LETTERS = "ABCDEFGHIJ"
-"""Names of QuALITY's options, which are four."""
+"""Fields of `FinetuneSettings` that name files; a fingerprint covers their contents wherever they lie."""
 _ORDER, _CALIBRATION = 17, 18
 """Random streams of the order of examples and of the calibration draw; `saf.data.loader` has others."""
 
 
-# --- files of examples
-
-
 @dataclass(frozen=True, kw_only=True)
-class Example:
-    """A question with its choices: a model reads text and question, and says how likely each choice is to follow."""
+class FinetuneSettings:
+    """What finetuning adds to the settings of a run, whose `data` is the file of training examples."""
 
-    id: str
-    text: str
-    """What comes first; its end may be cut off."""
-    question: str = ""
-    """What stands between text and answer, and is never shortened."""
-    choices: tuple[str, ...]
-    answer: int
-    """Number of the right choice; -1 when it is none of them."""
+    test: str = ""
+    """Measure accuracy on this file of examples."""
+    tokenizer: str = ""
+    """Take the tokenizer of this folder, with which the parent was trained: its data folder."""
+    max_tokens: int = 512
+    """Allow this many tokens for an example with its answer."""
+    too_long: Literal["leave_out", "shorten"] = "leave_out"
+    """Leave longer examples out, or shorten their text (never question or answer) at its end. A user's own examples are
+    shortened only where they have a "question"."""
+    development: float = 0.1
+    """Hold out this share of the training file, stratified by answer; it chooses epochs and decides during a run."""
+    split_seed: int = 0
+    """Random seed for that share, and for a part of the file; the run's own seed orders the rest."""
+    most_examples: int | None = None
+    """Use this many examples of the training file, stratified by answer, the same for every seed of a run."""
+    judge: Literal["test", "development"] = "test"
+    """Report on the test examples, or on development where epochs are chosen."""
+
+    def __post_init__(self):
+        check_name("too_long", self.too_long, ("leave_out", "shorten"))
+        check_name("judge", self.judge, ("test", "development"))
+        if not 0 < self.development < 1:
+            raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
+        for name in PATHS:
+            object.__setattr__(self, name, absolute_path(getattr(self, name)))
+
+
+class FinetuneTask(Task):
+    """Answer questions with choices; the settings' `task` names the format of their files.
+
+    `length` is the longest example, training and test, and no more than the settings' or the model's tokens.
+    """
+
+    def __init__(self, settings: Any, *, length: int):
+        """Read, check and split the examples; a warning names those that are left out.
+
+        Raises DataError for a file that cannot be read or has too few examples.
+        """
+        self.name, self.settings, own = settings.task, settings, settings.finetuning
+        if own is None or not own.test or not own.tokenizer:
+            raise InputError(f"the task {self.name!r} needs a file of examples to test on (test) and a tokenizer")
+        self.own: FinetuneSettings = own
+        self.tokenizer = Tokenizer.load(own.tokenizer)
+        self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
+        self.left_out: dict[str, LeftOut] = {}
+        limit = min(own.max_tokens - 1, length)
+        train = self._read("train", settings.data, limit, most=own.most_examples)
+        self.test = self._read("test", own.test, limit)
+        chosen = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
+        self.development = [each for at, each in enumerate(train) if at in chosen]
+        self.examples = [each for at, each in enumerate(train) if at not in chosen]
+        if not self.development or not self.examples:
+            few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
+            raise DataError(f"{few}; use more examples or another share (development)")
+        trained = {(each.example.text, each.example.question) for each in train}
+        self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
+        if self.shared:
+            message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
+            warnings.warn(message, SafWarning, stacklevel=3)
+        self.length = max(each.longest for each in (*train, *self.test))
+
+    def _read(self, role: str, path: str, limit: int, *, most: int | None = None) -> "list[Encoded]":
+        """Read a file's examples as tokens, at most so many; warn of those left out, refuse a file without any."""
+        source, left_out = read_examples(path, self.name)
+        if most is not None and len(source) > most:  # before tokenising, which takes longer than all else
+            answers = [each.answer for each in source]
+            source = [source[place] for place in stratified(answers, most / len(source), seed=self.own.split_seed)]
+        encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
+        self.left_out[role] = left_out
+        count, words = len(encoded) + sum(map(len, left_out.values())), counted(left_out)
+        if not encoded:
+            raise DataError(f"{path}: examples that cannot be used: {words}; the limit is {limit + 1} tokens")
+        if left_out:
+            warnings.warn(f"{path}: {words} left out of {count} examples", SafWarning, stacklevel=4)
+        if cut := sum(each.shortened for each in encoded):
+            message = f"{path}: the text of {cut} of {count} examples is shortened to {limit + 1} tokens in all"
+            warnings.warn(message, SafWarning, stacklevel=4)
+        return encoded
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the tokenizer and of all examples, as they are split."""
+        parts = [self.tokenizer.fingerprint]
+        for examples in (self.examples, self.development, self.test):
+            digest = hashlib.sha256()
+            for each in examples:
+                entry = [each.example.id, each.prompt, each.choices, each.example.answer]
+                digest.update(json.dumps(entry).encode() + b"\n")
+            parts.append(digest.hexdigest())
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     @property
-    def problem(self) -> str | None:
-        """Why the example cannot be used; None for one that can."""
-        if not (self.text + self.question).strip() or not all(choice.strip() for choice in self.choices):
-            return "empty"
-        if len(set(self.choices)) < max(2, len(self.choices)):
-            return "fewer than two different choices"
-        if re.search("[\ud800-\udfff]", "".join((self.id, self.text, self.question, *self.choices))):
-            return "not Unicode"  # JSON's escapes can spell half of a surrogate pair
-        return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
+    def targets_per_update(self) -> int:
+        """Tokens of the examples of one update on average, rounded; padding is not counted."""
+        mean = sum(len(each.sequence) - 1 for each in self.examples) / len(self.examples)
+        return round(self.windows_per_update * mean)
+
+    def updates_of(self, epochs: int) -> int:
+        """Updates of so many epochs; the last one takes up the next epoch's first examples to be full."""
+        return -(-epochs * len(self.examples) // self.windows_per_update)
+
+    def numbers(self, position: int, count: int) -> list[int]:
+        """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
+        total, seed = len(self.examples), self.settings.seed
+        places = (divmod(number, total) for number in range(position, position + count))
+        return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
+
+    def batch(self, position: int, size: int) -> Tensor:
+        """The examples from `position` on, padded to the longest of them; only answers are targets."""
+        rows = [self.examples[number].row for number in self.numbers(position, size)]
+        return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
+
+    def calibration(self) -> list[dict[str, Tensor]]:
+        """Training examples to calibrate on, drawn by the run's seed, in batches padded behind.
+
+        Mappings with `input_ids`, `attention_mask` and, at the answers, `targets`, `[<= batch_size, longest of them]`.
+        Patterns reach as far as the longest sequence: the last one drawn yields its place to the longest training
+        example where none as long was drawn, and where other examples or choices are longer still, it goes on with the
+        text of further examples.
+        """
+        count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
+        if count > len(examples):
+            raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
+        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
+        chosen = [examples[place] for place in order[:count]]
+        longest = max(examples, key=lambda each: len(each.sequence))
+        if all(len(each.sequence) < len(longest.sequence) for each in chosen):
+            chosen[-1] = longest
+        rows = [each.row for each in chosen]
+        reach = max(range(count), key=lambda place: len(rows[place][0]))
+        tokens, *answer = rows[reach]
+        further = (token for place in order[::-1] for token in examples[place].sequence)
+        rows[reach] = ((*tokens, *further)[: self.length + 1], *answer)
+        if (reached := len(rows[reach][0]) - 1) < self.length:
+            reason = f"the longest example, got {reached:,} in all training examples"
+            raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; use more of them")
+        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
+
+    def _calibration_batch(self, rows: "Sequence[Row]") -> dict[str, Tensor]:
+        inputs, targets = pad(rows, padding=self.tokenizer.eot_id)
+        lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in rows])[:, None]
+        mask = torch.arange(inputs.shape[1]) < lengths
+        return {"input_ids": inputs, "attention_mask": mask.long(), "targets": targets}
+
+    def heldout(self) -> list[Tensor]:
+        """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
+
+        Output-aware scores compare rows that every sequence has, so these are all of one length.
+        """
+        ids = [token for each in self.development for token in each.sequence]
+        count = self.settings.heldout_sequences
+        if len(ids) < count * self.length:
+            most = f"{len(ids) // self.length}, of {len(ids):,} development tokens with {self.length:,} each"
+            raise DataError(f"heldout_sequences must be at most {most}, got {count}")
+        return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
+
+    def answers(self, model: GPT, execution: Execution, examples: "Sequence[Encoded]") -> list[dict[str, Any]]:
+        """Answer examples, in order, by the choice of the largest log-probability, the first of equal ones."""
+        pairs = [Continuation(each.prompt, choice) for each in examples for choice in each.choices]
+        shape = {"batch_size": self.settings.batch_size, "precision": execution.precision}
+        results, answers = iter(likelihoods(model, pairs, **shape)), []
+        for each in examples:
+            log_probs = [next(results).log_prob for _ in each.choices]
+            right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
+            answers.append({"id": each.example.id, "answer": right, "taken": taken, "right": taken == right})
+            answers[-1] |= {"shortened": each.shortened, "log_probs": log_probs}
+            answers[-1]["answer_tokens"] = len(each.choices[right])
+        return answers
+
+    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
+        """Loss of the answers to the first development examples, nats per token."""
+        return answer_loss(self.answers(model, execution, self.development[: self.controller_count(batches)]))
+
+    def report(
+        self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
+    ) -> dict[str, Any]:
+        """Return loss and accuracy on every example that is not left out, and write answers.jsonl."""
+        answers = self.answers(model, execution, self.test if self.own.judge == "test" else self.development)
+        return {
+            "report_loss": answer_loss(answers),
+            "judged_by": self.own.judge,
+            **summary(answers),
+            "left_out": {role: {why: len(ids) for why, ids in own.items()} for role, own in self.left_out.items()},
+            "answers_sha256": on_rank0(lambda: file_hash(write_lines(folder / ANSWERS, answers))),
+        }
+
+    def description(self) -> dict[str, Any]:
+        """The files, their fingerprint, how many examples serve for what, and which are left out."""
+        return {
+            "folder": self.settings.data,
+            "fingerprint": self.fingerprint,
+            "tokenizer": self.tokenizer_hash,
+            "test": self.own.test,
+            "task": self.name,
+            "longest": self.length,
+            "examples": {"train": len(self.examples), "development": len(self.development), "test": len(self.test)},
+            "test_examples_trained_on": self.shared,
+            "left_out": self.left_out,
+            **{name: value for name, value in asdict(self.own).items() if name not in PATHS},
+        }
 
 
-LeftOut = defaultdict[str, list[str]]
-"""The ids of examples that are not used, by reason."""
+def answer_loss(answers: Sequence[Answer]) -> float:
+    """Average the loss of the tokens of right choices, nats per token."""
+    total = -math.fsum(each["log_probs"][each["answer"]] for each in answers)
+    return total / sum(each["answer_tokens"] for each in answers)
 
 
-def is_json_lines(name: str) -> bool:
-    """Whether a file's name says that it is JSON Lines, compressed or not."""
-    return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
+def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
+    """Read a finished run's answers; raise InputError where the file is not the one that its result names."""
+    check_file(run.folder / ANSWERS, sha256=run.finished_result()["answers_sha256"])
+    return read_lines(run.folder / ANSWERS)
 
 
-def _own(place: str, record: dict[str, Any]) -> Iterator[Example]:
-    """A user's own example; null is the same as no "id" or "question"."""
-    choices, answer = record["choices"], record["answer"]
-    if not isinstance(choices, list):
-        raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
-    if type(answer) is not int:  # true is none
-        answer = choices.index(answer) if answer in choices else -1
-    name = place if record.get("id") is None else str(record["id"])
-    yield Example(
-        id=name, text=record["text"], question=record.get("question") or "", choices=tuple(choices), answer=answer
-    )
-
-
-def _sst2(place: str, record: dict[str, Any]) -> Iterator[Example]:
-    sentence = record["sentence"].strip()
-    yield Example(
-        id=place,
-        text=f"Review: {sentence}" if sentence else "",
-        question="\nSentiment:" if sentence else "",
-        choices=(" negative", " positive"),
-        answer={"0": 0, "1": 1}.get(record["label"].strip(), -1),
-    )
-
-
-def _boolq(place: str, record: dict[str, Any]) -> Iterator[Example]:
-    label = record["label"]
-    yield Example(
-        id=str(record.get("idx", place)),
-        text=record["passage"].strip(),
-        question=f"\nQuestion: {record['question'].strip()}?\nAnswer:",
-        choices=(" no", " yes"),
-        answer=int(label) if isinstance(label, bool) else -1,
-    )
-
-
-def _quality(place: str, record: dict[str, Any]) -> Iterator[Example]:
-    """QuALITY's questions on one article; the choices are the letters of its options, listed before them."""
-    article = record["article"].strip()
-    for index, question in enumerate(record["questions"], 1):
-        options = question["options"]
-        if not isinstance(options, list) or len(options) > len(LETTERS):
-            raise TypeError(f"question {index} has options {str(options)[:40]}")
-        letters = LETTERS[: len(options)]
-        listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
-        yield Example(
-            id=str(question.get("question_unique_id", f"{place}, question {index}")),
-            text=article,
-            question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
-            choices=tuple(f" {letter}" for letter in letters),
-            answer=question["gold_label"] - 1,
-        )
-
-
-EXAMPLE_FORMATS: Mapping[str, tuple[str, Callable[[str, dict[str, Any]], Iterator[Example]]]] = {
-    "jsonl": ("text", _own),
-    "sst2": ("sentence", _sst2),
-    "boolq": ("question", _boolq),
-    "quality": ("article", _quality),
-}
-"""The formats of files of examples, each a task of this name: a field by which records of the format are known, and the
-function that makes examples of a record and its line number."""
-
-
-def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
-    """Read the examples of a file, compressed or not, in a task's format, and the ids of those that cannot be used.
-
-    Raises DataError when there is no such file, a line cannot be read, or no example can be used.
-    """
-    path, examples, left_out, seen = Path(path), list[Example](), LeftOut(list), set[str]()
-    field, examples_of = EXAMPLE_FORMATS[task]
-    for place, record in read_records(path, field) or read_json_lines(path):
-        try:
-            for example in examples_of(place, record):
-                reason = "duplicate id" if example.id in seen else example.problem
-                seen.add(example.id)
-                if reason is None:
-                    examples.append(example)
-                else:
-                    left_out[reason].append(example.id)
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"no example of {task} ({type(error).__name__}: {error}): {str(record)[:160]}"
-            raise DataError(f"{path}, {place}: {problem}") from error
-    if not examples:
-        raise DataError(f"{path} has no example that can be used: {_in_words(left_out) or 'it is empty'}")
-    return examples, left_out
-
-
-def _in_words(left_out: LeftOut) -> str:
-    """How many examples were left out, why, and the first of them."""
-    shown = {reason: ", ".join(names[:3]) + ", ..." * (len(names) > 3) for reason, names in left_out.items()}
-    return "; ".join(f"{len(names)} {reason} ({shown[reason]})" for reason, names in left_out.items())
-
-
-# --- tokens
+# --- examples as tokens
 
 
 class Encoded(NamedTuple):
@@ -269,204 +355,3 @@ def pad(rows: Sequence[Row], *, padding: int) -> tuple[Tensor, Tensor]:
         inputs[row, : len(ids) - 1] = ids[:-1]
         targets[row, begin - 1 : end - 1] = ids[begin:end]
     return inputs, targets
-
-
-def _examples_hash(examples: Sequence[Encoded]) -> str:
-    digest = hashlib.sha256()
-    for each in examples:
-        digest.update(json.dumps([each.example.id, each.prompt, each.choices, each.example.answer]).encode() + b"\n")
-    return digest.hexdigest()
-
-
-# --- the task
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneSettings:
-    """What finetuning adds to the settings of a run, whose `data` is the file of training examples."""
-
-    test: str = ""
-    """Measure accuracy on this file of examples."""
-    tokenizer: str = ""
-    """Take the tokenizer of this folder, with which the parent was trained: its data folder."""
-    max_tokens: int = 512
-    """Allow this many tokens for an example with its answer."""
-    too_long: TooLong = "leave_out"
-    """Leave longer examples out, or shorten their text (never question or answer) at its end. A user's own examples are
-    shortened only where they have a "question"."""
-    development: float = 0.1
-    """Hold out this share of the training file, stratified by answer; it chooses epochs and decides during a run."""
-    split_seed: int = 0
-    """Random seed for that share, and for a part of the file; the run's own seed orders the rest."""
-    most_examples: int | None = None
-    """Use this many examples of the training file, stratified by answer, the same for every seed of a run."""
-    judge: Judge = "test"
-    """Report on the test examples, or on development where epochs are chosen."""
-
-    def __post_init__(self):
-        check_name("too_long", self.too_long, get_args(TooLong))
-        check_name("judge", self.judge, get_args(Judge))
-        if not 0 < self.development < 1:
-            raise InputError(f"development must be a share above 0 and below 1, got {self.development}")
-        for name in PATHS:
-            object.__setattr__(self, name, absolute_path(getattr(self, name)))
-
-
-class FinetuneTask(Task):
-    """Answer questions with choices; the settings' `task` names the format of their files.
-
-    `length` is the longest example, training and test, and no more than the settings' or the model's tokens.
-    """
-
-    def __init__(self, settings: Any, *, length: int):
-        """Read, check and split the examples; a warning names those that are left out.
-
-        Raises DataError for a file that cannot be read or has too few examples.
-        """
-        self.name, self.settings, own = settings.task, settings, settings.finetuning
-        if own is None or not own.test or not own.tokenizer:
-            raise InputError(f"the task {self.name!r} needs a file of examples to test on (test) and a tokenizer")
-        self.own: FinetuneSettings = own
-        self.tokenizer = Tokenizer.load(own.tokenizer)
-        self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
-        self.left_out: dict[str, LeftOut] = {}
-        limit = min(own.max_tokens - 1, length)
-        train = self._read("train", settings.data, limit, most=own.most_examples)
-        self.test = self._read("test", own.test, limit)
-        chosen = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
-        self.development = [each for at, each in enumerate(train) if at in chosen]
-        self.examples = [each for at, each in enumerate(train) if at not in chosen]
-        if not self.development or not self.examples:
-            few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
-            raise DataError(f"{few}; give more examples or another share (development)")
-        trained = {(each.example.text, each.example.question) for each in train}
-        self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
-        if self.shared:
-            message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
-            warnings.warn(message, SafWarning, stacklevel=3)
-        self.length = max(each.longest for each in (*train, *self.test))
-
-    def _read(self, role: str, path: str, limit: int, *, most: int | None = None) -> list[Encoded]:
-        """A file's examples as tokens, at most so many of them; warn of those left out, or refuse them."""
-        source, left_out = read_examples(path, self.name)
-        if most is not None and len(source) > most:  # before tokenising, which takes longer than all else
-            answers = [each.answer for each in source]
-            source = [source[place] for place in stratified(answers, most / len(source), seed=self.own.split_seed)]
-        encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
-        self.left_out[role] = left_out
-        count, words = len(encoded) + sum(map(len, left_out.values())), _in_words(left_out)
-        if not encoded:
-            raise DataError(f"{path}: examples that cannot be used: {words}; the limit is {limit + 1} tokens")
-        if left_out:
-            warnings.warn(f"{path}: {words} left out of {count} examples", SafWarning, stacklevel=4)
-        if cut := sum(each.shortened for each in encoded):
-            message = f"{path}: the text of {cut} of {count} examples is shortened to {limit + 1} tokens in all"
-            warnings.warn(message, SafWarning, stacklevel=4)
-        return encoded
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of all examples, as they are split."""
-        parts = (self.tokenizer.fingerprint, *map(_examples_hash, (self.examples, self.development, self.test)))
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
-
-    @property
-    def targets_per_update(self) -> int:
-        """Tokens of the examples of one update on average, rounded; padding is not counted."""
-        mean = sum(len(each.sequence) - 1 for each in self.examples) / len(self.examples)
-        return round(self.windows_per_update * mean)
-
-    def updates_of(self, epochs: int) -> int:
-        """Updates of so many epochs; the last one takes up the next epoch's first examples to be full."""
-        return -(-epochs * len(self.examples) // self.windows_per_update)
-
-    def numbers(self, position: int, count: int) -> list[int]:
-        """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
-        total, seed = len(self.examples), self.settings.seed
-        places = (divmod(number, total) for number in range(position, position + count))
-        return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
-
-    def batch(self, position: int, size: int) -> Tensor:
-        """The examples from `position` on, padded to the longest of them; only answers are targets."""
-        rows = [self.examples[number].row for number in self.numbers(position, size)]
-        return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
-
-    def calibration(self) -> list[dict[str, Tensor]]:
-        """Training examples to calibrate on, drawn by the run's seed, in batches padded behind.
-
-        Mappings with `input_ids`, `attention_mask` and, at the answers, `targets`, `[<= batch_size, longest of them]`.
-        Patterns reach as far as the longest sequence: the last one drawn gives its place to the longest training
-        example where none as long was drawn, and where other examples or choices are longer still, it goes on with the
-        text of further examples.
-        """
-        count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
-        if count > len(examples):
-            raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
-        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
-        chosen = [examples[place] for place in order[:count]]
-        longest = max(examples, key=lambda each: len(each.sequence))
-        if all(len(each.sequence) < len(longest.sequence) for each in chosen):
-            chosen[-1] = longest
-        rows = [each.row for each in chosen]
-        reach = max(range(count), key=lambda place: len(rows[place][0]))
-        tokens, *answer = rows[reach]
-        further = (token for place in order[::-1] for token in examples[place].sequence)
-        rows[reach] = ((*tokens, *further)[: self.length + 1], *answer)
-        if (reached := len(rows[reach][0]) - 1) < self.length:
-            reason = f"the longest example, got {reached:,} in all training examples"
-            raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; give more of them")
-        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
-
-    def _calibration_batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        inputs, targets = pad(rows, padding=self.tokenizer.eot_id)
-        lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in rows])[:, None]
-        mask = torch.arange(inputs.shape[1]) < lengths
-        return {"input_ids": inputs, "attention_mask": mask.long(), "targets": targets}
-
-    def heldout(self) -> list[Tensor]:
-        """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
-
-        Output-aware scores compare rows that every sequence has, so these are all of one length.
-        """
-        ids = [token for each in self.development for token in each.sequence]
-        count = self.settings.heldout_sequences
-        if len(ids) < count * self.length:
-            most = f"{len(ids) // self.length}, of {len(ids):,} development tokens with {self.length:,} each"
-            raise DataError(f"heldout_sequences must be at most {most}, got {count}")
-        return list(torch.tensor(ids[: count * self.length]).view(count, self.length).split(self.settings.batch_size))
-
-    def _answer(self, model: GPT, execution: Execution, examples: Sequence[Encoded]) -> list[dict[str, Any]]:
-        shape = {"batch_size": self.settings.batch_size, "precision": execution.precision}
-        return answer_questions(model, examples, **shape)
-
-    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss of the answers to the first development examples, nats per token."""
-        return answer_loss(self._answer(model, execution, self.development[: self.controller_count(batches)]))
-
-    def report(
-        self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
-    ) -> dict[str, Any]:
-        """Return loss and accuracy on every example that is not left out, and write answers.jsonl."""
-        records = self._answer(model, execution, self.test if self.own.judge == "test" else self.development)
-        return {
-            "report_loss": answer_loss(records),
-            "judged_by": self.own.judge,
-            **summary(records),
-            "left_out": {role: {why: len(ids) for why, ids in own.items()} for role, own in self.left_out.items()},
-            "answers_sha256": on_rank0(lambda: write_answers(folder, records)),
-        }
-
-    def description(self) -> dict[str, Any]:
-        """The files, their fingerprint, how many examples serve for what, and which are left out."""
-        return {
-            "folder": self.settings.data,
-            "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer_hash,
-            "test": self.own.test,
-            "task": self.name,
-            "longest": self.length,
-            "examples": {"train": len(self.examples), "development": len(self.development), "test": len(self.test)},
-            "test_examples_trained_on": self.shared,
-            "left_out": self.left_out,
-            **{name: value for name, value in asdict(self.own).items() if name not in PATHS},
-        }

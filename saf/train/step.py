@@ -19,12 +19,12 @@ from torch.optim import AdamW
 
 from saf.calibration import QKGradient
 from saf.errors import DivergenceError, UnsupportedError
-from saf.evaluate.answers import NO_TARGET
 from saf.machine import Execution, GraphPool, GraphReplay
 from saf.models import GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.ops import for_graphs
 from saf.ops.decoder import chunk_rows
+from saf.tasks.base import NO_TARGET
 from saf.train.parallel import STATE_BYTES, Engine, Parallel
 
 # --- AdamW

@@ -15,15 +15,15 @@ from experiments.analyses.zero_shot import Settings, measure, tables
 from saf.calibration.capture import measurable_heads
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
-from saf.evaluate.answers import TaskAnswers
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.models.adapter import adapter_for
 from saf.opening import Encoder
 from saf.records.files import to_json
 from saf.records.result import read_result
 from saf.records.table import markdown_of
+from saf.tasks.answers import TaskAnswers
+from tests.tasks.zero_shot_files import write_tasks
 from tests.transformers_models import make
-from tests.zero_shot_files import write_tasks
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps in its red or green den. " * 60
 TASKS = ("sst2", "arc_easy")

@@ -10,10 +10,10 @@ import pytest
 
 from saf.data import TokenData, check_separate, prepare
 from saf.errors import DataError, InputError
-from saf.evaluate.perplexity import read_evaluation
 from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json, write_json
 from saf.records.table import signed
+from saf.tasks.text import read_evaluation
 
 
 def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):

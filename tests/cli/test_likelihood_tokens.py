@@ -11,8 +11,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'sa
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from saf.cli import main
+from tests.tasks.zero_shot_files import COUNT, expected, write_tasks
 from tests.transformers_models import make
-from tests.zero_shot_files import COUNT, expected, write_tasks
 
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 ADDED = ["<s>", "</s>"]

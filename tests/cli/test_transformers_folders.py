@@ -16,9 +16,9 @@ import saf.integrations.transformers  # noqa: F401
 from saf.cli import main
 from saf.data import TokenData
 from saf.data.tokenizer import Tokenizer, train_bpe
-from saf.evaluate.perplexity import LOG_PROBS, read_evaluation
 from saf.records.files import read_json, read_tensors
 from saf.records.table import signed
+from saf.tasks.text import LOG_PROBS, read_evaluation
 from tests.transformers_models import LENGTH, make
 
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu", "--accept-loss")

@@ -9,8 +9,8 @@ from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
 from saf.records.table import signed
 from saf.surgery import prune_
+from tests.tasks.zero_shot_files import COUNT, write_tasks
 from tests.transformers_models import make
-from tests.zero_shot_files import COUNT, write_tasks
 
 TASKS = ("sst2", "arc_easy", "boolq")
 

@@ -15,7 +15,7 @@ from experiments.recipe import Recipe, names, recipe, rows
 from experiments.records import read_records
 from experiments.tables import METRICS, RecipeTable, check_recipe
 from saf.errors import CompareError, InputError
-from saf.evaluate.paired import delta_of_windows
+from saf.paired import delta_of_windows
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = Recipe(

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from saf.evaluate.perplexity import write_losses
 from saf.records.files import read_json, write_lines
 from saf.records.result import SCHEMA
 from saf.records.run import append_event
+from saf.tasks.text import write_losses
 
 WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 

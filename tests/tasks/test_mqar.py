@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.recall import unlearnt_reason
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
 from saf.tasks import TASKS, MQARSettings, MQARTask
-from saf.tasks.mqar import Stream
+from saf.tasks.mqar import Stream, unlearnt_reason
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")

@@ -8,10 +8,12 @@ import torch
 
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning
-from saf.evaluate.answers import Continuation, answer_loss, answer_questions, likelihoods, summary
+from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.tasks import TASKS, FinetuneSettings
-from saf.tasks.multiple_choice import encode_examples, pad, read_examples, stratified
+from saf.tasks.answers import Continuation, likelihoods, summary
+from saf.tasks.multiple_choice import answer_loss, encode_examples, pad, stratified
+from saf.tasks.questions import read_examples
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -226,7 +228,7 @@ def test_settings_that_cannot_be_used_are_refused(task):
 def test_a_question_is_answered_by_the_most_likely_choice_and_the_loss_is_over_answer_tokens(task):
     task = task()
     model = GPT(GPTConfig(num_layers=1, num_heads=2, hidden_size=16, vocab_size=320, max_length=64))
-    records = answer_questions(model, task.test, batch_size=5, precision="fp32")
+    records = task.answers(model, Execution.of("cpu"), task.test)
     pairs = [Continuation(each.prompt, choice) for each in task.test for choice in each.choices]
     alone = [likelihoods(model, [pair])[0].log_prob for pair in pairs]  # whose oracle is in tests/evaluate
     assert [each for record in records for each in record["log_probs"]] == pytest.approx(alone, rel=1e-5)

@@ -8,10 +8,10 @@ import torch
 
 from saf.data import TokenData, prepare, sequential_windows
 from saf.errors import CheckpointError, DataError, InputError
-from saf.evaluate.perplexity import evaluate_perplexity
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.tasks import TASKS, TextTask
+from saf.tasks.text import evaluate_perplexity
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")

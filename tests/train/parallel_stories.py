@@ -23,12 +23,12 @@ from saf.calibration.measure import LayerStatistics
 from saf.data import TokenData
 from saf.distributed import on_rank0
 from saf.errors import SelectionError, UnsupportedError
-from saf.evaluate.answers import Continuation, likelihoods
-from saf.evaluate.perplexity import evaluate_perplexity
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
 from saf.records.files import tensors_hash
 from saf.schedules import ValidationBudget
+from saf.tasks.answers import Continuation, likelihoods
+from saf.tasks.text import evaluate_perplexity
 from saf.train import TrainConfig, pretrain
 from saf.train.parallel import Parallel, Replicas, Shards
 from saf.train.run import Run

@@ -15,8 +15,8 @@ from saf.calibration import gate_gradients
 from saf.checkpoint import load_model, open_checkpoint
 from saf.cli import main
 from saf.cli.finetune import parse_words
+from saf.compare import compare_runs
 from saf.errors import CheckpointError, InputError
-from saf.evaluate.compare import compare_runs
 from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.run import RecordedRun, read_events

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import saf.train.loop
+from saf.compare import differences
 from saf.errors import DataError, DivergenceError, InputError, UnsupportedError
-from saf.evaluate.compare import differences
-from saf.evaluate.perplexity import read_evaluation
 from saf.freeze_config import FreezeConfig
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
@@ -20,6 +19,7 @@ from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun, heads_in_force, heads_of_record, read_events
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
+from saf.tasks.text import read_evaluation
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.train.helpers import Killed, brisk, die_at, events_of, killed_and_resumed

@@ -46,16 +46,6 @@ def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAM
     }
 
 
-def window_losses(log_probs: Tensor) -> Tensor:
-    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats."""
-    if log_probs.numel() == 0:
-        raise InputError(f"log-probabilities must not be empty, got shape {list(log_probs.shape)}")
-    losses = -log_probs.mean(dim=1, dtype=torch.float64)
-    if bad := int((~torch.isfinite(losses)).sum()):
-        raise InputError(f"log-probabilities must be finite, got others in {bad} of {losses.numel()} windows")
-    return losses
-
-
 def block_length(values: Tensor) -> int:
     """Choose how many neighbours of a series `[n]` a bootstrap of its mean draws together; 1 if independent.
 
@@ -112,9 +102,40 @@ def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
 
 # --- accuracy, over questions or examples
 
+Tasks = Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
+"""By task, the summary of a model's answers and the answers, as `saf.tasks.answers` has them."""
+
+
+def paired_tasks(ordinary: Tasks, frozen: Tasks) -> dict[str, Any]:
+    """Compute the paired change of each task, with p-values corrected over tasks (`p_holm`), and the mean change."""
+    tasks = {}
+    for name, (one, answers) in ordinary.items():
+        other, others = frozen[name]
+        shared = {key: one[key] for key in ("questions", "labels", "answers")}
+        both = {key: [one[key], other[key]] for key in ("accuracy", "taken")}
+        tasks[name] = {**shared, **both, **paired_answers(answers, others)}
+    corrected = holm([task["p_value"] for task in tasks.values()])
+    for task, value in zip(tasks.values(), corrected, strict=True):
+        task["p_holm"] = value
+    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+
+
+def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute the paired change of each test that both models have, and the mean change, in shares of queries."""
+    first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
+    tasks = {}
+    for length, pairs in [key for key in first if key in second]:
+        one, other = first[length, pairs], second[length, pairs]
+        change = paired_hits(one["hits"], other["hits"], pairs)  # an example has a query for each pair
+        shared = {"questions": one["queries"], "accuracy": [one["accuracy"], other["accuracy"]]}
+        tasks[f"{length:,} tokens, {pairs} pairs"] = {**shared, **change}
+    if not tasks:
+        raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
+    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+
 
 def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare two models' answers (`saf.evaluate.answers`) to the same questions, as `paired_hits` does.
+    """Compare two models' answers (`saf.tasks.answers`) to the same questions, as `paired_hits` does.
 
     `p_value` is McNemar's, exact. Raises CompareError for other questions.
     """

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from saf.errors import DivergenceError, InputError
-from saf.evaluate.recall import answer_queries
 from saf.models import GPT, preset
+from saf.tasks.mqar import answer_queries
 
 
 @pytest.fixture

@@ -6,19 +6,18 @@ import torch
 import saf
 from saf.data import sequential_windows
 from saf.errors import DataError, DivergenceError, InputError
-from saf.evaluate.paired import window_losses
-from saf.evaluate.passes import precision_in_use
-from saf.evaluate.perplexity import (
+from saf.models import GPT, GPTConfig
+from saf.records.files import read_json, read_tensors, write_json
+from saf.tasks.base import precision_in_use
+from saf.tasks.text import (
     EVALUATION,
-    FILES,
     LOG_PROBS,
     evaluate_perplexity,
     hash_windows,
     losses_by_position,
     read_evaluation,
+    window_losses,
 )
-from saf.models import GPT, GPTConfig
-from saf.records.files import read_json, read_tensors, write_json
 
 LENGTH = 32
 
@@ -60,7 +59,7 @@ def test_files_hold_every_tokens_log_probability_and_are_checked(data, tmp_path)
     assert (log_probs.shape, log_probs.dtype) == ((5, LENGTH), torch.float32)
     assert torch.equal(losses, window_losses(log_probs))
     assert float(losses.mean()) == pytest.approx(record["loss"], rel=1e-14)
-    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([EVALUATION, LOG_PROBS])
     alone = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "alone", tokens=False)
     assert read_tensors(tmp_path / "alone" / LOG_PROBS).keys() == {"windows"}
     assert torch.equal(read_evaluation(tmp_path / "alone")[1], losses)

@@ -1,4 +1,4 @@
-"""Questions with choices: how likely each choice is, which one a model takes, and the records, files and tables of it.
+"""Answers to questions with choices: how likely each choice is, which one a model takes, and the zero-shot record.
 
 Sequences that share a forward pass have one length, and no token of padding enters: patterns of frozen heads count
 positions from a sequence's first token (paper, Appendix on pretrained models).
@@ -14,18 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import DivergenceError, InputError
-from saf.evaluate.paired import holm, paired_answers
-from saf.evaluate.passes import Progress, run_batches
 from saf.models.adapter import language_model, longest_input
 from saf.records.files import check_file, file_hash, read_lines, write_json, write_lines
 from saf.records.result import read_result, result_header
-from saf.records.run import RecordedRun
 from saf.records.table import Table
+from saf.tasks.base import Progress, run_batches
 
-NO_TARGET = -100
-"""The target of a token that is left out of the loss."""
-ANSWERS = "answers.jsonl"
-"""Name of a finetuned run's file of answers, a line a question."""
 ZERO_SHOT_FILES = ("zero_shot.json", "zero_shot.jsonl")
 """Files of an evaluation by zero-shot tasks: its record, and every question's answer, a line each."""
 TooLong = Literal["refuse", "cut"]
@@ -129,46 +123,7 @@ def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
     return Likelihood(total, bool((own.argmax(-1) == ids).all()))
 
 
-# --- answers
-
-
-def answer_questions(
-    model: nn.Module, questions: Sequence[Any], *, batch_size: int, precision: str
-) -> list[dict[str, Any]]:
-    """Answer questions, in order, by the choice of the largest log-probability, the first of equal ones.
-
-    A question has `prompt` and `choices` as tokens, `shortened`, and `example.id` and `example.answer`.
-    """
-    pairs = [Continuation(each.prompt, choice) for each in questions for choice in each.choices]
-    results = iter(likelihoods(model, pairs, batch_size=batch_size, precision=precision))
-    answers = []
-    for each in questions:
-        log_probs = [next(results).log_prob for _ in each.choices]
-        right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
-        answers.append({"id": each.example.id, "answer": right, "taken": taken, "right": taken == right})
-        answers[-1] |= {"shortened": each.shortened, "log_probs": log_probs, "answer_tokens": len(each.choices[right])}
-    return answers
-
-
-def answer_loss(answers: Sequence[Answer]) -> float:
-    """Average the loss of the tokens of right choices, nats per token."""
-    total = -math.fsum(each["log_probs"][each["answer"]] for each in answers)
-    return total / sum(each["answer_tokens"] for each in answers)
-
-
-def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
-    share, count = sum(each["right"] for each in answers) / len(answers), len(answers)
-    counts = {name: Counter(each[name] for each in answers) for name in ("answer", "taken")}
-    numbers = sorted(counts["answer"] | counts["taken"])
-    return {
-        "questions": count,
-        "accuracy": share,
-        "standard_error": math.sqrt(share * (1 - share) / count),
-        "answers": {str(number): counts["answer"][number] for number in numbers},
-        "taken": {str(number): counts["taken"][number] for number in numbers},
-        "shortened": sum(each["shortened"] for each in answers),
-    }
+# --- answers to a task
 
 
 class TaskAnswers(NamedTuple):
@@ -187,52 +142,33 @@ class TaskAnswers(NamedTuple):
         return cls(record, answers)
 
 
-AnswersByTask = Mapping[str, tuple[Mapping[str, Any], Sequence[Answer]]]
-"""`TaskAnswers` by task."""
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
+    share, count = sum(each["right"] for each in answers) / len(answers), len(answers)
+    counts = {name: Counter(each[name] for each in answers) for name in ("answer", "taken")}
+    numbers = sorted(counts["answer"] | counts["taken"])
+    return {
+        "questions": count,
+        "accuracy": share,
+        "standard_error": math.sqrt(share * (1 - share) / count),
+        "answers": {str(number): counts["answer"][number] for number in numbers},
+        "taken": {str(number): counts["taken"][number] for number in numbers},
+        "shortened": sum(each["shortened"] for each in answers),
+    }
 
 
-def paired_tasks(ordinary: AnswersByTask, frozen: AnswersByTask) -> dict[str, Any]:
-    """Compute the paired change of each task, with p-values corrected over tasks (`p_holm`), and the mean change."""
-    tasks = {}
-    for name, (one, answers) in ordinary.items():
-        other, others = frozen[name]
-        shared = {key: one[key] for key in ("questions", "labels", "answers")}
-        both = {key: [one[key], other[key]] for key in ("accuracy", "taken")}
-        tasks[name] = {**shared, **both, **paired_answers(answers, others)}
-    corrected = holm([task["p_value"] for task in tasks.values()])
-    for task, value in zip(tasks.values(), corrected, strict=True):
-        task["p_holm"] = value
-    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
-
-
-# --- files
-
-
-def write_answers(folder: Path, answers: Sequence[Answer]) -> str:
-    """Write a run's answers into its folder and return the file's SHA-256."""
-    return file_hash(write_lines(folder / ANSWERS, answers))
-
-
-def has_answers(run: RecordedRun) -> bool:
-    """Whether a finished run was measured by its answers."""
-    return "answers_sha256" in (run.result or {})
-
-
-def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
-    """Read a finished run's answers; raise InputError where the file is not the one that its result names."""
-    check_file(run.folder / ANSWERS, sha256=run.finished_result()["answers_sha256"])
-    return read_lines(run.folder / ANSWERS)
+# --- the record of zero-shot tasks
 
 
 def zero_shot_record(
-    tasks: AnswersByTask,
+    tasks: Mapping[str, TaskAnswers],
     settings: Mapping[str, Any],
     *,
     out: Path | None = None,
     facts: Mapping[str, Any],
     **header: Any,
 ) -> dict[str, Any]:
-    """Return the record of an evaluation by zero-shot tasks, and write it with every answer into `out` if given.
+    """Return the record of an evaluation by zero-shot tasks; `out` is a folder for it and every answer.
 
     `facts` are `longest`, the most tokens of an input, the `precision`, and `of`, the model's `model_facts`.
     """
@@ -255,9 +191,6 @@ def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, TaskAn
         name: TaskAnswers(task, [line for line in lines if line["task"] == name])
         for name, task in record["tasks"].items()
     }
-
-
-# --- tables
 
 
 def zero_shot_tables(record: Mapping[str, Any]) -> list[Table]:

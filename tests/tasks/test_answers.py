@@ -5,8 +5,11 @@ import torch
 
 import saf
 from saf.bench.models import synthetic_patterns
+from saf.compare import compare_zero_shot, pair_tables, verdict
 from saf.errors import CompareError, DivergenceError, InputError
-from saf.evaluate.answers import (
+from saf.models import GPT, GPTConfig
+from saf.records.table import markdown_of
+from saf.tasks.answers import (
     Continuation,
     TaskAnswers,
     likelihoods,
@@ -14,10 +17,6 @@ from saf.evaluate.answers import (
     zero_shot_record,
     zero_shot_tables,
 )
-from saf.evaluate.compare import compare_zero_shot
-from saf.evaluate.tables import pair_tables, verdict
-from saf.models import GPT, GPTConfig
-from saf.records.table import markdown_of
 
 LENGTH, VOCAB = 24, 40
 
@@ -155,10 +154,10 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
     evaluation(tmp_path / "longer", sst2=same, longest=9)
     assert compare_zero_shot(tmp_path / "a", tmp_path / "longer")["tasks"]["sst2"]["difference"] == 0
     refused = {
-        "b has no frozen or pruned heads; give": {"of": ORDINARY},
+        "b has no frozen or pruned heads; name": {"of": ORDINARY},
         r"heads_by_layer: \[2\] in the ordinary arm, \[3\] in the frozen": {"of": FROZEN | {"heads_by_layer": [3]}},
         r"architecture: 'llama' in the ordinary arm, 'gemma2' in": {"of": FROZEN | {"architecture": "gemma2"}},
-        "made from ffff, which is not": {"checkpoints": {"model": "b", "parent": "ffff"}},
+        "derived from ffff, which is not": {"checkpoints": {"model": "b", "parent": "ffff"}},
     }
     evaluation(tmp_path / "a", sst2=same, checkpoints={"model": "a", "parent": "0"})
     for words, settings in refused.items():
@@ -166,7 +165,7 @@ def test_what_cannot_be_paired_is_refused(tmp_path):
         with pytest.raises(CompareError, match=words):
             compare_zero_shot(tmp_path / "a", tmp_path / "b")
     found = compare_zero_shot(tmp_path / "a", tmp_path / "b", allow_differences=True)
-    assert "parent: the frozen model was made from ffff" in " ".join(pair_tables(found)[0].notes)
+    assert "parent: the frozen model was derived from ffff" in " ".join(pair_tables(found)[0].notes)
     # Frozen in the other one, in what that was frozen in, or in nothing that a file tells.
     for origin in ("a", "0", None):
         evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})

@@ -1,0 +1,574 @@
+"""Compare an ordinary and a frozen model: two finished runs, or two evaluations of the same text and questions.
+
+Both are measured by perplexity, or by their accuracy: on questions, on queries of associative recall, on zero-shot
+tasks. A record of accuracy has the paired change of each task. The second half prints records, and all arms in one
+table.
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saf.errors import CompareError, InputError, SafError, SafWarning
+from saf.heads import EDITED
+from saf.machine import untimed_updates
+from saf.paired import RESAMPLES, delta_of_windows, paired_tasks, paired_tests
+from saf.records.files import read_json, read_lines, write_json
+from saf.records.result import result_header
+from saf.records.run import RecordedRun, heads_in_words
+from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
+from saf.tasks.answers import ZERO_SHOT_FILES, choices_table, read_zero_shot
+from saf.tasks.base import PARENT
+from saf.tasks.mqar import read_recall, unlearnt_reason
+from saf.tasks.multiple_choice import read_answers
+from saf.tasks.text import EVALUATION, read_evaluation
+
+Record = dict[str, Any]
+PERPLEXITY, ACCURACY = "comparison", "accuracy_comparison"
+"""The kinds of records."""
+ORDINARY, FROZEN = ARMS = ("ORDINARY", "FROZEN")
+"""Headings of the two columns of a pair, as `saf compare` names its arguments."""
+_PAIR = ("ordinary", "frozen")
+_MINIMUM_TIMED_UPDATES = 5
+"""The median of fewer says nothing about updates whose times spread by some percent."""
+# Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
+_IRRELEVANT = frozenset({"data.folder", "data.tokenizer", "data.test"})
+_BUDGETS = ("update_budget", "time_budget_seconds")
+"""By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
+_QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
+"""Settings of recall that decide the queries of a test, beside its tokens and pairs."""
+_EVALUATION_SETTINGS = ("partition", "length", "precision", "data_fingerprint")
+_SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
+_COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
+_COLUMNS += ("freezing took", "whole run", "whole run, warm")
+_COLOURS = {
+    "ordinary": ("ordinary", "ordinary-2"),
+    "frozen": ("frozen", "frozen-2", "frozen-3"),
+    "pruned": ("pruned", "pruned-2"),
+}
+"""CSS colours of the kinds of arms, in the order in which they are taken."""
+_TIMES = (
+    "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
+    "checkpoint that an arm continues from, warm without loading and compilation."
+)
+_PAIRED = (
+    "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, or examples of recall with more or "
+    "fewer; p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
+)
+_CLOCKS = ("everything", "warm")
+
+
+# --- runs
+
+
+def compare_runs(
+    ordinary: RecordedRun | Path | str,
+    frozen: RecordedRun | Path | str,
+    *,
+    out: Path | str | None = None,
+    allow_differences: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Record:
+    """Compare two finished runs by what both are measured by; the record is also written to `out`/compare.json.
+
+    Runs of text give delta-PPL with its interval, update times and memory. `update_time_ratio` is ordinary / frozen, of
+    separate processes: above 1 the frozen arm is faster; `update_time_caveat` says why it is unclear, "" where it is
+    clear. Runs finetuned on questions give what `paired_tasks` returns, runs of recall what `paired_tests` returns.
+
+    Raises CompareError for runs that differ in more than the freezing (`allow_differences` allows all but other windows
+    or questions), InputError for one that has not ended or whose files are not those of its result.
+    """
+    pair = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
+    one, other = pair
+    results, measures = [run.finished_result() for run in pair], [_measure(run) for run in pair]
+    if measures[0] != measures[1]:
+        raise InputError(f"both runs must be measured alike, got {' and '.join(measures)}")
+    of_text = measures[0] == "perplexity"
+    if of_text and other.arm == "ordinary":
+        raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
+    options = {"resamples": resamples, "seed": seed}
+    record = _header(
+        PERPLEXITY if of_text else ACCURACY,
+        {"allow_differences": allow_differences, **options},
+        [run.folder for run in pair],
+        hashes=[result["provenance"]["checkpoints"].get("final") for result in results],
+        heads=[run.head_counts for run in pair],
+        lines=differences(one, other) if of_text else _setting_differences(one, other),
+    )
+    record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
+    if of_text:
+        record |= {**_perplexity_change(one, other, **options), **compare_update_times(one, other)}
+        record |= {
+            f"peak_memory_{arm}": each.get("peak_memory_bytes") for arm, each in zip(_PAIR, results, strict=True)
+        }
+        record["update_time_caveat"] = speed_caveat(record)
+    elif measures[0] == "answers":
+        record |= paired_tasks(
+            *({"answers": ({"labels": (), **run.finished_result()}, read_answers(run))} for run in pair)
+        )
+    else:
+        record |= _recall_change(one, other)
+    if out is not None:
+        write_json(Path(out) / "compare.json", record)
+    return record
+
+
+def _measure(run: RecordedRun) -> str:
+    result = run.finished_result()
+    return "answers" if "answers_sha256" in result else "recall" if "recall" in result else "perplexity"
+
+
+def _header(
+    kind: str,
+    settings: Record,
+    folders: Sequence[Path | str],
+    *,
+    hashes: Sequence[str | None],
+    heads: Sequence[Mapping[str, int]],
+    lines: Sequence[str],
+    data: Mapping[str, str] | None = None,
+) -> Record:
+    """Return the entries of every comparison; `lines` are differences, which raise CompareError unless allowed."""
+    if lines and not settings["allow_differences"]:
+        listed = "\n  ".join(lines)
+        raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
+    return {
+        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, hashes, strict=True)), data=data),
+        **dict(zip(_PAIR, map(str, folders), strict=True)),
+        "heads_by_kind": list(heads),
+        "differences": list(lines),
+    }
+
+
+def _perplexity_change(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
+    records, losses = [], []
+    for run in (ordinary, frozen):
+        record, own = read_evaluation(run.folder)
+        if not math.isclose(record["loss"], expected := run.finished_result()["report_loss"], rel_tol=1e-6):
+            ends = f"of the run's end, whose loss is {expected:.6f}, got one of {record['loss']:.6f}"
+            raise InputError(f"{run.folder / EVALUATION} must be {ends}; take all files of the run")
+        records.append(record)
+        losses.append(own)
+    if records[0]["windows_hash"] != records[1]["windows_hash"]:
+        raise CompareError("both arms must be evaluated on the same windows, got different windows")
+    return delta_of_windows(*losses, resamples=resamples, seed=seed)
+
+
+def _recall_change(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
+    left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
+    if lines := _difference_lines(left, right, _QUERIES):
+        raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
+    problem = unlearnt_reason(ordinary.finished_result()["recall"])
+    return {**paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
+
+
+def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
+    """List every difference of two runs of text that is not the freezing; empty when they are comparable."""
+    pair = (ordinary, frozen)
+    parents = {(run.config.get("parent") or {}).get("hash") for run in pair}
+    budgets = all(any(run.config["train"].get(name) for name in _BUDGETS) for run in pair)
+    matched = len(parents) == 1 and None not in parents and budgets
+    one, other = (
+        {"device": run.config.get("device")}
+        | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
+        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in _EVALUATION_SETTINGS}
+        for run in pair
+    )
+    settings = _setting_differences(*pair, without={f"train.{name}" for name in _BUDGETS if matched})
+    return [*settings, *_difference_lines(one, other, one), *_parent_difference(*pair)]
+
+
+def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without: Set[str] = frozenset()) -> list[str]:
+    sections = ({name: run.config.get(name) for name in ("model", "train", "data")} for run in (ordinary, frozen))
+    left, right = map(_flat, sections)
+    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - _IRRELEVANT - without))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by names with dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _difference_lines(ordinary: Mapping[str, Any], frozen: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    return [
+        f"{name}: {ordinary.get(name)!r} in the ordinary arm, {frozen.get(name)!r} in the frozen arm"
+        for name in names
+        if ordinary.get(name) != frozen.get(name)
+    ]
+
+
+def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
+    """Require that both arms start from the same weights, or the frozen one from a checkpoint of the other."""
+    parents = [run.config.get("parent") or {} for run in (ordinary, frozen)]
+    hashes = [parent.get("hash") for parent in parents]
+    origins = {hashes[1], parents[1].get("frozen_from")} - {None}
+    if hashes[0] == hashes[1] or origins & (_checkpoint_hashes(ordinary) | {hashes[0]}):
+        return []
+    starts = [f"checkpoint {value[:12]}" if value else "no checkpoint" for value in hashes]
+    return [f"parent: the ordinary arm starts from {starts[0]}, the frozen arm from {starts[1]}"]
+
+
+def _checkpoint_hashes(run: RecordedRun) -> set[str | None]:
+    """Return the hashes of a run's checkpoints; those of removed ones come from its log."""
+    manifests = map(read_json, (run.folder / "checkpoints").glob("*/manifest.json"))
+    branch = run.finished_result()["provenance"]["checkpoints"].get("branch")
+    return {branch, *(record.get("hash") for record in (*manifests, *read_lines(run.folder / "clock.jsonl")))}
+
+
+# --- speed of runs
+
+
+def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
+    """Compute median update seconds of both arms over the same updates after the last event, and ordinary / frozen.
+
+    A spread is the 20th and 80th percentile. The first updates after the event or a resumption (compilation, allocator
+    growth) are left out; with fewer than five common ones the ratio is None.
+    """
+    for run in (ordinary, frozen):
+        if not run.metrics:
+            raise InputError(f"{run.folder}/metrics.jsonl is missing or empty; update times cannot be compared")
+    begin = max(frozen.last_change or 0, *(run.metrics[0]["update"] - 1 for run in (ordinary, frozen)))
+    last = min(run.metrics[-1]["update"] for run in (ordinary, frozen))
+    start = begin + untimed_updates(last - begin)
+    own, other = ({line["update"]: line["update_seconds"] for line in run.metrics} for run in (ordinary, frozen))
+    common = sorted(update for update in own.keys() & other.keys() if update > start)
+    record: Record = {"update_time_ratio": None, "timed_updates": [common[0], common[-1]] if common else None}
+    for arm, times in zip(_PAIR, (own, other), strict=True):
+        taken = torch.tensor([times[update] for update in common], dtype=torch.float64)
+        shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+        low, median, high = taken.quantile(shares).tolist() if common else [None] * 3
+        record |= {f"update_seconds_{arm}": median, f"update_seconds_spread_{arm}": [low, high] if common else None}
+    if len(common) >= _MINIMUM_TIMED_UPDATES and record["update_seconds_frozen"]:
+        record["update_time_ratio"] = record["update_seconds_ordinary"] / record["update_seconds_frozen"]
+    return record
+
+
+def speed_caveat(record: Mapping[str, Any]) -> str:
+    """Say why a record's ratio of update times is unclear; "" where it is clear."""
+    if not record["update_time_ratio"]:
+        return "too few updates to tell which arm is faster"
+    if was_busy(record):
+        return (
+            "timing unclear: the machine was busy, for heads that took no time at all would save less than was measured"
+        )
+    spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
+    return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
+
+
+def was_busy(record: Mapping[str, Any]) -> bool:
+    """Whether the machine had other work during a run: updates cannot save more than all work of the edited heads.
+
+    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
+    """
+    live = record["num_heads"] - record["heads"]
+    return (record["update_time_ratio"] or 0) * live > record["num_heads"]
+
+
+# --- evaluations
+
+
+def compare_folders(
+    ordinary: Path, frozen: Path, *, allow_differences: bool = False, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[Record | None, Record | None]:
+    """Compare the perplexities and the zero-shot tasks of two folders that `saf evaluate --out` wrote.
+
+    Each part is None where not both folders have it; raises InputError where neither part is shared.
+    """
+    shared, options = {}, {"allow_differences": allow_differences}
+    for name in (EVALUATION, ZERO_SHOT_FILES[0]):
+        holders = [folder for folder in (ordinary, frozen) if (folder / name).is_file()]
+        if len(holders) == 1:
+            warnings.warn(f"{name} is in {holders[0]} alone: it is not compared", SafWarning, stacklevel=3)
+        shared[name] = len(holders) == 2
+    if not any(shared.values()):
+        raise InputError(f"{ordinary} and {frozen} are evaluations of different things; evaluate both on the same")
+    changes = tasks = None
+    if shared[EVALUATION]:
+        changes = compare_evaluations(ordinary, frozen, **options, resamples=resamples, seed=seed)
+    if shared[ZERO_SHOT_FILES[0]]:
+        tasks = compare_zero_shot(ordinary, frozen, **options)
+    return changes, tasks
+
+
+def compare_evaluations(
+    ordinary: Path | str,
+    frozen: Path | str,
+    *,
+    allow_differences: bool = False,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Record:
+    """Compute delta-PPL with its interval from two folders that `saf evaluate --out` wrote.
+
+    Raises CompareError where they are of other windows or another precision, the models differ in more than the
+    freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
+    """
+    folders, options = (ordinary, frozen), {"resamples": resamples, "seed": seed}
+    (record, losses), (other, frozen_losses) = map(read_evaluation, folders)
+    names = ("length", "data_fingerprint", "bos", "windows_hash", "precision")
+    _check_same({name: (record.get(name), other.get(name)) for name in names}, folders)
+    return {
+        **_evaluation_header(PERPLEXITY, {"allow_differences": allow_differences, **options}, folders, (record, other)),
+        "length": record["length"],
+        "precision": record["precision"],
+        **delta_of_windows(losses, frozen_losses, **options),
+    }
+
+
+def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
+    """Compare two evaluations of the same zero-shot questions, task by task, as `paired_tasks` does.
+
+    Raises CompareError for other tasks or questions, another precision, questions that were shortened to other lengths,
+    or models that differ in more than the freezing (`allow_differences` allows that alone).
+    """
+    folders = (ordinary, frozen)
+    (one, answers), (other, frozen_answers) = map(read_zero_shot, folders)
+    names = ["precision"]
+    if any(task["shortened"] for record in (one, other) for task in record["tasks"].values()):
+        names.append("longest")
+    versions = tuple({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
+    _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, folders)
+    header = _evaluation_header(ACCURACY, {"allow_differences": allow_differences}, folders, (one, other))
+    return {**header, **paired_tasks(answers, frozen_answers)}
+
+
+def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | str]) -> None:
+    for name, (one, other) in pairs.items():
+        if one != other:
+            values = f"{one} in {folders[0]}, {other} in {folders[1]}"
+            raise CompareError(f"the evaluations differ in {name}: {values}; evaluate both alike")
+
+
+def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
+    """Return the entries about two models, whose shape and origin may differ in the freezing alone."""
+    ordinary, frozen = (record.get("of") or {} for record in records)
+    counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
+    if "heads_by_layer" in frozen and not any(counts[1].values()):
+        raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; name the ordinary model first")
+    lines = _difference_lines(ordinary, frozen, _SHAPE if ordinary and frozen else ())
+    checkpoints = [record["provenance"]["checkpoints"] for record in records]
+    own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}
+    origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}
+    if own and PARENT in checkpoints[1] and not own & origins:
+        origin = checkpoints[1][PARENT][:12]
+        remedy = "compare one frozen twice with the one frozen once, or pass --allow-differences"
+        lines.append(f"parent: the frozen model was derived from {origin}, which is not the ordinary model; {remedy}")
+    models = [each.get("model") for each in checkpoints]
+    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
+    return _header(kind, settings, folders, hashes=models, heads=counts, lines=lines, data=data)
+
+
+# --- tables of a pair
+
+
+def verdict(record: Record) -> str:
+    """Say in a line or two what freezing cost, and how speed and memory changed, for a record of any comparison."""
+    if record["kind"] == PERPLEXITY:
+        return "\n".join(filter(None, [f"Cost: perplexity {perplexity_change(record)}.", _saving(record)]))
+    name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
+    if len(record["tasks"]) == 1:
+        return f"Cost: accuracy {_points(worst)} points."
+    mean = _mean_change(record)
+    return (
+        f"Cost: accuracy {mean} on average over {len(record['tasks'])} tasks, {_points(worst)} at {name}, the lowest."
+    )
+
+
+def perplexity_change(record: Record) -> str:
+    """Show the change of perplexity with its 95% interval."""
+    return _interval(record, "95% interval ")
+
+
+def _saving(record: Record) -> str:
+    parts = []
+    if ratio := record.get("update_time_ratio"):
+        within = ", within the spread of both arms" if speed_caveat(record) else ""
+        busy = "update times unclear: the machine was busy"
+        parts.append(busy if was_busy(record) else f"updates {ratio:.3f}× as fast{within}")
+    memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
+    parts += [f"peak memory {signed(memory)}"] * (memory is not None)
+    return f"Speed: {', '.join(parts)}." if parts else ""
+
+
+def _mean_change(record: Record) -> str:
+    return f"{signed(100 * record['mean_difference'], 2, '')} points"
+
+
+def _points(change: Record) -> str:
+    """Show a change of accuracy in points, with its interval."""
+    text, low, high = (signed(100 * share, 2, "") for share in (change["difference"], *change["ci95"]))
+    return f"{text} ({low} to {high})"
+
+
+def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: RecordedRun | None = None) -> list[Table]:
+    """Tabulate the record of any comparison of two; runs of text add what they alone know."""
+    if record["kind"] == ACCURACY:
+        return _accuracy_tables(record)
+    if ordinary is None or frozen is None:
+        windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
+        rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
+        return [Table.of("", ("", *ARMS, "change"), rows, [*_where(record), windows, *model_notes(record)])]
+    table = arms_table((ordinary, frozen), ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
+    rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
+    return [Table.of("", ("", *ARMS), [*rows], [*_where(record), *table.notes])]
+
+
+def _accuracy_tables(record: Record) -> list[Table]:
+    """Tabulate changes of accuracy, a row a task or test of recall, and how often each choice is taken."""
+    rows, tasks = [], record["tasks"]
+    for name, task in tasks.items():
+        shares = [f"{100 * share:.2f}" for share in task["accuracy"]]
+        p_values = [f"{task[key]:.3g}" if key in task else None for key in ("p_value", "p_holm")]
+        gained = f"{task['gained']:,} / {task['lost']:,}"
+        rows.append([name, task["questions"], *shares, _points(task), gained, *p_values])
+    columns = ("", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p", "Holm")
+    notes = [*_where(record), f"Mean change {_mean_change(record)}.", _PAIRED, *model_notes(record)]
+    table = Table.of("Accuracy", columns, rows, notes).used()
+    if not all("taken" in task for task in tasks.values()):
+        return [table]
+    taken = {arm: {name: task["taken"][at] for name, task in tasks.items()} for at, arm in enumerate(ARMS)}
+    return [table, choices_table(tasks, taken)]
+
+
+def _where(record: Record) -> list[str]:
+    heads = [heads_in_words(each) if any(each.values()) else "no" for each in record["heads_by_kind"]]
+    places = (record["ordinary"], record["frozen"])
+    return ["; ".join(f"{arm}: {place}, {count} heads" for arm, place, count in zip(ARMS, places, heads, strict=True))]
+
+
+def model_notes(record: Record) -> list[str]:
+    """Say what a reader must know of the two models of a comparison; nothing where all is well."""
+    lines = [f"Differs in more than the freezing: {line}." for line in record["differences"]]
+    if any(record["heads_by_kind"][0].values()):
+        lines.append("Heads that the first model has frozen or pruned already are not in the change.")
+    return lines + [problem for problem in [record.get("not_learnt")] if problem]
+
+
+# --- all arms in one table
+
+
+@dataclass(frozen=True)
+class ArmComparison:
+    """An edited run and the ordinary one; `record` is None where they could not be compared, for a `reason`."""
+
+    name: str
+    ordinary: RecordedRun
+    frozen: RecordedRun
+    record: dict[str, Any] | None
+    reason: str | None = None
+
+    @property
+    def perplexity(self) -> dict[str, Any] | None:
+        """The record, where it compares perplexities."""
+        return self.record if self.record and self.record["kind"] == PERPLEXITY else None
+
+
+def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmComparison]:
+    """Compare every frozen or pruned run with the first ordinary one; record differences and failures."""
+    ordinary = next((run for run in runs if run.arm == "ordinary"), None)
+    comparisons = []
+    for run, name in zip(runs, names, strict=True):
+        if ordinary is None or run.arm == "ordinary":
+            continue
+        record, reason = None, None
+        try:
+            record = compare_runs(ordinary, run, allow_differences=True)
+        except SafError as error:
+            reason = str(error)
+        comparisons.append(ArmComparison(name, ordinary, run, record, reason))
+    return comparisons
+
+
+def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Name each run by its folder, with as much of the path before it as makes all names differ."""
+    parts = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(path[-depth:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path[-1]} {place}" for place, path in enumerate(parts, start=1)]
+
+
+def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
+    """Choose the CSS colour of each run; arms beyond the colours of their kind share them."""
+    used: Counter[str] = Counter()
+    colours = []
+    for run in runs:
+        kind = run.arm if run.arm in _COLOURS else "frozen"  # a frozen run may have pruned heads too
+        colours.append(_COLOURS[kind][used[kind] % len(_COLOURS[kind])])
+        used[kind] += 1
+    return colours
+
+
+def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Table:
+    """Tabulate one row a run: loss, perplexity and its change, update time, memory, and what freezing took.
+
+    A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster.
+    """
+    by_name = {comparison.name: comparison for comparison in comparisons}
+    rows = [[name, *_arm_cells(run, by_name.get(name))] for run, name in zip(runs, names, strict=True)]
+    notes = [f"{each.name}: {note}" for each in comparisons for note in _comparison_notes(each)]
+    return Table.of("Arms side by side", _COLUMNS, rows, [_TIMES, *notes]).used()
+
+
+def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[str | None]:
+    """Yield the cells of a run's row; `comparison` is that with the ordinary run."""
+    result, record = run.result or {}, comparison.perplexity if comparison else None
+    loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
+    yield (
+        f"{run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)} of {run.num_heads}"
+        + (" pruned" if run.arm == "pruned" else "")
+    )
+    yield None if loss is None else f"{loss:.4f}"
+    yield None if perplexity is None else f"{perplexity:.3f}"
+    yield None if record is None else _interval(record)
+    median = (result.get("update_seconds") or {}).get("median")
+    yield _with(seconds(record["update_seconds_frozen"] if record else median), _ratio(record) if record else "")
+    change = change_percent(record["peak_memory_ordinary"], peak) if record else None
+    yield _with(byte_size(peak), "" if change is None else signed(change))
+    parts = (result.get("intervention") or {}).get("seconds")
+    yield seconds(sum(parts.values()) if parts else None)
+    for clock in _CLOCKS:
+        yield _with(seconds(run.seconds(clock)), _time_change(comparison, clock) if comparison else "")
+
+
+def _with(value: str, change: str) -> str:
+    return f"{value} ({change})" if change else value
+
+
+def _interval(record: Record, name: str = "") -> str:
+    low, high = record["ci95"]
+    return f"{signed(record['delta_ppl_percent'])} ({name}{signed(low)} to {signed(high)})"
+
+
+def _ratio(record: Record) -> str:
+    ratio = record["update_time_ratio"]
+    return "unclear" if was_busy(record) else f"{ratio:.3f}×" if ratio else ""
+
+
+def _time_change(comparison: ArmComparison, clock: str) -> str:
+    """Show by how much a whole run's time differs from the ordinary one's; a busy machine makes that unclear."""
+    change = change_percent(comparison.ordinary.seconds(clock), comparison.frozen.seconds(clock))
+    if change is None:
+        return ""
+    return "unclear" if comparison.perplexity and was_busy(comparison.perplexity) else signed(change)
+
+
+def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
+    if comparison.reason is not None:
+        yield f"could not be compared: {comparison.reason}"
+    if record := comparison.perplexity:
+        yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
+        block = f" of blocks of {record['block']} neighbours" if record.get("block", 1) > 1 else ""
+        facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
+        yield "; ".join(filter(None, [facts, speed_caveat(record)])) + "."
