@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.analyses.geometry import pattern_distances
+from experiments.analyses.patterns import pattern_distances
 from saf.errors import InputError
 from saf.fit import fit_compact, fit_kl
 from saf.heads import Head, HeadSet

@@ -1,11 +1,14 @@
-"""What analyses share: settings, the opened model, costs of frozen heads, rank correlations and figures."""
+"""What analyses share: their settings, the opened model, losses with heads frozen, rank correlations.
+
+An analysis is a dataclass of settings with `measure() -> record`, `tables(record)` and, for some, `draw(records)`.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -14,6 +17,7 @@ import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from experiments.records import Record
 from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
@@ -24,18 +28,18 @@ from saf.models.adapter import adapter_for, unwrap
 from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
 from saf.records.result import read_result, result_header
+from saf.records.table import Part
 from saf.selection import budget
 from saf.surgery import install_, uninstall_
 from saf.tasks.text import window_losses
 
-Record = Mapping[str, Any]
-"""A measured record as JSON has it: the header of every result, then the analysis's own entries."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class Analysis:
     """Where a command writes its record."""
 
+    kind: ClassVar[str]
+    """Its name in records and on the command line."""
     out: Path | None = None
     """JSON file for the record."""
     figure: Path | None = None
@@ -43,9 +47,29 @@ class Output:
     json: bool = False
     """Print the record as JSON instead of tables."""
 
+    def measure(self) -> dict[str, Any] | None:
+        """Return the record: the header of every result, then the analysis's own entries."""
+        raise NotImplementedError
+
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return what a record, as JSON has it, says: a sentence of its conditions, then tables."""
+        raise NotImplementedError
+
+    @staticmethod
+    def draw(records: Sequence[Record]) -> Figure | None:
+        """Return the figure of a record, or of the records of several seeds; None for an analysis without one."""
+        del records
+        return None
+
+    def header(self, **origin: Any) -> dict[str, Any]:
+        """Return the header of the record; `origin` has the arguments of `saf.records.result.result_header`."""
+        output = {each.name for each in fields(Analysis)}
+        return result_header(self.kind, {name: v for name, v in vars(self).items() if name not in output}, **origin)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Computing(Output):
+class Computing(Analysis):
     """Settings of every analysis that runs a model."""
 
     batch_size: int = 8
@@ -57,7 +81,7 @@ class Computing(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(Computing):
+class ModelAnalysis(Computing):
     """Settings of every analysis of a model of this project."""
 
     model: tyro.conf.Positional[Path]
@@ -85,7 +109,7 @@ class ModelSettings(Computing):
 class Opened:
     """A model with its data, and the precision to run it in."""
 
-    settings: ModelSettings
+    analysis: ModelAnalysis
     source: ModelFolder
     model: nn.Module
     data: TokenData
@@ -95,9 +119,9 @@ class Opened:
 
     def calibration(self) -> list[Tensor]:
         """Return the calibration sequences in batches `[B, length]`."""
-        count = self.settings.sequences
+        count = self.analysis.sequences
         windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed)
-        return list(windows.split(self.settings.batch_size))
+        return list(windows.split(self.analysis.batch_size))
 
     def windows(self, count: int) -> Tensor:
         """Return the first windows `[count, length + 1]` of the controller partition."""
@@ -105,27 +129,16 @@ class Opened:
 
     def check_rates(self, rates: Sequence[float]) -> None:
         """Raise InputError unless every rate selects a head."""
-        check_rates(rates)
-        total = sum(site.layout.num_heads for site in adapter_for(self.model).sites())
-        if empty := [rate for rate in rates if not budget(rate, total)]:
-            raise InputError(f"each rate must select at least one of {total} heads, got {empty}")
+        check_rates(rates, sum(site.layout.num_heads for site in adapter_for(self.model).sites()))
 
-    def record(self, kind: str, values: Record) -> dict[str, Any]:
-        """Return the header of a record, the model, and `values`."""
-        head = header(
-            kind,
-            self.settings,
+    def record(self, values: Record) -> dict[str, Any]:
+        """Return the record of the model: header, model, length, and `values`."""
+        head = self.analysis.header(
             device=device_name(adapter_for(self.model).device),
             checkpoints={"model": self.source.hash},
             data={"analysed": self.data.fingerprint},
         )
         return {**head, "model": str(self.source.folder), "length": self.length, **values}
-
-
-def header(kind: str, settings: Output, **origin: Any) -> dict[str, Any]:
-    """Return the header of a record; `origin` has the arguments of `saf.records.result.result_header`."""
-    output = Output.__dataclass_fields__
-    return result_header(kind, {name: value for name, value in vars(settings).items() if name not in output}, **origin)
 
 
 def read_record(path: Path, kind: str) -> dict[str, Any]:
@@ -144,10 +157,10 @@ def head_set(words: Sequence[str]) -> HeadSet:
     return HeadSet(read_heads(words))
 
 
-def check_rates(rates: Sequence[float]) -> None:
-    """Raise InputError unless all rates are shares of heads."""
-    if not all(0 < rate <= 1 for rate in rates):
-        raise InputError(f"--rates must be in (0, 1], got {' '.join(map(str, rates))}")
+def check_rates(rates: Sequence[float], total: int) -> None:
+    """Raise InputError unless all rates are shares of `total` heads that select at least one."""
+    if wrong := [rate for rate in rates if not (0 < rate <= 1 and budget(rate, total))]:
+        raise InputError(f"--rates must be in (0, 1] and select at least one of {total} heads, got {wrong}")
 
 
 def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
@@ -156,6 +169,11 @@ def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
     for head in heads:
         mask[head] = True
     return mask
+
+
+def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
+    """Return values `[L, H]` float64 from JSON, null as NaN."""
+    return torch.from_numpy(np.array(rows, dtype=float))
 
 
 class CostMeter:
@@ -186,11 +204,6 @@ class CostMeter:
 
 
 # --- rank correlations of values by layer and head
-
-
-def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
-    """Return values `[L, H]` float64 from JSON, null as NaN."""
-    return torch.from_numpy(np.array(rows, dtype=float))
 
 
 def spearman(one: Tensor, other: Tensor) -> float:

@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments import paper
-from experiments.analyses.common import ModelSettings, Opened, Record, subplots
+from experiments.analyses.common import ModelAnalysis, Opened, subplots
+from experiments.records import Record
 from saf.calibration import calibrate
 from saf.cli.output import say
 from saf.errors import InputError, UnsupportedError
@@ -56,9 +57,10 @@ Key = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ModelSettings):
+class Distributions(ModelAnalysis):
     """Hold measured attention rows and entries against the Gaussian and Dirichlet models fitted to other sequences."""
 
+    kind = "distributions"
     sequences: int = 500
     """Number of calibration sequences."""
     fitted: float = 0.6
@@ -76,35 +78,93 @@ class Settings(ModelSettings):
     seed: int = 0
     """Seed of generated rows, splits and the projection."""
 
+    def measure(self) -> dict[str, Any]:
+        """Return the record."""
+        if self.umap and importlib.util.find_spec("umap") is None:
+            raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
+        opened = self.open()
+        opened.check_rates([self.rate])
+        count, fitted = self.sequences, round(self.fitted * self.sequences)
+        if fitted < 4 or count - fitted < 2:
+            raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
+        ids, positions = opened.calibration(), query_positions(opened.length)
+        with opened.autocast:
+            say(f"calibrating on {count} sequences")
+            heads = select(score(calibrate(opened.model, ids), "variance"), self.rate)
+            measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
+        order = list(heads)
+        shown = [order[number * len(order) // self.shown] for number in range(self.shown)]
+        shown = order if len(order) <= self.shown else shown
+        values = {
+            "sequences": [fitted, count - fitted],
+            "heads": heads.to_list(),
+            "positions": list(measured.positions),
+            "scale": self.scale,
+            **row_distances(measured, order, fitted=fitted, scale=self.scale, seed=self.seed),
+            "entries": _entries(self, measured, order, shown, fitted),
+        }
+        if self.umap:
+            values["projections"] = _projections(self, opened, shown)
+        return opened.record(values)
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Return the record."""
-    if settings.umap and importlib.util.find_spec("umap") is None:
-        raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
-    opened = settings.open()
-    opened.check_rates([settings.rate])
-    count, fitted = settings.sequences, round(settings.fitted * settings.sequences)
-    if fitted < 4 or count - fitted < 2:
-        raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
-    ids, positions = opened.calibration(), query_positions(opened.length)
-    with opened.autocast:
-        say(f"calibrating on {count} sequences")
-        heads = select(score(calibrate(opened.model, ids), "variance"), settings.rate)
-        measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
-    order = list(heads)
-    shown = [order[number * len(order) // settings.shown] for number in range(settings.shown)]
-    shown = order if len(order) <= settings.shown else shown
-    values = {
-        "sequences": [fitted, count - fitted],
-        "heads": heads.to_list(),
-        "positions": list(measured.positions),
-        "scale": settings.scale,
-        **row_distances(measured, order, fitted=fitted, scale=settings.scale, seed=settings.seed),
-        "entries": _entries(settings, measured, order, shown, fitted),
-    }
-    if settings.umap:
-        values["projections"] = _projections(settings, opened, shown)
-    return opened.record("distributions", values)
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return the distances of generated rows beside the paper's, and those of the entry."""
+        fitted, held = record["sequences"]
+        rows = [
+            [name, MISSING if value is None else f"{value:.3f}", paper.ROW_DISTANCES.get(name)]
+            for name, value in record["medians"].items()
+        ]
+        places = f"{len(record['heads'])} heads and {len(record['positions'])} queries"
+        conditions = (
+            f"Generated attention rows against measured ones: median energy distance over {places}; fitted to {fitted} "
+            f"sequences of {record['length']:,} tokens, {held} held out; concentrations times {record['scale']:g}."
+        )
+        entries = record["entries"]
+        names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
+        steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
+        title = f"Entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
+        columns = ["model", "median Kolmogorov-Smirnov distance"]
+        return [
+            conditions,
+            Table.of("", ["rows drawn", "ours", "paper"], rows),
+            Table.of(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
+        ]
+
+    @staticmethod
+    def draw(records: Sequence[Record]) -> Figure:
+        """Return an entry's distribution functions for some heads, the rows' energy distances, and planes if any."""
+        record, *_ = records
+        curves, planes = record["entries"]["curves"], record.get("projections") or []
+        drawn, axes = subplots(3 + bool(planes), max(2, len(curves)))
+        shares = np.linspace(0, 1, POINTS)
+        for curve, above, below in zip(curves, axes[0], axes[1], strict=False):
+            above.plot(curve["logits"], shares, "k", label="measured")
+            if curve["normal"][1] > 0:
+                low, high = above.get_xlim()
+                grid = np.linspace(low, high, 61)
+                above.plot(grid, stats.norm(*curve["normal"]).cdf(grid), label="normal")
+            above.set(title="layer {}, head {}".format(*curve["head"]), xlabel="logit")
+            for name, style in (("measured", "k"), ("gaussian", "C0"), ("dirichlet", "C1")):
+                below.plot(np.maximum(curve[name], 1e-6), shares, style, label=name)
+            below.set(xlabel="probability", xscale="log")
+        axes[1, 0].legend()
+        for axis, values, title in (
+            (axes[2, 0], record["normalised"], "energy distance of rows"),
+            (axes[2, 1], record["entries"]["distances"], "Kolmogorov-Smirnov distance of the entry"),
+        ):
+            flat = [
+                [each for each in np.ravel(np.array(one, dtype=float)) if np.isfinite(each)] for one in values.values()
+            ]
+            axis.boxplot(flat, tick_labels=list(values))
+            axis.set(title=title, yscale="log" if "energy" in title else "linear")
+        for plane, axis in zip(planes, axes[-1], strict=False):
+            for name, style in (("measured", "."), ("generated", "."), ("mean", "o")):
+                axis.plot(*np.array(plane[name]).T, style, label=name, ms=6 if name == "mean" else 2)
+            axis.set(title="layer {}, head {}: UMAP of profiles".format(*plane["head"]))
+        for axis in axes.flat:
+            axis.set_visible(axis.has_data())
+        return drawn
 
 
 def query_positions(length: int) -> tuple[int, ...]:
@@ -213,7 +273,7 @@ def row_distances(
 
 
 def _entries(
-    settings: Settings, statistics: AttentionStatistics, heads: Sequence[Head], shown: Sequence[Head], fitted: int
+    settings: Distributions, statistics: AttentionStatistics, heads: Sequence[Head], shown: Sequence[Head], fitted: int
 ) -> dict[str, Any]:
     """Return the distances of the last query's entry of the key before it for all heads, and the shown ones' curves."""
     query, shares = statistics.positions[-1], np.linspace(0, 1, POINTS)
@@ -308,7 +368,7 @@ def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.nd
     return points | {name: reducer.transform(scaled[name]) for name in ("generated", "mean")}
 
 
-def _projections(settings: Settings, opened: Opened, shown: Sequence[Head]) -> list[dict[str, Any]]:
+def _projections(settings: Distributions, opened: Opened, shown: Sequence[Head]) -> list[dict[str, Any]]:
     """Return the plane of each shown head, from rows in the latter half of sequences that nothing was fitted to."""
     umap = importlib.import_module("umap")
     some = opened.windows(settings.profiles)[:, :-1]
@@ -321,60 +381,3 @@ def _projections(settings: Settings, opened: Opened, shown: Sequence[Head]) -> l
         reducer = umap.UMAP(random_state=settings.seed, n_jobs=1)
         planes.append({"head": head, **project_profiles(sample, reducer)})
     return planes
-
-
-def tables(record: Record) -> list[Part]:
-    """Return the distances of generated rows beside the paper's, and those of the entry."""
-    fitted, held = record["sequences"]
-    rows = [
-        [name, MISSING if value is None else f"{value:.3f}", paper.ROW_DISTANCES.get(name)]
-        for name, value in record["medians"].items()
-    ]
-    conditions = (
-        f"Generated attention rows against measured ones: median energy distance over {len(record['heads'])} heads and "
-        f"{len(record['positions'])} queries; fitted to {fitted} sequences of {record['length']:,} tokens, {held} held "
-        f"out; concentrations times {record['scale']:g}."
-    )
-    entries = record["entries"]
-    names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
-    steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
-    title = f"Entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
-    columns = ["model", "median Kolmogorov-Smirnov distance"]
-    return [
-        conditions,
-        Table.of("", ["rows drawn", "ours", "paper"], rows),
-        Table.of(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
-    ]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return an entry's distribution functions for some heads, the rows' energy distances, and planes if any."""
-    record, *_ = records
-    curves, planes = record["entries"]["curves"], record.get("projections") or []
-    drawn, axes = subplots(3 + bool(planes), max(2, len(curves)))
-    shares = np.linspace(0, 1, POINTS)
-    for curve, above, below in zip(curves, axes[0], axes[1], strict=False):
-        above.plot(curve["logits"], shares, "k", label="measured")
-        if curve["normal"][1] > 0:
-            low, high = above.get_xlim()
-            grid = np.linspace(low, high, 61)
-            above.plot(grid, stats.norm(*curve["normal"]).cdf(grid), label="normal")
-        above.set(title="layer {}, head {}".format(*curve["head"]), xlabel="logit")
-        for name, style in (("measured", "k"), ("gaussian", "C0"), ("dirichlet", "C1")):
-            below.plot(np.maximum(curve[name], 1e-6), shares, style, label=name)
-        below.set(xlabel="probability", xscale="log")
-    axes[1, 0].legend()
-    for axis, values, title in (
-        (axes[2, 0], record["normalised"], "energy distance of rows"),
-        (axes[2, 1], record["entries"]["distances"], "Kolmogorov-Smirnov distance of the entry"),
-    ):
-        flat = [[each for each in np.ravel(np.array(one, dtype=float)) if np.isfinite(each)] for one in values.values()]
-        axis.boxplot(flat, tick_labels=list(values))
-        axis.set(title=title, yscale="log" if "energy" in title else "linear")
-    for plane, axis in zip(planes, axes[-1], strict=False):
-        for name, style in (("measured", "."), ("generated", "."), ("mean", "o")):
-            axis.plot(*np.array(plane[name]).T, style, label=name, ms=6 if name == "mean" else 2)
-        axis.set(title="layer {}, head {}: UMAP of profiles".format(*plane["head"]))
-    for axis in axes.flat:
-        axis.set_visible(axis.has_data())
-    return drawn

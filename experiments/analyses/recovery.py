@@ -11,7 +11,8 @@ import tyro
 from matplotlib.figure import Figure
 
 from experiments import paper
-from experiments.analyses.common import Output, Record, header, subplots
+from experiments.analyses.common import Analysis, subplots
+from experiments.records import Record
 from saf.errors import InputError
 from saf.records.files import read_lines
 from saf.records.run import read_events
@@ -23,9 +24,10 @@ MAX_POINTS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Output):
+class Recovery(Analysis):
     """Compare the training loss of runs after their intervention with the ordinary run's, update by update."""
 
+    kind = "recovery"
     ordinary: tyro.conf.Positional[Path]
     """The run without an intervention."""
     runs: tyro.conf.Positional[tuple[Path, ...]]
@@ -35,20 +37,49 @@ class Settings(Output):
     after: int = 200
     """Updates after the intervention at which the gap is shown."""
 
+    def measure(self) -> dict[str, Any]:
+        """Return the record."""
+        ordinary = _metrics(self.ordinary)
+        curves = [_curve(self, ordinary, path) for path in self.runs]
+        files = {f"run {place}": path / METRICS for place, path in enumerate((self.ordinary, *self.runs))}
+        # A run that was frozen after its last update has none of its own.
+        head = self.header(files={role: path for role, path in files.items() if path.is_file()})
+        return {**head, "window": self.window, "after": self.after, "runs": curves}
 
-def measure(settings: Settings) -> dict[str, Any]:
-    """Return the record."""
-    if not settings.runs:
-        raise InputError("RUNS must name one run at least")
-    ordinary = _metrics(settings.ordinary)
-    curves = [_curve(settings, ordinary, path) for path in settings.runs]
-    files = {f"run {place}": path / METRICS for place, path in enumerate((settings.ordinary, *settings.runs))}
-    # A run that was frozen after its last update has none of its own.
-    head = header("recovery", settings, files={role: path for role, path in files.items() if path.is_file()})
-    return {**head, "window": settings.window, "after": settings.after, "runs": curves}
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return the cost of each intervention at once, and its gap afterwards."""
+        rows = [
+            [
+                percent(run["share"]),
+                signed(run["at_once"], 2),
+                *(signed(run[key], 4, "") for key in ("gap_after", "gap_at_end")),
+            ]
+            for run in record["runs"]
+        ]
+        conditions = (
+            "Training loss after an intervention minus the ordinary run's at the same update, mean of "
+            f"{record['window']} updates around each; perplexity at once is on the controller's windows."
+        )
+        after = f"gap {record['after']:,} updates later, nats"
+        columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
+        return [conditions, Table.of("", columns, rows, paper.notes(paper.RECOVERY))]
+
+    @staticmethod
+    def draw(records: Sequence[Record]) -> Figure:
+        """Return the smoothed gap of every run by the updates after its intervention."""
+        record, *_ = records
+        drawn, axis = subplots(size=(8, 4.5))
+        for run in record["runs"]:
+            later = [update - run["update"] for update in run["updates"]]
+            axis.plot(later, run["gap"], label=f"after {percent(run['share'])}")
+        axis.axhline(0, color="grey", lw=0.8)
+        axis.set(title="Training loss minus the ordinary run's", xlabel="updates after the intervention", ylabel="nats")
+        axis.legend()
+        return drawn
 
 
-def _curve(settings: Settings, ordinary: pd.DataFrame, path: Path) -> dict[str, Any]:
+def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, Any]:
     """Return one run's smoothed gap after its first intervention in force, and the cost at once.
 
     There is no gap after an intervention at the ordinary run's last update.
@@ -91,35 +122,3 @@ def _metrics(path: Path) -> pd.DataFrame:
     columns = {name: [line[name] for line in lines] for name in ("loss", "tokens")}
     frame = pd.DataFrame(columns, index=[int(line["update"]) for line in lines])
     return frame.groupby(level=0).last()
-
-
-def tables(record: Record) -> list[Part]:
-    """Return the cost of each intervention at once, and its gap afterwards."""
-    rows = [
-        [
-            percent(run["share"]),
-            signed(run["at_once"], 2),
-            *(signed(run[key], 4, "") for key in ("gap_after", "gap_at_end")),
-        ]
-        for run in record["runs"]
-    ]
-    conditions = (
-        f"Training loss after an intervention minus the ordinary run's at the same update, mean of {record['window']} "
-        "updates around each; perplexity at once is on the controller's windows."
-    )
-    after = f"gap {record['after']:,} updates later, nats"
-    columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
-    return [conditions, Table.of("", columns, rows, paper.notes(paper.RECOVERY))]
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return the smoothed gap of every run by the updates after its intervention."""
-    record, *_ = records
-    drawn, axis = subplots(size=(8, 4.5))
-    for run in record["runs"]:
-        later = [update - run["update"] for update in run["updates"]]
-        axis.plot(later, run["gap"], label=f"after {percent(run['share'])}")
-    axis.axhline(0, color="grey", lw=0.8)
-    axis.set(title="Training loss minus the ordinary run's", xlabel="updates after the intervention", ylabel="nats")
-    axis.legend()
-    return drawn

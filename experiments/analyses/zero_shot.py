@@ -6,8 +6,9 @@ healing. Or models that were frozen elsewhere are measured as they are.
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import paper
-from experiments.analyses.common import Computing, Record, check_rates, header, subplots
+from experiments.analyses.common import Computing, check_rates, subplots
+from experiments.records import Record
 from saf.calibration.capture import measurable_heads
 from saf.cli.output import say
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
@@ -53,13 +55,14 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Computing):
+class ZeroShot(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
     GPUs, give each process the same --out and its own --only; the command without --only then collects them.
     """
 
+    kind = "zero-shot"
     model: tyro.conf.Positional[Path]
     """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
     frozen: tuple[Path, ...] = ()
@@ -104,155 +107,197 @@ class Settings(Computing):
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
+    def measure(self) -> dict[str, Any] | None:
+        """Return the record, None with `only`.
 
-def measure(settings: Settings) -> dict[str, Any] | None:
-    """Return the record, None with `only`.
+        Raises InputError if the arms to continue are of another model, data or settings.
+        """
+        if self.only is not None and (self.out is None or self.frozen):
+            raise InputError("--only measures one arm of the study of --out; give --out, and not --frozen")
+        if self.tasks:
+            from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
+        opened, others = self.open(self.model), [self.open(path) for path in self.frozen]
+        precision, *further = (precision_in_use(each.model, self.precision) for each in (opened, *others))
+        if set(further) - {precision}:
+            raise InputError(f"models must answer in one precision, got {precision}, {further}; give --precision fp32")
+        hashes = {"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)}
+        data = {name: text.fingerprint for name, text in self.texts(opened).items()}
+        head = self.header(device=device_name(pick_device(self.device)), checkpoints=hashes, data=data)
+        eligible = len(measurable_heads(adapter_for(opened.model)))
+        if not self.frozen:
+            check_rates(self.rates, eligible)
+        own = {name: value for name, value in head["settings"].items() if name != "only"}
+        origin = {name: head["provenance"][name] for name in ("checkpoints", "data")}
+        longest = min([self.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
+        study = Study(self, longest, eligible, {"settings": own, "eligible": eligible, **origin})
+        if self.only not in (None, "ordinary"):
+            study.only(str(self.only))
+            return None
+        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
+        if self.only is not None:
+            return None
+        pieces = [study.frozen_elsewhere(*each) for each in enumerate(others, 1)] or map(study.arm, study.plan)
+        arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces if each is not None]
+        return {
+            **head,
+            **{"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible},
+            **{"ordinary": _by_state(ordinary), "arms": arms, "overlap": _overlaps(arms)},
+        }
 
-    Raises InputError if the arms to continue are of another model, data or settings.
-    """
-    check_rates(settings.rates)
-    if settings.only is not None and (settings.out is None or settings.frozen):
-        raise InputError("--only measures an arm that is frozen here for the study of --out; give --out, not --frozen")
-    if settings.tasks:
-        from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
-    opened = _open(settings, settings.model)
-    others = [_open(settings, path) for path in settings.frozen]
-    precision = precision_in_use(opened.model, settings.precision)
-    for other in others:
-        if (its := precision_in_use(other.model, settings.precision)) != precision:
-            raise InputError(
-                f"{other.folder} would answer in {its}, {opened.folder} in {precision}; save both models in one dtype, "
-                "or give --precision fp32, which opens both in float32"
-            )
-    longest = min([settings.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
-    texts = _texts(settings, opened)
-    head = header(
-        "zero-shot",
-        settings,
-        device=device_name(pick_device(settings.device)),
-        checkpoints={"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)},
-        data={name: text.fingerprint for name, text in texts.items()},
-    )
-    origin = {name: head["provenance"][name] for name in ("checkpoints", "data")}
-    eligible = len(measurable_heads(adapter_for(opened.model)))
-    empty = [rate for rate in settings.rates if not (settings.frozen or budget(rate, eligible))]
-    if empty:
-        raise InputError(f"each of --rates must select at least one of {eligible} eligible heads, got {empty}")
-    own = {name: value for name, value in head["settings"].items() if name != "only"}
-    study = Study(settings, longest, eligible, {"settings": own, "eligible": eligible, **origin})
-    if settings.only not in (None, "ordinary"):
-        study.measure_only(settings.only)
-        return None
-    ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
-    if settings.only is not None:
-        return None
-    pieces = study.elsewhere(others) if others else study.frozen()
-    arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces]
-    return {
-        **head,
-        **{"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible},
-        **{"ordinary": _by_state(ordinary), "arms": arms, "overlap": _overlaps(arms)},
-    }
+    def open(self, path: Path) -> OpenedModel:
+        """Open a model; the one that heads are frozen in comes with its data."""
+        needs_data = path == self.model and not self.frozen
+        return open_model(path, self.data, self.device, precision=self.precision, needs_data=needs_data)
+
+    def texts(self, opened: OpenedModel) -> dict[str, TokenData]:
+        """Return the model's text and, where there is one, the other, which its tokenizer reads."""
+        if (data := opened.data) is None:
+            return {}
+        texts = {"calibration": data}
+        if (path := self.other) is not None:
+            texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
+        return texts
+
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return accuracies by arm, paired changes, perplexities, the heads, and counts of answers."""
+        tasks, arms = record["ordinary"]["tasks"], record["arms"]
+        columns = {"ordinary": tasks, **{arm["name"]: arm["tasks"] for arm in arms}}
+        questions = sum(task["questions"] for task in tasks.values())
+        parts: list[Part] = [
+            f"Zero-shot accuracy of {record['model']}: {questions:,} questions of {len(tasks)} tasks, inputs of up to "
+            f"{record['length']:,} tokens, {record['precision']}; heads frozen without further training but for "
+            "healing."
+        ]
+        if tasks:
+            rows: list[list[Any]] = [
+                [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in columns.values())] for name in tasks
+            ]
+            rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
+            parts += [Table.of("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
+        if record["ordinary"]["texts"] or "healed" in record["ordinary"]:
+            parts.append(_texts_table(record))
+        if any(arm["score"] is not None for arm in arms):
+            parts.append(_heads_table(record))
+        if labelled := [name for name, task in tasks.items() if task["labels"]]:
+            rights = (counts_text(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)
+            rows = [["right answers", *rights]]
+            for title, of in columns.items():
+                rows.append([title, *(counts_text(of[name]["taken"], of[name]["labels"]) for name in labelled)])
+            parts.append(Table.of("Answers by label", ["", *labelled], rows))
+        return parts
+
+    @staticmethod
+    def draw(records: Sequence[Record]) -> Figure:
+        """Return the change of each task and their mean by the share of frozen heads, a line a score."""
+        record, *_ = records
+        groups: dict[str, list[Record]] = {}
+        for arm in record["arms"]:
+            groups.setdefault(arm["score"] or arm["name"], []).append(arm)
+        tasks = record["ordinary"]["tasks"]
+        drawn, axes = subplots(-(-(len(tasks) + 1) // 3), 3)
+        for axis, name in zip(axes.flat, [*tasks, None] if tasks else (), strict=False):
+            for group, arms in groups.items():
+                changes = [a["tasks"][name]["change"]["difference"] if name else a["mean_difference"] for a in arms]
+                points = [(100 * arm["share"], 100 * change) for arm, change in zip(arms, changes, strict=True)]
+                axis.plot(*zip((0, 0), *points, strict=True), "o-", label=group)
+            axis.axhline(0, color="grey", lw=0.8)
+            title = "mean change" if name is None else f"{name}, {100 * tasks[name]['accuracy']:.2f}% ordinary"
+            axis.set(title=title, xlabel="eligible heads frozen, %", ylabel="points")
+        axes.flat[0].legend()
+        for axis in axes.flat:
+            axis.set_visible(axis.has_data())
+        return drawn
 
 
-def _open(settings: Settings, path: Path) -> OpenedModel:
-    needs_data = path == settings.model and not settings.frozen
-    return open_model(path, settings.data, settings.device, precision=settings.precision, needs_data=needs_data)
-
-
-def _texts(settings: Settings, opened: OpenedModel) -> dict[str, TokenData]:
-    """Return the model's text and, where there is one, the other, which its tokenizer reads."""
-    if (data := opened.data) is None:
-        return {}
-    texts = {"calibration": data}
-    if (path := settings.other) is not None:
-        texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
-    return texts
+# --- arms
 
 
 @dataclass(frozen=True)
 class Study:
-    """One study: its arms are measured one after the other, each once, and kept in files beside its record."""
+    """The arms of one study: each is measured once and, with --out, written to a file of its own."""
 
-    settings: Settings
+    settings: ZeroShot
     longest: int
     eligible: int
     """How many heads can be frozen."""
     origin: Record
+    """What all arms have in common: settings, checkpoints and data."""
+    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Return the file of an arm."""
+        out = self.settings.out or Path()
+        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
-        """Return a part of the study, from its file where there is one; raise InputError for one of other origin."""
-        out = self.settings.out
-        if out is None:
-            return to_json(measure())
-        path = _piece_path(out, name)
-        if not path.is_file():
-            return read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
-        piece, own = read_json(path), to_json(self.origin)
-        if changed := [key for key in own if piece["origin"].get(key) != own[key]]:
-            raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+        """Return an arm, from its file where there is one; raise InputError for one of other origin."""
+        if name in self.pieces:
+            return self.pieces[name]
+        if self.settings.out is None:
+            piece = to_json(measure())
+        elif (path := self.path(name)).is_file():
+            piece, own = read_json(path), to_json(self.origin)
+            if changed := [key for key in own if piece["origin"].get(key) != own[key]]:
+                raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+        else:
+            piece = read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
+        self.pieces[name] = piece
         return piece
 
-    def elsewhere(self, others: Sequence[OpenedModel]) -> Iterator[dict[str, Any]]:
-        """Yield the arms of models that were frozen elsewhere."""
-        for number, other in enumerate(others, 1):
-            heads = adapter_for(other.model).heads("frozen")
-            share = len(heads) / self.eligible
-            name = f"model {number}, {percent(share)} frozen"
-            facts = {"name": name, "path": str(other.folder), "score": None, "rate": None, "share": share}
-            facts["heads"] = heads.to_list()
-            measure = lambda other=other, facts=facts: {"facts": facts, "states": self.states(other, facts["name"])}  # noqa: E731
-            yield self.piece(name, measure)
-
-    def frozen(self) -> Iterator[dict[str, Any]]:
-        """Yield the arms of every score and rate, and their controls."""
-        for score, rate in itertools.product(self.settings.scores, self.settings.rates):
-            yield (arm := self._chosen(score, rate))
-            for control in self._controls(score) if arm["facts"]["heads"] else ():
-                yield self._control(control, rate, arm)
-
-    def measure_only(self, title: str) -> None:
-        """Measure one arm; raise InputError for an unknown one, or where the arm whose heads it has is missing."""
+    @cached_property
+    def plan(self) -> dict[str, tuple[str, float, str | None]]:
+        """The arms by title: score or control, rate, and the arm whose heads a control has."""
         arms: dict[str, tuple[str, float, str | None]] = {}
         for score, rate in itertools.product(self.settings.scores, self.settings.rates):
-            arms[_title(score, rate)] = score, rate, None
-            arms |= {_title(control, rate): (score, rate, control) for control in self._controls(score)}
-        check_name("--only", title, ("ordinary", *arms))
-        score, rate, control = arms[title]
-        before = _title(score, rate)
-        if control is not None and not _piece_path(self.settings.out or Path(), before).is_file():
-            raise InputError(f"the arm {title!r} has the heads of {before!r}; measure --only {before!r} first")
-        arm = self._chosen(score, rate)
-        if control is not None and arm["facts"]["heads"]:
-            self._control(control, rate, arm)
+            title = f"{score} {percent(rate)}"
+            arms[title] = score, rate, None
+            controls = [f"{score} pruned"] + [f"{score} in linear time"] * (score == "joint_cost")
+            for control in controls * self.settings.controls:
+                arms[f"{control} {percent(rate)}"] = control, rate, title
+        return arms
 
-    def _controls(self, score: str) -> list[str]:
-        return [f"{score} pruned", *[f"{score} in linear time"] * (score == "joint_cost")] * self.settings.controls
+    def only(self, title: str) -> None:
+        """Measure one arm; raise InputError for an unknown one, or where the arm whose heads it has is missing."""
+        check_name("--only", title, ("ordinary", *self.plan))
+        *_, of = self.plan[title]
+        if of is not None and not self.path(of).is_file():
+            raise InputError(f"the arm {title!r} has the heads of {of!r}; measure --only {of!r} first")
+        self.arm(title)
 
-    def _chosen(self, score: str, rate: float) -> dict[str, Any]:
-        """Return the arm whose heads a score chooses."""
-        settings = {**CHOICES[score], "count": budget(rate, self.eligible), "max_fit_kl": self.settings.max_fit_kl}
-        settings |= {"seed": self.settings.calibration_seed} if score == "random" else {}
-        return self._arm(score, rate, FreezeConfig(**settings))
-
-    def _control(self, control: str, rate: float, arm: Record) -> dict[str, Any]:
-        """Return an arm's heads pruned, or frozen in linear time."""
-        heads: Any = tuple(map(tuple, arm["facts"]["heads"]))
-        if control.endswith("pruned"):
-            return self._arm(control, rate, FreezeConfig(operation="prune", heads=heads))
-        # They passed when they were chosen.
-        return self._arm(control, rate, FreezeConfig(storage="exponential", heads=heads, max_fit_kl=10.0))
-
-    def _arm(self, score: str, rate: float, config: FreezeConfig) -> dict[str, Any]:
-        """Return the arm of an event: what it froze, and the model's measurements afterwards."""
-        title = _title(score, rate)
+    def arm(self, title: str) -> dict[str, Any] | None:
+        """Return what an arm froze, and the model's measurements; None for a control of an arm that froze nothing."""
+        score, rate, of = self.plan[title]
+        if of is None:
+            event = {**CHOICES[score], "count": budget(rate, self.eligible), "max_fit_kl": self.settings.max_fit_kl}
+            event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
+        elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
+            return None
+        else:
+            event = {"heads": tuple(map(tuple, heads))}
+            # In linear time heads pass again that passed when they were chosen.
+            linear = {"storage": "exponential", "max_fit_kl": 10.0}
+            event |= {"operation": "prune"} if score.endswith("pruned") else linear
 
         def measure() -> dict[str, Any]:
-            opened = _open(self.settings, self.settings.model)
-            report = self._freeze(opened, config, title)
+            opened = self.settings.open(self.settings.model)
+            report = self._freeze(opened, FreezeConfig(**event), title)
             return {"facts": _facts(report, score, rate, self.eligible), "states": self.states(opened, title)}
 
         return self.piece(title, measure)
+
+    def frozen_elsewhere(self, number: int, other: OpenedModel) -> dict[str, Any]:
+        """Return the arm of a model whose heads were frozen before."""
+        heads = adapter_for(other.model).heads("frozen")
+        share = len(heads) / self.eligible
+        facts = {
+            "name": f"model {number}, {percent(share)} frozen",
+            "path": str(other.folder),
+            "heads": heads.to_list(),
+        }
+        facts |= {"score": None, "rate": None, "share": share}
+        return self.piece(facts["name"], lambda: {"facts": facts, "states": self.states(other, facts["name"])})
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
@@ -289,7 +334,7 @@ class Study:
             from saf.hf.lm_eval import ask
 
             answers = ask(opened, settings, longest=self.longest)
-        for name, text in _texts(settings, opened).items() if settings.windows else ():
+        for name, text in settings.texts(opened).items() if settings.windows else ():
             with tempfile.TemporaryDirectory() as folder:
                 shape: Any = {"length": self.longest, "batch_size": settings.batch_size, "limit": settings.windows}
                 shape |= {"precision": settings.precision, "bos": self._bos(opened)}
@@ -313,16 +358,6 @@ class Study:
         return windows
 
 
-def _title(score: str, rate: float) -> str:
-    return f"{score} {percent(rate)}"
-
-
-def _piece_path(out: Path, name: str) -> Path:
-    """Return the file of a part of the study whose record is `out`."""
-    folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-    return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
-
-
 def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict[str, Any]:
     """Return what an event chose: its heads, their thirds of the layers, medians of their fits' KL and of scores."""
     statistics, heads, label = report.statistics, report.heads, percent(rate)
@@ -342,6 +377,9 @@ def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict
         "rejected": [[*head, kl] for head, kl in sorted(report.rejected.items())],
         **{name: median(each) if each else None for name, each in values.items()},
     }
+
+
+# --- what arms differ by from the ordinary model
 
 
 def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
@@ -385,31 +423,7 @@ def _overlaps(arms: Sequence[Record]) -> dict[str, float]:
     return {rate: len(one & other) / len(one) for rate, (one, other) in pairs.items() if one}
 
 
-def tables(record: Record) -> list[Part]:
-    """Return accuracies beside one another, paired changes, perplexities, the heads, and counts of answers."""
-    tasks, arms = record["ordinary"]["tasks"], record["arms"]
-    columns = {"ordinary": tasks, **{arm["name"]: arm["tasks"] for arm in arms}}
-    parts: list[Part] = [
-        f"Zero-shot accuracy of {record['model']}: {sum(task['questions'] for task in tasks.values()):,} questions of "
-        f"{len(tasks)} tasks, inputs of up to {record['length']:,} tokens, {record['precision']}; heads frozen without "
-        "further training but for healing."
-    ]
-    if tasks:
-        rows: list[list[Any]] = [
-            [name, *(f"{100 * of[name]['accuracy']:.2f}" for of in columns.values())] for name in tasks
-        ]
-        rows.append(["mean change", None, *(f"{100 * arm['mean_difference']:+.2f}" for arm in arms)])
-        parts += [Table.of("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
-    if record["ordinary"]["texts"] or "healed" in record["ordinary"]:
-        parts.append(_texts_table(record))
-    if any(arm["score"] is not None for arm in arms):
-        parts.append(_heads_table(record))
-    if labelled := [name for name, task in tasks.items() if task["labels"]]:
-        rows = [["right answers", *(counts_text(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)]]
-        for title, of in columns.items():
-            rows.append([title, *(counts_text(of[name]["taken"], of[name]["labels"]) for name in labelled)])
-        parts.append(Table.of("Answers by label", ["", *labelled], rows))
-    return parts
+# --- tables
 
 
 def _changes_table(record: Record) -> Part:
@@ -469,25 +483,3 @@ def _heads_table(record: Record) -> Part:
     columns = ["arm", "heads", "rejected fits", "by thirds of the layers", "fit KL", "forward KL", "chosen by both"]
     notes = ["Medians over the heads, nats per row.", *paper.notes(paper.QWEN_ZERO_SHOT)]
     return Table.of("Heads", columns, rows, notes)
-
-
-def figure(records: Sequence[Record]) -> Figure:
-    """Return the change of each task and their mean by the share of frozen heads, a line a score."""
-    record, *_ = records
-    groups: dict[str, list[Record]] = {}
-    for arm in record["arms"]:
-        groups.setdefault(arm["score"] or arm["name"], []).append(arm)
-    tasks = record["ordinary"]["tasks"]
-    drawn, axes = subplots(-(-(len(tasks) + 1) // 3), 3)
-    for axis, name in zip(axes.flat, [*tasks, None] if tasks else (), strict=False):
-        for group, arms in groups.items():
-            changes = [arm["tasks"][name]["change"]["difference"] if name else arm["mean_difference"] for arm in arms]
-            points = [(100 * arm["share"], 100 * change) for arm, change in zip(arms, changes, strict=True)]
-            axis.plot(*zip((0, 0), *points, strict=True), "o-", label=group)
-        axis.axhline(0, color="grey", lw=0.8)
-        title = "mean change" if name is None else f"{name}, {100 * tasks[name]['accuracy']:.2f}% ordinary"
-        axis.set(title=title, xlabel="eligible heads frozen, %", ylabel="points")
-    axes.flat[0].legend()
-    for axis in axes.flat:
-        axis.set_visible(axis.has_data())
-    return drawn

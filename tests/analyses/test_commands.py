@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.analyses import FIGURES, analysis_figure
+from experiments.analyses import ANALYSES, Analysis, analysis_figure
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import matrix, spearman
 from saf.checkpoint import checkpoint_hash, latest
@@ -25,7 +25,7 @@ def run(tmp_path):
     def measure(name, *words) -> dict:
         out, drawn = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
         out.unlink(missing_ok=True)
-        figure = ("--figure", str(drawn)) if name in FIGURES else ()
+        figure = ("--figure", str(drawn)) if ANALYSES[name].draw is not Analysis.draw else ()
         assert main([name, *map(str, words), "--out", str(out), *figure]) == 0
         assert not figure or drawn.read_text() == analysis_figure([read_json(out)])
         return read_json(out)

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from experiments.analyses.common import partial_spearman, spearman, stratified_spearman
-from experiments.analyses.geometry import distance_and_cost, distances_from_mean, pattern_distances
-from experiments.analyses.profiles import PROFILES, attention_profiles, layer_matched
+from experiments.analyses.patterns import distance_and_cost, distances_from_mean, pattern_distances
+from experiments.analyses.selections import PROFILES, attention_profiles, layer_matched
 from saf.calibration import latter_half
 from saf.errors import InputError
 from saf.heads import HeadSet

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from experiments.analyses import analysis_figure
-from experiments.analyses.recovery import Settings, measure, tables
+from experiments.analyses.recovery import Recovery
 from saf.errors import InputError
 from saf.records.files import write_lines
 from saf.records.run import append_event
@@ -33,7 +33,7 @@ def test_the_gap_is_smoothed_and_shown_after_so_many_updates_and_at_the_end(make
     ordinary = make_run("ordinary", lambda at: 4 - at / 10)
     frozen = make_run("frozen", lambda at: 4 - at / 10 + (20 - at) / 100, begin=10)
     last = make_run("last", lambda at: 1.0, begin=TOTAL)
-    record = measure(Settings(ordinary=ordinary, runs=(frozen, last), window=3, after=4))
+    record = Recovery(ordinary=ordinary, runs=(frozen, last), window=3, after=4).measure()
     run, after_training = record["runs"]
     assert (run["update"], run["share"], run["heads"]) == (10, 0.5, 1)
     assert run["updates"] == list(range(11, 21))
@@ -41,7 +41,7 @@ def test_the_gap_is_smoothed_and_shown_after_so_many_updates_and_at_the_end(make
     assert run["gap_at_end"] == pytest.approx((0.01 + 0.0) / 2), "of the two updates that there are"
     assert run["at_once"] == pytest.approx(100 * math.expm1(0.02))
     assert (after_training["share"], after_training["gap_after"], after_training["updates"]) == (1.0, None, [])
-    _, table = tables(record)
+    _, table = Recovery.tables(record)
     assert table.rows[0] == ("50%", "+2.02%", "+0.0600", "+0.0050")
     assert "after 50%" in analysis_figure([record])
 
@@ -51,11 +51,11 @@ def test_runs_that_cannot_be_compared_are_named(make_run, tmp_path):
     other = make_run("other", lambda at: 1.0, begin=10, tokens=9)
     short = make_run("short", lambda at: 1.0)
     write_lines(short / "metrics.jsonl", [{"update": 5, "tokens": 40, "loss": 1.0}])
-    for settings, message in (
-        (Settings(ordinary=ordinary, runs=(ordinary,)), "no intervention in force"),
-        (Settings(ordinary=ordinary, runs=(other,)), "differ in tokens"),
-        (Settings(ordinary=short, runs=(other,)), "shares no update after its event at 10"),
-        (Settings(ordinary=tmp_path, runs=(other,)), "has no updates"),
+    for analysis, message in (
+        (Recovery(ordinary=ordinary, runs=(ordinary,)), "no intervention in force"),
+        (Recovery(ordinary=ordinary, runs=(other,)), "differ in tokens"),
+        (Recovery(ordinary=short, runs=(other,)), "shares no update after its event at 10"),
+        (Recovery(ordinary=tmp_path, runs=(other,)), "has no updates"),
     ):
         with pytest.raises(InputError, match=message):
-            measure(settings)
+            analysis.measure()

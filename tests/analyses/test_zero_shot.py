@@ -11,7 +11,7 @@ import saf
 import saf.integrations.transformers
 from experiments.analyses import analysis_figure
 from experiments.analyses.__main__ import main
-from experiments.analyses.zero_shot import Settings, measure, tables
+from experiments.analyses.zero_shot import ZeroShot
 from saf.calibration.capture import measurable_heads
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
 from saf.errors import InputError
@@ -42,14 +42,16 @@ def folder(tmp_path_factory):
     return root
 
 
-def settings(folder, **more) -> Settings:
+def study(folder, **more) -> dict:
     given = {"model": folder / "model", "data": folder / "text.txt", "tasks": TASKS, "task_data": folder / "tasks"}
-    return Settings(**{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more})
+    return ZeroShot(
+        **{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more}
+    ).measure()
 
 
 @pytest.fixture(scope="module")
 def record(folder):
-    return measure(settings(folder))
+    return study(folder)
 
 
 def test_every_arm_is_the_model_frozen_by_its_score_and_rate(folder, record):
@@ -118,20 +120,20 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
     saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=100.0))
     model.save_pretrained(tmp_path / "frozen")
     (tmp_path / "frozen" / "tokenizer.json").write_bytes((folder / "model" / "tokenizer.json").read_bytes())
-    found = measure(settings(folder, frozen=(tmp_path / "frozen",) * 2, data=None))
+    found = study(folder, frozen=(tmp_path / "frozen",) * 2, data=None)
     arm, again = found["arms"]
     assert arm["tasks"] == again["tasks"]
     assert (arm["share"], len(arm["heads"]), found["overlap"]) == (0.25, 6, {})
     assert found["ordinary"] == record["ordinary"]
-    assert "model 2, 25% frozen" in "".join(map(markdown_of, tables(to_json(found))))
+    assert "model 2, 25% frozen" in "".join(map(markdown_of, ZeroShot.tables(to_json(found))))
     assert "arc_easy" in analysis_figure([record])
 
 
 def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
     with pytest.raises(InputError, match="at most 16 tokens"):
-        measure(settings(folder, length=16))
+        study(folder, length=16)
     asked = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
-    found = measure(settings(folder, length=16, too_long="cut", **asked))
+    found = study(folder, length=16, too_long="cut", **asked)
     assert found["length"] == 16
     (arm,) = found["arms"]
     assert (arm["name"], arm["share"]) == ("variance 33.3% (90% asked for)", 8 / 24)
@@ -141,7 +143,7 @@ def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
 
 def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_healing(folder):
     asked = {"scores": ("joint_cost",), "rates": (0.25,), "controls": True, "heal": 2 * LENGTH, "windows": 2}
-    found = measure(settings(folder, other=folder / "text.txt", choosing=4, tasks=(), **asked))
+    found = study(folder, other=folder / "text.txt", choosing=4, tasks=(), **asked)
     frozen, pruned, linear = found["arms"]
     assert [arm["score"] for arm in found["arms"]] == ["joint_cost", "joint_cost pruned", "joint_cost in linear time"]
     assert frozen["heads"] == pruned["heads"] == linear["heads"]
@@ -150,7 +152,7 @@ def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_h
     for state, other in ((pruned, ordinary), (pruned["healed"], ordinary["healed"])):
         ratio = state["texts"]["other"]["perplexity"] / other["texts"]["other"]["perplexity"]
         assert state["texts"]["other"]["change"]["delta_ppl_percent"] == pytest.approx(100 * (ratio - 1))
-    assert "joint_cost pruned 25%" in "".join(map(markdown_of, tables(to_json(found))))
+    assert "joint_cost pruned 25%" in "".join(map(markdown_of, ZeroShot.tables(to_json(found))))
 
 
 def test_rates_are_shares_of_the_heads_that_can_be_frozen(folder, tmp_path):
@@ -159,6 +161,6 @@ def test_rates_are_shares_of_the_heads_that_can_be_frozen(folder, tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_bytes((folder / "model" / "tokenizer.json").read_bytes())
     eligible = len(measurable_heads(adapter_for(model)))
     assert 0 < eligible < sum(site.layout.num_heads for site in adapter_for(model).sites())
-    found = measure(settings(folder, model=tmp_path / "model", tasks=(), scores=("variance",), rates=(0.5,)))
+    found = study(folder, model=tmp_path / "model", tasks=(), scores=("variance",), rates=(0.5,))
     (arm,) = found["arms"]
     assert (len(arm["heads"]), arm["share"], found["eligible"]) == (eligible // 2, 0.5, eligible)

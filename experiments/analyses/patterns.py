@@ -1,0 +1,196 @@
+"""Fixed patterns: their distances from the mean and what these say of costs (paper, Eq. 14), and their bytes."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+from experiments import paper
+from experiments.analyses.common import Analysis, ModelAnalysis, spearman, stratified_spearman
+from experiments.records import Record
+from saf.calibration import calibrate, heads_at_a_time
+from saf.errors import InputError
+from saf.frozen_state import storage_report
+from saf.heads import HeadSet
+from saf.models.adapter import adapter_for
+from saf.opening import find_model
+from saf.patterns import CompactPattern, DensePattern
+from saf.records.files import read_json
+from saf.records.table import MISSING, Part, Table, correlation, percent
+from saf.scores import score
+from saf.selection import select
+from saf.statistics import FLOOR
+from saf.targets import TARGETS, collect_for, dense_pattern
+
+DISTANCES = ("squared_error", "kl", "hellinger", "total_variation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry(ModelAnalysis):
+    """Measure the distance of each fixed pattern from the mean pattern, on nested head sets, and its cost."""
+
+    kind = "geometry"
+    score: str = "variance"
+    """Score of the calibration statistics that ranks the heads."""
+    rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
+    """Shares of all heads."""
+    seed: int = 0
+    """Seed of sampled patterns."""
+    costs: Path | None = None
+    """JSON of each pattern's cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""
+
+    def measure(self) -> dict[str, Any]:
+        """Return the record: `distances` are `{distance: {rate: {pattern: mean over heads}}}`."""
+        opened = self.open()
+        opened.check_rates(self.rates)
+        costs = None if self.costs is None else read_json(self.costs)
+        for rate in self.rates:
+            if costs is not None and len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
+                raise InputError(f"{self.costs} must have costs of two patterns at rate {rate}; a rank needs two")
+        ids = opened.calibration()
+        with opened.autocast:
+            scores = score(calibrate(opened.model, ids), self.score)
+            nested = {rate: select(scores, rate) for rate in self.rates}
+            largest = max(nested.values(), key=len)
+            by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)
+        at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
+        distances = {
+            distance: {
+                rate: {name: each[distance][index].mean().item() for name, each in by_pattern.items()}
+                for rate, index in at.items()
+            }
+            for distance in DISTANCES
+        }
+        values: dict[str, Any] = {"distances": distances}
+        if costs is not None:
+            values["correlations"] = {each: distance_and_cost(distances[each], costs) for each in DISTANCES}
+        return opened.record(values)
+
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return the distances by rate and pattern, and their correlations with the costs."""
+        distances, notes = record["distances"], paper.notes(paper.GEOMETRY)
+        rows = [
+            [
+                f"{percent(rate)} {pattern.replace('_', ' ')}",
+                *(f"{each[rate][pattern]:.3e}" for each in distances.values()),
+            ]
+            for rate, patterns in distances[DISTANCES[0]].items()
+            for pattern in patterns
+        ]
+        columns = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
+        conditions = f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."
+        if not (correlations := record.get("correlations")):
+            return [conditions, Table.of("", columns, rows, notes)]
+        ranks: list[list[str]] = []
+        heads: list[str] = []
+        for name, (within, pooled) in correlations.items():
+            papers, values = paper.GEOMETRY_CORRELATIONS.get(name, {}), {**within, "stratified": pooled}
+            heads = [rate if rate == "stratified" else percent(rate) for rate in values]
+            cells = [f"{correlation(value)} ({papers.get(rate, MISSING)})" for rate, value in values.items()]
+            ranks.append([name.replace("_", " "), *cells])
+        title = "Spearman of each distance with what the patterns cost (paper)"
+        return [conditions, Table.of("", columns, rows), Table.of(title, ["distance", *heads], ranks, notes)]
+
+
+def distances_from_mean(
+    model: nn.Module, ids: list[Tensor], heads: HeadSet, names: Sequence[str], *, seed: int = 0
+) -> dict[str, dict[str, Tensor]]:
+    """Return `pattern_distances` of each named pattern, dense and before any fit, from the measured mean pattern.
+
+    `{pattern: {distance: [F]}}` in the heads' order; as many heads at a time as memory allows.
+    """
+    collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
+    size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
+    rows: dict[str, list[dict[str, Tensor]]] = {name: [] for name in names}
+    for first in range(0, len(heads), size):
+        some = HeadSet(list(heads)[first : first + size])
+        statistics = calibrate(model, ids, collect=collect, heads=some)
+        for head in some:
+            for name in names:
+                pattern = dense_pattern(statistics, [head], name, seed=seed)
+                rows[name].append(pattern_distances(statistics.take("mean", [head]), pattern))
+    return {
+        name: {distance: torch.cat([each[distance] for each in parts]) for distance in DISTANCES}
+        for name, parts in rows.items()
+    }
+
+
+def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern) -> dict[str, Tensor]:
+    """Return the distances of each pattern `[F, T, T]` from `reference [F, T, T]`, `[F]` float64 each.
+
+    `squared_error` is the squared Frobenius norm over T² (paper, Eq. 14); the others are averaged over rows: `kl` from
+    reference to pattern (nats), squared `hellinger`, half of sum (sqrt p - sqrt q)², and `total_variation`, half of
+    sum |p - q|. For `kl` the pattern is floored at 1e-9 and normalised again, as targets of fits are.
+    """
+    length = pattern.length
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    rows = []
+    for number, p in enumerate(reference.to("cpu", torch.float64)):
+        q = pattern[number].dense().to("cpu", torch.float64)
+        floored = q.clamp(min=FLOOR) * causal
+        log_q = (floored / floored.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny).log()
+        squared = (p - q).square().sum() / length**2
+        kl = (torch.xlogy(p, p) - p * log_q).sum() / length
+        hellinger = (p.sqrt() - q.sqrt()).square().sum() / (2 * length)
+        rows.append([squared, kl, hellinger, (p - q).abs().sum() / (2 * length)])
+    return dict(zip(DISTANCES, torch.tensor(rows, dtype=torch.float64).T, strict=True))
+
+
+def distance_and_cost(distances: Record, costs: Record) -> tuple[dict[str, float], float]:
+    """Correlate one distance with costs, both `{rate: {pattern: value}}`: Spearman within each rate, and stratified."""
+    strata = {}
+    for rate in distances:
+        names = sorted(distances[rate].keys() & costs.get(rate, {}).keys())
+        strata[rate] = tuple(torch.tensor([float(of[rate][name]) for name in names]) for of in (distances, costs))
+    return {rate: spearman(*pair) for rate, pair in strata.items()}, stratified_spearman(list(strata.values()))
+
+
+# --- storage
+
+FORMS = {
+    "dense_by_layer": "a matrix for every head of a layer with frozen heads",
+    "dense_packed": "a matrix for every frozen head",
+    "compact": "key logits, distance logits and normalisers",
+    "allocated": "allocated to execute them",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(Analysis):
+    """Count the bytes of the patterns of a model's frozen heads: as matrices, as vectors, and as they are executed."""
+
+    kind = "storage"
+    model: tyro.conf.Positional[Path]
+    """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save; with frozen heads."""
+
+    def measure(self) -> dict[str, Any]:
+        """Return the record; `reduction` is the paper's, matrices of whole layers over the bytes allocated."""
+        source = find_model(self.model)
+        model = source.model(torch.device("cpu"))
+        heads = adapter_for(model).heads("frozen")
+        if not len(heads):
+            raise InputError(f"{self.model} has no frozen heads; name a checkpoint after its freezing")
+        report = storage_report(model)
+        return {
+            **self.header(checkpoints={"model": source.hash}),
+            "heads": len(heads),
+            "layers": len({layer for layer, _ in heads}),
+            "bytes": asdict(report),
+            "ratio": report.ratio,
+            "reduction": report.dense_by_layer / report.allocated if report.allocated else None,
+        }
+
+    @staticmethod
+    def tables(record: Record) -> list[Part]:
+        """Return the size of each form."""
+        rows = [
+            [words, f"{record['bytes'][name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()
+        ]
+        conditions = f"Storage of the patterns of {record['heads']} frozen heads in {record['layers']} layers, float32."
+        notes = [*paper.notes(paper.IMPLEMENTATION), "The paper's compact buffers are those of its execution."]
+        return [conditions, Table.of("", ["form", "ours", "paper"], rows, notes)]
