@@ -1,4 +1,4 @@
-"""Folders of models of transformers as the commands read them: opened, frozen and written beside their tokenizer."""
+"""Folders of transformers' models for the commands: a `TransformersFolder` opens one, `freeze_folder` freezes it."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -40,20 +40,12 @@ from saf.tasks.base import PARENT, precision_in_use
 from saf.tasks.text import heldout_batches
 
 RECORD = "freezing.json"
-"""What `saf freeze` writes beside a model: settings and provenance."""
+"""The file in which `saf freeze` records settings and provenance."""
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""What `saf freeze` copies from one folder into the other, bytes as they are."""
-_RECORDED = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision")
-"""Settings that `RECORD` repeats."""
+"""Files that `saf freeze` copies from one folder into the other as they are."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,7 @@ class TransformersFolder:
             with _raising(InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"):
                 file = cached_file(str(path), "config.json")
             source = cls(str(path), Path(str(file)).parent)
-            for name in TOKENIZER_FILES:  # text is read, and copies are made, from the folder
+            for name in TOKENIZER_FILES:  # `data` reads them in the folder, and `freeze_folder` copies them
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
         architectures = read_json(source.folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
@@ -88,7 +80,7 @@ class TransformersFolder:
 
     @property
     def parent(self) -> str | None:
-        """The hash of what `saf freeze` made the folder from; None for another one, or where it was changed since."""
+        """The hash of the model that `saf freeze` froze into this folder; None for others, and once it has changed."""
         record = read_json(self.folder / RECORD) if (self.folder / RECORD).is_file() else {}
         return record["provenance"]["checkpoints"][PARENT] if record.get("model") == self.hash else None
 
@@ -187,24 +179,25 @@ def freeze_folder(
     mark: Any = mark_of(model.config)
     mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
     if settings.heal is not None:
+        options: dict[str, Any] = {"accept_loss": settings.accept_loss, "precision": settings.precision}
         text = halves(batches[1])[1] if config.jointly else batches[1]
-        options = {"accept_loss": settings.accept_loss, "precision": settings.precision}
-        options["progress"] = countdown("healing", "updates")
-        healing = heal_and_compare(model, source.model(device, dtype), training, text, **options)
+        twin, progress = source.model(device, dtype), countdown("healing", "updates")
+        healing = heal_and_compare(model, twin, training, text, progress=progress, **options)
         report, mark["events"][-1]["healing"] = replace(report, healing=healing), asdict(healing)
         model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
-    recorded = {name: getattr(settings, name) for name in _RECORDED}
-    recorded |= {"config": config.to_dict(), "length": report.statistics.length, "finalize": settings.finalize}
-    head = result_header(
+    repeated = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision", "finalize")
+    recorded = {name: getattr(settings, name) for name in repeated}
+    recorded |= {"config": config.to_dict(), "length": report.statistics.length}
+    header = result_header(
         "freezing",
         recorded | {"calibration_seed": settings.calibration_seed or 0},
         device=device_name(device),
         checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
-    _write(settings.out, model, source, report, head | {"precision": precision, "bos": bos})
+    _write(settings.out, model, source, report, header | {"precision": precision, "bos": bos})
     return report, folder_hash(settings.out), parent
 
 
@@ -216,17 +209,8 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
     count, seed = settings.sequences, settings.calibration_seed or 0
     heal = 0 if settings.heal is None else max(1, settings.heal // length)
     if isinstance(data, TextData):
-        total = data.num_tokens("train") // length
-        held = settings.heldout_count(total - count, length)
-        _check_text(data, length, count, held)
-        calibration, heldout, rest = calibration_windows(data, length=length, count=total, seed=seed).split(
-            [count, held, total - count - held]
-        )
-        if heal and not len(rest):
-            raise InputError(f"--heal must have text beside the {count + held} sequences that are measured: give more")
-        return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
+        return _windows_of_text(settings, data, length, heal)
     held = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
-    _check_text(data, length, count)
     calibration = calibration_windows(data, length=length, count=count, seed=seed)
     heldout = torch.cat(heldout_batches(data, length=length, count=held, batch_size=held))
     if settings.config.jointly:  # of many documents: heads chosen on one kind of text fail on others
@@ -236,21 +220,24 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
     return calibration, heldout, training
 
 
-def _check_text(data: TokenData, length: int, sequences: int, heldout: int = 0) -> None:
-    """Raise DataError where a text is shorter than the sequences to calibrate on and, beside them, to hold out."""
-    tokens = data.num_tokens(data.calibration_source)
-    if (windows := tokens // length) >= sequences + heldout:
-        return
-    fewer = ""
-    if windows - heldout > 1:
-        fewer = f"--sequences {windows - heldout}, "
-    elif windows > 3:
-        fewer = f"--sequences {windows - windows // 2} --heldout-sequences {windows // 2}, "
-    beside = f" and {heldout} to measure the loss" if heldout else ""
-    raise DataError(
-        f"{data.folder} must have {(sequences + heldout) * length:,} tokens ({sequences:,} sequences of {length:,} to "
-        f"calibrate{beside}), got {tokens:,}: pass {fewer}a smaller --length or more text"
-    )
+def _windows_of_text(
+    settings: CheckpointFreezing, data: TextData, length: int, heal: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same of plain text, of which each window serves once; those to heal on may be read several times."""
+    count, seed, tokens = settings.sequences, settings.calibration_seed or 0, data.num_tokens("train")
+    total = tokens // length
+    held = settings.heldout_count(total - count, length)
+    if total < count + held:
+        fewer = f"--sequences {total - held}, " if total > held else ""
+        raise DataError(
+            f"{data.folder} must have {(count + held) * length:,} tokens ({count:,} sequences of {length:,} to "
+            f"calibrate and {held} to measure the loss), got {tokens:,}: pass {fewer}a smaller --length or more text"
+        )
+    every = calibration_windows(data, length=length, count=total, seed=seed)
+    calibration, heldout, rest = every.split([count, held, total - count - held])
+    if heal and not len(rest):
+        raise InputError(f"--heal needs more text than the {count + held} sequences that are measured: give more")
+    return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, 
     assert "trained alike (perplexity +" in (tmp_path / "out" / "README.md").read_text()
     count = (len(train_bpe([TEXT], vocab_size=300).encode(TEXT)) + 1) // 16
     code, _, told = saf(*words, "--sequences", count - 1, "--out", tmp_path / "none")
-    assert (code, "must have text beside" in told) == (2, True)
+    assert (code, "needs more text" in told) == (2, True)
 
 
 def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base, saf, saf_json, tmp_path):
