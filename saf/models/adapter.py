@@ -1,6 +1,7 @@
 """What the rest of the package asks of a model: `adapter_for` returns its `Adapter`, which has a `Site` a layer.
 
-Nothing else tests the class of a model. Only `Site.assign` and `Site.pin` change it; all else reads.
+Nothing else tests the class of a model. Only `Site.assign` and `Site.pin` change it; all else reads. The adapter of the
+project's GPT is here, that of models of transformers in saf/hf/adapter.py.
 """
 
 import sys
@@ -21,11 +22,155 @@ from saf.ops import FrozenHeads
 
 Receiver = Callable[[Tensor, Tensor], None]
 """A function that `Site.capture` calls with the queries and keys of a pass."""
-PLAIN = "freeze and save before weights are quantised, after pruning masks and norms are made permanent"
-WHOLE = "gather the model first (docs/parallel.md, Events), or do this before fully_shard"
-ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
 """Rows taken out of a layer, on the CPU: by role, by head (`HeadLayout.rows`), by name: `weight`, moments."""
+ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
+
+
+def adapter_for(model: nn.Module) -> "Adapter":
+    """Return the adapter of a model; raise UnsupportedError for a family, or attention, that is not known."""
+    inner = unwrap(model)
+    if (adapter := _find(inner)) is None:
+        name = type(inner).__name__
+        raise UnsupportedError(
+            f"{name} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says how to add one"
+        )
+    adapter.check_attention()
+    return adapter
+
+
+def language_model(model: nn.Module) -> "LanguageModel":
+    """Return the adapter of a model, or one for any causal model with the interface of transformers."""
+    inner = unwrap(model)
+    if (adapter := _find(inner)) is not None:
+        return adapter
+    from saf.hf.adapter import TransformersModel
+
+    return TransformersModel(inner)
+
+
+def _find(model: nn.Module) -> "Adapter | None":
+    if isinstance(model, GPT):
+        return GPTAdapter(model)
+    if "transformers" not in sys.modules:  # it may not be installed, and imported takes seconds
+        return None
+    from saf.hf.adapter import TransformersAdapter
+
+    return TransformersAdapter.of(model)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module under `torch.compile` and data-parallel wrappers."""
+    for name in ("_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return unwrap(inner)
+    return model
+
+
+def longest_input(model: nn.Module) -> int | None:
+    """Return the most tokens that a model takes: its positions, or fewer that its patterns cover; None for no limit."""
+    limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
+    return min(filter(None, [*limits, language_model(model).max_length]), default=None)
+
+
+# --- a model
+
+
+class LanguageModel(ABC):
+    """A causal language model that can be evaluated, whether or not its attention is known."""
+
+    model: Any
+    """The model itself, without wrappers."""
+    one_graph: ClassVar[bool]
+    """Whether the model is written to compile as one graph."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes token ids."""
+        return next(self.model.parameters()).device
+
+    @property
+    @abstractmethod
+    def max_length(self) -> int | None:
+        """The longest input in tokens; None when the model sets no limit."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids the model knows; None when its configuration has no such entry."""
+        return getattr(self.model.config, "vocab_size", None)
+
+    def check_next_token(self) -> None:  # noqa: B027 - the project's own model always does
+        """Raise UnsupportedError for a model that does not predict next tokens, such as one with a head of labels."""
+
+    @abstractmethod
+    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, in nats per token, with its gradient."""
+
+    @abstractmethod
+    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        """Return log p of every target, `[B, T]` float32, in nats."""
+
+    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
+        """Return a callable that computes the training loss, decoder layers compiled one by one."""
+        raise UnsupportedError("compile='layers' is for the project's own GPT; use compile='on' or 'off'")
+
+    @staticmethod
+    @abstractmethod
+    def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
+        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`; others are not computed.
+
+        It takes the model, which a compiled module then reads as its own submodule, checked in one guard.
+        """
+
+
+class Adapter(LanguageModel):
+    """A language model whose attention layers are known."""
+
+    saves_weights: ClassVar[bool]
+    """Whether `saf.save` writes the weights, too; else their own library saves them."""
+
+    @abstractmethod
+    def sites(self) -> "Sequence[Site]":
+        """Return the attention layers in order."""
+
+    @abstractmethod
+    def run(self, input_ids: Tensor) -> None:
+        """Run the layers on `input_ids [B, T]`, without the output layer."""
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """How many layers a forward pass runs, by the model's configuration."""
+
+    def check_attention(self) -> None:
+        """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
+        if (count := len(self.sites())) != self.num_layers:
+            want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
+            raise UnsupportedError(f"{want}, got {count}: remove draft layers, copy shared ones")
+
+    def attend_through_seam(self) -> None:
+        """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
+
+    def attention_settings(self) -> dict[str, Any]:
+        """Return settings that shape attention and are not saved with the weights, as values for JSON."""
+        return {}
+
+    def remember(self, event: dict[str, Any]) -> None:
+        """Keep a freezing event, as values for JSON, with the model; nothing here."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the attention weights: that of queries and keys outside autocast."""
+        return rows_of(self.sites()[0], "query").parameter.dtype
+
+    def heads(self, *kinds: str) -> HeadSet:
+        """Return the heads of some of the kinds "live", "frozen", "pruned"."""
+        layouts = [site.layout for site in self.sites()]
+        return HeadSet((n, head) for n, one in enumerate(layouts) for kind in kinds for head in getattr(one, kind))
+
+
+# --- a layer
 
 
 class Site(ABC):
@@ -120,6 +265,9 @@ def rows_of(site: Site, role: str) -> Rows:
     return rows
 
 
+# --- checks of a layer's weights
+
+
 def hooked_module(attention: nn.Module) -> str | None:
     """Return the name of a projection with hooks, whose heads edits would reorder; None without any."""
     for name, module in attention.named_modules():
@@ -139,139 +287,22 @@ def check_plain_weights(site: Site) -> None:
     for role, (weight, _) in site.projections().items():
         check_unsharded(role, weight)
         if type(weight) is not nn.Parameter or id(weight) not in own:
-            kind = type(weight).__name__
-            raise UnsupportedError(f"weights of a layer's {role} must be a parameter of its own, got {kind}: {PLAIN}")
+            raise UnsupportedError(
+                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
+                "save before weights are quantised, after pruning masks and norms are made permanent"
+            )
 
 
 def check_unsharded(role: str, weight: Tensor) -> None:
     """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
     if type(weight).__name__ == "DTensor":
-        raise UnsupportedError(f"weights of a layer's {role} must be whole, got shares (DTensor); {WHOLE}")
+        raise UnsupportedError(
+            f"weights of a layer's {role} must be whole, got shares (DTensor); gather the model first "
+            "(docs/parallel.md, Events), or do this before fully_shard"
+        )
 
 
-class LanguageModel(ABC):
-    """A causal language model that can be evaluated, whether or not its attention is known."""
-
-    model: Any
-    """The model itself, without wrappers."""
-    one_graph: ClassVar[bool]
-    """Whether the model is written to compile as one graph."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model takes token ids."""
-        return next(self.model.parameters()).device
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """The longest input in tokens; None when the model sets no limit."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None when its configuration has no such entry."""
-        return getattr(self.model.config, "vocab_size", None)
-
-    def check_next_token(self) -> None:  # noqa: B027 - the project's own model always does
-        """Raise UnsupportedError for a model that does not predict next tokens, such as one with a head of labels."""
-
-    @abstractmethod
-    def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, in nats per token, with its gradient."""
-
-    @abstractmethod
-    def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return log p of every target, `[B, T]` float32, in nats."""
-
-    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
-        """Return a callable that computes the training loss, decoder layers compiled one by one."""
-        raise UnsupportedError("compile='layers' is for the project's own GPT; use compile='on' or 'off'")
-
-    @staticmethod
-    @abstractmethod
-    def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
-        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`; others are not computed.
-
-        It takes the model, which a compiled module then reads as its own submodule, checked in one guard.
-        """
-
-
-class Adapter(LanguageModel):
-    """A language model whose attention layers are known."""
-
-    saves_weights: ClassVar[bool]
-    """Whether `saf.save` writes the weights, too; else their own library saves them."""
-
-    @abstractmethod
-    def sites(self) -> Sequence[Site]:
-        """Return the attention layers in order."""
-
-    @abstractmethod
-    def run(self, input_ids: Tensor) -> None:
-        """Run the layers on `input_ids [B, T]`, without the output layer."""
-
-    @property
-    @abstractmethod
-    def num_layers(self) -> int:
-        """How many layers a forward pass runs, by the model's configuration."""
-
-    def check_attention(self) -> None:
-        """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
-        if (count := len(self.sites())) != self.num_layers:
-            want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
-            raise UnsupportedError(f"{want}, got {count}: remove draft layers, copy shared ones")
-
-    def attend_through_seam(self) -> None:
-        """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
-
-    def attention_settings(self) -> dict[str, Any]:
-        """Return settings that shape attention and are not saved with the weights, as values for JSON."""
-        return {}
-
-    def remember(self, event: dict[str, Any]) -> None:
-        """Keep a freezing event, as values for JSON, with the model; nothing here."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the attention weights: that of queries and keys outside autocast."""
-        return rows_of(self.sites()[0], "query").parameter.dtype
-
-    def heads(self, *kinds: str) -> HeadSet:
-        """Return the heads of some of the kinds "live", "frozen", "pruned"."""
-        layouts = [site.layout for site in self.sites()]
-        return HeadSet((n, head) for n, one in enumerate(layouts) for kind in kinds for head in getattr(one, kind))
-
-
-class GPTSite(Site):
-    """An attention layer of `saf.models.GPT`."""
-
-    def __init__(self, attention: Attention):
-        self.attention = attention
-
-    @property
-    def state(self) -> Attention:
-        return self.attention
-
-    def projections(self) -> dict[str, tuple[Tensor, int]]:
-        return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
-
-    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
-        self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)
-        self.attention.set_layout(layout, frozen)
-        for linear in self.attention.children():
-            if isinstance(linear, nn.Linear):
-                linear.out_features, linear.in_features = linear.weight.shape
-
-    def pin(self, kernel: str) -> None:
-        self.attention.live.kernel = kernel
-
-    @contextmanager
-    def capture(self, receiver: Receiver) -> Iterator[None]:
-        handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: receiver(inputs[0], inputs[1]))
-        try:
-            yield
-        finally:
-            handle.remove()
+# --- the project's GPT
 
 
 class GPTAdapter(Adapter):
@@ -304,55 +335,40 @@ class GPTAdapter(Adapter):
     def last_logits(model: GPT, input_ids: Tensor, count: int = 1) -> Tensor:
         return F.linear(model.hidden(input_ids)[:, -count:], model.embed.weight)
 
-    def sites(self) -> list[GPTSite]:
+    def sites(self) -> "list[GPTSite]":
         return [GPTSite(attention) for attention in self.model.attention_layers()]
 
     def run(self, input_ids: Tensor) -> None:
         self.model.hidden(input_ids)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module under `torch.compile` and data-parallel wrappers."""
-    for name in ("_orig_mod", "module"):
-        inner = getattr(model, name, None)
-        if isinstance(inner, nn.Module):
-            return unwrap(inner)
-    return model
+class GPTSite(Site):
+    """An attention layer of `saf.models.GPT`."""
 
+    def __init__(self, attention: Attention):
+        self.attention = attention
 
-def adapter_for(model: nn.Module) -> Adapter:
-    """Return the adapter of a model; raise UnsupportedError for a family, or attention, that is not known."""
-    inner = unwrap(model)
-    if (adapter := _find(inner)) is None:
-        name = type(inner).__name__
-        raise UnsupportedError(
-            f"{name} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says how to add one"
-        )
-    adapter.check_attention()
-    return adapter
+    @property
+    def state(self) -> Attention:
+        return self.attention
 
+    def projections(self) -> dict[str, tuple[Tensor, int]]:
+        return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
 
-def language_model(model: nn.Module) -> LanguageModel:
-    """Return the adapter of a model, or one for any causal model with the interface of transformers."""
-    inner = unwrap(model)
-    if (adapter := _find(inner)) is not None:
-        return adapter
-    from saf.hf.adapter import TransformersModel
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)
+        self.attention.set_layout(layout, frozen)
+        for linear in self.attention.children():
+            if isinstance(linear, nn.Linear):
+                linear.out_features, linear.in_features = linear.weight.shape
 
-    return TransformersModel(inner)
+    def pin(self, kernel: str) -> None:
+        self.attention.live.kernel = kernel
 
-
-def longest_input(model: nn.Module) -> int | None:
-    """Return the most tokens that a model takes: its positions, or fewer that its patterns cover; None for no limit."""
-    limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
-    return min(filter(None, [*limits, language_model(model).max_length]), default=None)
-
-
-def _find(model: nn.Module) -> Adapter | None:
-    if isinstance(model, GPT):
-        return GPTAdapter(model)
-    if "transformers" not in sys.modules:  # it may not be installed, and imported takes seconds
-        return None
-    from saf.hf.adapter import TransformersAdapter
-
-    return TransformersAdapter.of(model)
+    @contextmanager
+    def capture(self, receiver: Receiver) -> Iterator[None]:
+        handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: receiver(inputs[0], inputs[1]))
+        try:
+            yield
+        finally:
+            handle.remove()
