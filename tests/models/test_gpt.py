@@ -6,7 +6,11 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.models import GPT, GPTConfig, preset
-from saf.ops import decoder as module
+from saf.models.gpt import Rotary, rotate
+from saf.ops import attention as seam
+from saf.ops import decoder
+from saf.surgery import install_
+from tests.ops.hard_patterns import hard_patterns
 
 
 def small(**overrides) -> GPT:
@@ -16,18 +20,13 @@ def small(**overrides) -> GPT:
 
 
 @pytest.mark.parametrize(("name", "count"), [("1b", 983_336_448), ("124m", 123_587_328), ("124m-learned", 126_733_056)])
-def test_presets_have_the_parameters_they_should(name, count):
-    with torch.device("meta"):
-        model = GPT(preset(name))
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
-
-
-@pytest.mark.parametrize("name", ["tiny", "124m"])
-def test_operations_count_every_matrix_once_and_causal_attention(name):
+def test_presets_have_the_papers_parameters_and_operations_count_every_matrix_once(name, count):
     config = preset(name)
     with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in GPT(config).parameters() if parameter.dim() == 2)
-    assert config.flops_per_token(0) == 6 * weights
+        model = GPT(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters == count
+    matrices = sum(one.numel() for name, one in model.named_parameters() if one.dim() == 2 and "position" not in name)
+    assert config.flops_per_token(0) == 6 * matrices
     # Two products of 2 * T/2 * C forward, twice that backward.
     attention = 3 * 2 * 2 * 256 * config.hidden_size * config.num_layers
     assert config.flops_per_token(512) - config.flops_per_token(0) == attention
@@ -35,7 +34,7 @@ def test_operations_count_every_matrix_once_and_causal_attention(name):
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_loss_and_gradients_equal_plain_cross_entropy(position, monkeypatch):
-    monkeypatch.setattr(module, "chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(decoder, "chunk_rows", lambda vocab_size: 7)
     model = small(position=position).double()
     tokens = torch.randint(0, 50, (3, 17))
     targets = tokens[:, 1:].clone()
@@ -49,16 +48,6 @@ def test_loss_and_gradients_equal_plain_cross_entropy(position, monkeypatch):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens[:, :-1], targets), plain)
-
-
-def test_targets_that_do_not_fit_are_refused():
-    model, tokens = small(), torch.randint(0, 50, (2, 9))
-    for targets in (torch.zeros(1, 1), torch.zeros(9, 2), torch.zeros(2, 8)):
-        with pytest.raises(InputError, match=r"targets must be \[2, 9\], one a position; got"):
-            model(tokens, targets.long())
-    for call in (model, model.token_log_probs):
-        with pytest.raises(InputError, match="targets are tokens 0 to 49, or -100 to leave one out; got 50"):
-            call(tokens, torch.full_like(tokens, 50))
 
 
 def test_gradients_of_gradients_are_refused():
@@ -99,8 +88,6 @@ def test_a_model_to_be_filled_is_where_it_is_asked_for_with_its_rotations_and_dr
 
 
 def test_rotary_scores_depend_on_distance_only():
-    from saf.models.gpt import Rotary, rotate
-
     rotary = Rotary(8, 64)
     query, key = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
 
@@ -112,9 +99,7 @@ def test_rotary_scores_depend_on_distance_only():
     assert abs(product(40, 9) - product(40, 10)) > 1e-4
 
 
-def test_the_rotation_s_gradient_is_its_derivative():
-    from saf.models.gpt import Rotary, rotate
-
+def test_the_gradient_of_the_rotation_is_its_derivative():
     cos, sin = Rotary(8, 16)(torch.arange(16)[None])
     x = torch.randn(2, 16, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda heads: rotate(heads, (cos.double(), sin.double())), x)
@@ -180,27 +165,51 @@ def test_padding_gives_the_unpadded_logits(position):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention_mask": torch.ones(2, 11)}, r"shape of input_ids, \[2, 12\], got \[2, 11\]"),
-        ({"attention_mask": torch.ones(1, 12)}, r"shape of input_ids, .*, got \[1, 12\]"),
-        ({"targets": torch.ones(2, 12, dtype=torch.bool)}, "targets must be whole numbers; got Tensor torch.bool"),
-    ],
-)
-def test_what_cannot_be_used_beside_tokens_is_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        small()(torch.zeros(2, 12, dtype=torch.long), **options)
+IDS = torch.zeros(2, 12, dtype=torch.long)
+REFUSED = {
+    "mask of another length": lambda: small()(IDS, attention_mask=torch.ones(2, 11)),
+    "mask of fewer rows": lambda: small()(IDS, attention_mask=torch.ones(1, 12)),
+    "targets of bools": lambda: small()(IDS, IDS.bool()),
+    "one target": lambda: small()(IDS, IDS[:1, :1]),
+    "fewer targets": lambda: small()(IDS, IDS[:, 1:]),
+    "unknown target": lambda: small()(IDS, IDS + 50),
+    "unknown target of log-probabilities": lambda: small().token_log_probs(IDS, IDS + 50),
+    "input beyond the positions": lambda: small()(torch.zeros(1, 33, dtype=torch.long)),
+    "uneven heads": lambda: small(num_heads=3),
+    "no layers": lambda: small(num_layers=0),
+    "preset": lambda: preset("7b"),
+}
 
 
-def test_bad_shapes_are_refused():
-    with pytest.raises(InputError, match="1 to 32 positions; got 33"):
-        small()(torch.zeros(1, 33, dtype=torch.long))
-    with pytest.raises(InputError, match="a multiple of 6, got 16"):
-        small(num_heads=3)
-    with pytest.raises(InputError, match="model preset must be one of"):
-        preset("7b")
-    with pytest.raises(TypeError, match="num_layer"):
-        preset("tiny", num_layer=2)
-    with pytest.raises(InputError, match="num_layers must be at least 1"):
-        small(num_layers=0)
+@pytest.mark.parametrize("case", REFUSED)
+def test_inputs_and_shapes_that_do_not_fit_are_refused(case):
+    with pytest.raises(InputError):
+        REFUSED[case]()
+
+
+# --- live and frozen heads projected together and apart
+
+
+def products(model, joined, monkeypatch):
+    """How often heads were joined before one product, and the loss with its gradients."""
+    together, join = [], seam.join_heads
+    monkeypatch.setattr(seam, "JOINED", joined)
+    monkeypatch.setattr(seam, "join_heads", lambda *parts: together.append(1) or join(*parts))
+    tokens = torch.randint(0, 50, (2, 33), generator=torch.Generator().manual_seed(1))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    monkeypatch.undo()
+    return len(together), [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_training_projects_few_tokens_together_and_many_apart(monkeypatch):
+    model = small(num_heads=4, hidden_size=32)
+    install_(model, [(0, 1), (0, 3), (1, 0)], hard_patterns(["decay", "ripple", "local"], 32))
+    size = 2 * 32 * 32
+    (always, joined), (never, apart) = (products(model.double(), most, monkeypatch) for most in (size, size - 1))
+    assert (always, never) == (2, 0)
+    for one, other in zip(joined, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    model.blocks[0].attention.o_proj = torch.nn.Sequential(model.blocks[0].attention.o_proj)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(UnsupportedError, match="merge adapters"):
+            model(torch.zeros(1, 4, dtype=torch.long))
