@@ -7,12 +7,17 @@ import torch
 
 import saf
 from saf.errors import InputError, UnsupportedError
-from saf.heads import HeadSet
+from saf.heads import HeadSet, role_of
 from saf.models.adapter import adapter_for, language_model, rows_of
 
 transformers = pytest.importorskip("transformers")
 
-from tests.transformers_models import LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
+from tests.transformers_models import FAMILIES, HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
+
+WHOLE = HeadSet([(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
+"""The first layer, by which a cache counts its tokens, and the last; one head between them."""
+EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def by_hand(model, patterns, ids):
@@ -39,22 +44,15 @@ def by_hand(model, patterns, ids):
         return model(ids, use_cache=False).logits
 
 
-def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family):
-    model, untouched = make(family), make(family)
-    patterns = freeze(model)
-    ids = tokens(2, LENGTH - 5, seed=2)
+def in_steps(model, ids, *sizes):
+    """Logits of a prompt that goes on in steps of these sizes, then of one token, with the cache."""
+    cache, logits = None, []
     with torch.no_grad():
-        found = model(ids, use_cache=False).logits
-    torch.testing.assert_close(found, by_hand(untouched, patterns, ids), rtol=2e-4, atol=2e-4)
-    assert not torch.allclose(found, by_hand(make(family), {}, ids), atol=1e-2)
-    site = adapter_for(model).sites()[0]
-    assert weight_of(model, 0, "query").shape[0] == 2 * site.head_dim
-    keys = site.layout.num_kv_heads if site.layout.grouped else 2
-    assert weight_of(model, 0, "key").shape[0] == keys * site.head_dim
-    saf.uninstall_(model)
-    assert str(model) == str(make(family)), "projections print their sizes"
-    assert all(map(torch.equal, outcome(model), outcome(make(family))))
-    assert all(map(torch.equal, model.parameters(), make(family).parameters()))
+        for part in ids.split([*sizes, *[1] * (ids.shape[1] - sum(sizes))], 1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            logits.append(out.logits)
+    return torch.cat(logits, 1), cache
 
 
 def outcome(model):
@@ -64,15 +62,121 @@ def outcome(model):
     mask[1, :7] = 0
     whole, padded = model(ids, use_cache=False).logits, model(ids, attention_mask=mask).logits
     loss = torch.nn.functional.cross_entropy(whole[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    return [whole, padded, *torch.autograd.grad(loss, [*model.parameters()])]
+    # In float64 the eager attention of transformers makes padding NaN.
+    return [whole, padded.nan_to_num(), *torch.autograd.grad(loss, [*model.parameters()])]
 
 
-def test_a_soft_cap_that_the_attention_function_drops_is_refused():
-    """As transformers up to some 5.1x lets Gemma 2 attend by SDPA."""
-    model = make("gemma2")
-    model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(UnsupportedError, match="soft caps"):
-        saf.freeze_(model, [tokens()], saf.FreezeConfig(count=3))
+def unchanged(model, family):
+    same = all(map(torch.equal, model.parameters(), make(family).to(model.dtype).parameters()))
+    return same and all(map(torch.equal, outcome(model), outcome(make(family).to(model.dtype))))
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        *((family, HEADS) for family in FAMILIES),
+        *((family, WHOLE) for family in ("qwen3", "llama", "gpt2", "phi3", "gemma3")),
+        *((family, EVERY) for family in ("qwen3", "gpt2", "gemma2")),
+    ],
+)
+def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family, heads):
+    model, untouched = make(family).double(), make(family).double()
+    patterns = freeze(model, heads)
+    ids = tokens(2, LENGTH - 5, seed=2)
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, by_hand(untouched, patterns, ids), **CLOSE)
+    assert not torch.allclose(found, by_hand(make(family).double(), {}, ids), atol=1e-2)
+    torch.testing.assert_close(in_steps(model, ids, 20, 3)[0], found, **CLOSE)
+    site = adapter_for(model).sites()[0]
+    live, keys = (len(site.layout.rows[role]) for role in ("query", "key"))
+    assert live == 4 - len(heads.in_layer(0))
+    assert (len(weight_of(model, 0, "query")), len(weight_of(model, 0, "key"))) == (
+        live * site.head_dim,
+        keys * site.head_dim,
+    )
+    assert keys == (site.layout.num_kv_heads if live and site.layout.grouped else live)
+    saf.uninstall_(model)
+    assert str(model) == str(make(family)), "projections print their sizes"
+    assert unchanged(model, family)
+
+
+def test_pruned_heads_of_any_layer_compute_what_they_would_with_outputs_of_zero(shape):
+    model, untouched = make(shape).double(), make(shape).double()
+    layers = model.config.num_hidden_layers
+    gone = HeadSet([*((0, head) for head in range(4)), (1, 0), *((layers - 1, head) for head in (1, 2))])
+    saf.prune_(model, gone)
+    patterns = freeze(model, HeadSet([(1, 1), (1, 3)]))
+    ids = tokens(2, LENGTH - 5, seed=2)
+    expected = by_hand(untouched, patterns | dict.fromkeys(gone, torch.zeros(LENGTH, LENGTH)), ids)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, **CLOSE)
+    torch.testing.assert_close(in_steps(model, ids, 20, 3)[0], expected, **CLOSE)
+    saf.uninstall_(model)
+    assert unchanged(model, shape)
+
+
+def test_layers_without_live_heads_cache_values_alone(shape):
+    model, ids = make(shape).double(), tokens(2, 12, seed=3)
+    freeze(model, WHOLE)
+    _, cache = in_steps(model, ids, 5, 3)
+    values = adapter_for(model).sites()[0].layout.num_kv_heads
+    assert cache.layers[0].keys.shape[1:3] == (values, 12)
+    assert cache.layers[0].values.numel() == 0
+
+
+def test_a_frozen_model_trains_and_its_optimiser_follows(family):
+    model, ids = make(family).train(), tokens(4, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for update in range(4):
+        if update == 2:
+            config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, max_per_layer=3)
+            report = saf.freeze_(model, [ids], config, optimizer=optimizer)
+            assert len(report.heads) == model.config.num_hidden_layers
+            assert {layer for layer, _ in report.heads} <= {*freezable(model)}
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = [rows_of(site, "value").parameter.grad for site in adapter_for(model).sites()]
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "gpt2", "gemma2"])
+def test_layers_without_live_heads_train_and_come_back_as_they_were(shape):
+    model, ids = make(shape).double().train(), tokens(4, seed=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+
+    def update():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    update()
+    weights = {role: weight for role, (weight, _) in adapter_for(model).sites()[0].projections().items()}
+    before = {role: [weight.clone(), optimizer.state[weight]["exp_avg"].clone()] for role, weight in weights.items()}
+    freeze(model, WHOLE, optimizer=optimizer)
+    for _ in range(2):
+        update()
+    saf.uninstall_(model, optimizer=optimizer)
+    for role, weight in weights.items():
+        now = [weight, optimizer.state[weight]["exp_avg"]]
+        assert all(map(torch.equal, now, before[role])) is (role_of(role) in ("query", "key")), role
+    update()
+
+
+def test_dropout_after_the_output_projection_stays():
+    model, outputs = make("gpt2", resid_pdrop=1.0).double(), []
+    freeze(model, WHOLE)
+    model.transformer.h[0].attn.register_forward_hook(lambda module, inputs, output: outputs.append(output[0]))
+    for training in (True, False):
+        model.train(training)(tokens(), use_cache=False)
+    assert [bool(output.any()) for output in outputs] == [False, True]
 
 
 def test_biases_leave_with_the_rows_of_their_heads():
@@ -96,57 +200,10 @@ def test_calibration_measures_equation_1_and_leaves_the_model_as_it_was(family):
     variance = ((weights - weights.mean(1, keepdim=True)) ** 2).sum((1, 3, 4)) / ((4 - 1) * LENGTH**2)
     torch.testing.assert_close(statistics.variance[measured], variance[measured], rtol=1e-4, atol=1e-9)
     assert statistics.variance.isnan().sum() == 4 * (len(variance) - len(measured))
-
-
-@pytest.mark.parametrize("name", ["eager", "flex_attention"])
-def test_transformers_own_functions_are_measured_alike(name):
-    model = make("llama")
-    model.set_attn_implementation(name)
-    found, expected = (saf.calibrate(each, [tokens()]).variance for each in (model, make("llama")))
-    assert torch.equal(found, expected)
-
-
-def test_masks_and_functions_that_frozen_heads_cannot_follow_are_refused(shape):
-    model, ids = make(shape), tokens(2, 8, seed=3)
-    # One live head: its weights would be taken for every head's.
-    freeze(model, HeadSet((layer, head) for layer in range(3) for head in range(3)))
-    with torch.no_grad():
-        plain = model(ids, use_cache=False).logits
-        for options in (
-            {"attention_mask": torch.zeros(2, 1, 8, 8)},
-            {"attention_mask": torch.ones(2, 10, dtype=torch.long)},
-            {} if shape == "gpt2" else {"output_attentions": True},  # GPT-2's layers do not get it
-        ):
-            if options:
-                with pytest.raises(UnsupportedError):
-                    model(ids, use_cache=False, **options)
-        model.set_attn_implementation("eager")
-        with pytest.raises(UnsupportedError, match="set_attn_implementation"):
-            model(ids, use_cache=False)
-        model.set_attn_implementation("saf")
-        assert torch.equal(model(ids, use_cache=False).logits, plain)
-
-
-def test_a_frozen_model_trains_and_its_optimiser_follows(family):
-    model, ids = make(family).train(), tokens(4, seed=5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for update in range(4):
-        if update == 2:
-            config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, max_per_layer=3)
-            report = saf.freeze_(model, [ids], config, optimizer=optimizer)
-            assert len(report.heads) == model.config.num_hidden_layers
-            assert {layer for layer, _ in report.heads} <= {*freezable(model)}
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        gradients = [rows_of(site, "value").parameter.grad for site in adapter_for(model).sites()]
-        assert all(gradient.abs().sum() > 0 for gradient in gradients)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    for parameter in model.parameters():
-        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    if family == "llama":
+        for name in ("eager", "flex_attention"):
+            model.set_attn_implementation(name)
+            assert torch.equal(saf.calibrate(model, [tokens()]).variance, statistics.variance), name
 
 
 def test_another_model_of_the_same_config_goes_on_as_before():
@@ -181,13 +238,26 @@ def test_whole_groups():
             saf.freeze_(make("qwen3"), [tokens()], saf.FreezeConfig(**settings, **wrong))
 
 
-def test_cross_attention_is_evaluated_but_not_frozen(tmp_path):
-    model = make("gpt2", add_cross_attention=True)
-    with pytest.raises(UnsupportedError, match="add_cross_attention=False"):
-        saf.freeze_(model, [tokens()])
-    assert language_model(model).token_log_probs(tokens(), tokens()).isfinite().all()
-    model.save_pretrained(tmp_path)
-    freeze(type(model).from_pretrained(tmp_path, add_cross_attention=False))
+# --- what is refused
+
+
+def test_masks_and_functions_that_frozen_heads_cannot_follow_are_refused(shape):
+    model, ids = make(shape), tokens(2, 8, seed=3)
+    # One live head: its weights would be taken for every head's.
+    freeze(model, HeadSet((layer, head) for layer in range(3) for head in range(3)))
+    refused = [{"attention_mask": torch.zeros(2, 1, 8, 8)}, {"attention_mask": torch.ones(2, 10, dtype=torch.long)}]
+    if shape != "gpt2":  # whose layers do not get it
+        refused.append({"output_attentions": True})
+    with torch.no_grad():
+        plain = model(ids, use_cache=False).logits
+        for options in refused:
+            with pytest.raises(UnsupportedError):
+                model(ids, use_cache=False, **options)
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedError, match="set_attn_implementation"):
+            model(ids, use_cache=False)
+        model.set_attn_implementation("saf")
+        assert torch.equal(model(ids, use_cache=False).logits, plain)
 
 
 def other_function(model):
@@ -223,19 +293,26 @@ def test_layers_that_cannot_be_frozen_are_refused_and_unchanged(change):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_models_that_cannot_be_frozen_are_refused():
+def test_models_that_cannot_be_frozen_are_refused(tmp_path):
     config = transformers.LlavaConfig(text_config=make("llama").config.to_dict())
     with torch.device("meta"):
         images = transformers.LlavaForConditionalGeneration(config)
     windowed = make("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    capped, crossed = make("gemma2"), make("gpt2", add_cross_attention=True)
+    capped.config._attn_implementation_internal = "sdpa"  # as transformers 5.17 lets Gemma 2 attend, without its cap
     for refused in (
         lambda: adapter_for(images),
         lambda: adapter_for(make("llama")).compiled_by_layer(),
         lambda: saf.calibrate(windowed, [tokens()]),
+        lambda: saf.calibrate(capped, [tokens()]),
+        lambda: saf.calibrate(crossed, [tokens()]),
         lambda: freeze(make("gpt2", attn_pdrop=0.1)),
     ):
         with pytest.raises(UnsupportedError):
             refused()
+    assert language_model(crossed).token_log_probs(tokens(), tokens()).isfinite().all()
+    crossed.save_pretrained(tmp_path)
+    freeze(type(crossed).from_pretrained(tmp_path, add_cross_attention=False))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
@@ -253,27 +330,6 @@ def test_layers_with_a_sliding_window_stay_ordinary(family):
     assert report.in_all == {"frozen": 12}
     with pytest.raises(UnsupportedError, match="norm follows"):
         saf.head_outputs(make(family), [tokens()], saf.calibrate(make(family), [tokens()], collect=("mean_rows",)))
-
-
-def test_pruned_heads_of_any_layer_compute_what_they_would_with_outputs_of_zero(shape):
-    model = make(shape).double()
-    untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    layers = model.config.num_hidden_layers
-    gone = HeadSet([*((0, head) for head in range(4)), (1, 0), *((layers - 1, head) for head in (1, 2))])
-    saf.prune_(model, gone)
-    patterns = freeze(model, HeadSet([(1, 1), (1, 3)]))
-    ids = tokens(2, LENGTH - 5, seed=2)
-    expected = by_hand(untouched, patterns | dict.fromkeys(gone, torch.zeros(LENGTH, LENGTH)), ids)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
-        cache, steps = None, []
-        for part in (ids[:, :20], ids[:, 20:23], *ids[:, 23:].split(1, 1)):
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            steps.append(out.logits)
-        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-10, atol=1e-10)
-    saf.uninstall_(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.slow
