@@ -70,11 +70,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         with _plain_warnings(name), _missing_extras():
             module = importlib.import_module(f"saf.cli.{name}")
-            command = _parsed(module, rest)
-            if isinstance(command, int):
-                return command
-            command.run()
+            module.parse_words(rest).run()
         return 0
+    except SystemExit as stop:  # after the help, for words that tyro refused, or where a signal stopped a run
+        return int(stop.code or 0)
     except SafError as error:
         print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
@@ -107,14 +106,6 @@ def _without_command(word: str) -> int:
         print(f"saf: there is no command {word!r}; {hint}", file=sys.stderr)
         return EXIT_ERROR
     return 0 if word else EXIT_ERROR
-
-
-def _parsed(module: Any, words: list[str]) -> Any:
-    """Return the command, or an exit code: after the help, or where tyro refused the words."""
-    try:
-        return module.parse_words(words)
-    except SystemExit as stop:
-        return int(stop.code or 0)
 
 
 def _settings_as_flags(text: str, module: Any) -> str:

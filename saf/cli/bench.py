@@ -59,10 +59,8 @@ COMMANDS = {
     for name, kind in bench.KINDS.items()
 }
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
-_SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "others", "pairs", "device")
-FIRST = dict.fromkeys(
-    COMMANDS.values(), (*_SHOWN, "compile", "graphs", "memory", "seconds", "pruned", "parallel", "tolerance")
-)
+_SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs")
+FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "memory", "seconds", "pruned", "tolerance"))
 """The settings that `--help` shows."""
 
 

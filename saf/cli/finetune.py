@@ -62,37 +62,38 @@ def parse_words(words: Sequence[str]) -> Command:
         CheckpointError: The parent is no whole checkpoint.
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
-    words = _task_of_file(words)
+    words = _with_data_of_task(words)
     early = EarlyFlags.of(words)
-    begins = early.out is not None and (early.parent is not None or early.resume)
-    if {"-h", "--help", "--help-all"} & set(words) and not begins:
-        return parse(Command, words, prog="saf finetune", first=FIRST)
-    if not begins:
+    if early.out is None or not (early.parent or early.resume):
+        if {"-h", "--help", "--help-all"} & set(words):
+            return parse(Command, words, prog="saf finetune", first=FIRST)
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
-    base = _base(early)
-    names, of_examples = ([each.name for each in fields(kind)] for kind in (TrainConfig, FinetuneSettings))
-    before = TrainConfig(**{name: base[name] for name in names if name in base})
-    examples = FinetuneSettings(**{name: base[name] for name in of_examples if name in base})
-    default = replace(Command.of(before), examples=examples)
+    base = _base(early, early.out)
+    config, examples = (
+        kind(**{each.name: base[each.name] for each in fields(kind) if each.name in base})
+        for kind in (TrainConfig, FinetuneSettings)
+    )
+    default = replace(Command.of(config), examples=examples)
     flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
     changes = changes_of(flags, default) | {"parent": base["parent"]}
-    values = {**{name: getattr(before, name) for name in names}, **changes}
-    if before.task == MQARTask.name:
+    if config.task == MQARTask.name:
         if flags.examples != examples:
             raise InputError("--test and what belongs to files of examples have no effect on mqar; leave them out")
-        values["report_at"] = tuple(update for update in values["report_at"] if update <= values["updates"])
+        updates = changes.get("updates", config.updates)
+        reports = changes.get("report_at", config.report_at)
+        changes["report_at"] = tuple(update for update in reports if update <= updates)
     else:
         if "updates" in changes:
             raise InputError("updates follow from the examples and the epochs; give epochs")
-        missing = [name for name in ("test", "data") if not (getattr(flags.examples, name, "") or values.get(name))]
-        if missing:
-            raise InputError(f"finetuning on {before.task!r} needs files of examples; name --{' and --'.join(missing)}")
-        values["finetuning"] = flags.examples
-    flags.config = TrainConfig(**values)
+        files = {"test": flags.examples.test, "data": changes.get("data", config.data)}
+        if missing := [name for name, file in files.items() if not file]:
+            raise InputError(f"finetuning on {config.task!r} needs files of examples; name --{' and --'.join(missing)}")
+        changes["finetuning"] = flags.examples
+    flags.config = replace(config, **changes)
     return flags
 
 
-def _task_of_file(words: Sequence[str]) -> list[str]:
+def _with_data_of_task(words: Sequence[str]) -> list[str]:
     """Write the task FILE.jsonl as the task jsonl with these data."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
@@ -101,24 +102,23 @@ def _task_of_file(words: Sequence[str]) -> list[str]:
     return words
 
 
-def _base(early: EarlyFlags) -> dict[str, Any]:
+def _base(early: EarlyFlags, out: Path) -> dict[str, Any]:
     """Return the settings that flags change: those of the run to resume, of the run to be like, or of the task."""
-    assert early.out is not None
     if early.resume:  # the run may still be choosing its epochs
-        recorded = recorded_config(early.out) if early.resumed else choosing(early.out)
+        recorded = recorded_config(out) if early.resumed else choosing(out)
         if recorded is not None:
             if early.parent is not None and not (recorded.parent and is_same_checkpoint(early.parent, recorded.parent)):
-                raise InputError(f"the run in {early.out} began at {recorded.parent}; got parent {early.parent}")
+                raise InputError(f"the run in {out} began at {recorded.parent}; got parent {early.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
     if early.parent is None:
-        raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --parent")
+        raise InputError(f"{out} holds no run to resume; check --out, or start a new run with --parent")
     checkpoint = early.checkpoint()
     if early.like is not None:
-        base = settings_like(early.like, parent=checkpoint, out=early.out)
+        base = settings_like(early.like, parent=checkpoint, out=out)
         if early.task not in (None, base["task"]):
             raise InputError(f"{early.like} was finetuned on {base['task']}; leave --task {early.task} out")
     elif early.task is None:
         raise InputError("finetuning needs a task; name --task sst2, boolq, quality, mqar, or a FILE.jsonl")
     else:
-        base = finetune_defaults(checkpoint, task=early.task, out=early.out)
+        base = finetune_defaults(checkpoint, task=early.task, out=out)
     return {**base, "parent": str(checkpoint.path)}
