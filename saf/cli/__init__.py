@@ -19,11 +19,11 @@ COMMANDS = {
     "finetune": "Train a checkpoint on a task, and measure its accuracy.",
     "freeze": "Freeze heads of a checkpoint or Hugging Face model.",
     "evaluate": "Measure held-out perplexity and zero-shot accuracy.",
-    "compare": "Say what freezing cost and saved: ordinary against frozen.",
+    "compare": "Show what freezing cost and saved: ordinary against frozen.",
     "report": "Write a self-contained HTML page about runs or a model.",
     "inspect": "Show the contents of a folder, and verify its checksums.",
     "bench": "Time operators, updates, prompts and decoding in pairs.",
-    "doctor": "Say what works on this machine, what does not, and what to do.",
+    "doctor": "Show what works on this machine, what does not, and what to do.",
 }
 USAGE = """usage: saf COMMAND ...
 

@@ -20,10 +20,15 @@ from saf.report import too_small
 
 @dataclass(kw_only=True)
 class Command:
-    """Say what freezing cost in perplexity, with its interval, and what it saved in time and memory.
+    """Show the cost of freezing in perplexity, with its interval, and the time and memory that it saved.
 
-    Runs of a task are compared question by question. Runs that differ in more than the freezing are refused. Hugging
-    Face models and zero-shot tasks are compared by the folders that `saf evaluate --out` wrote.
+    Two runs, which may differ in the freezing alone; runs of a task are compared question by question:
+
+      $ saf compare runs/ordinary runs/frozen
+
+    A Hugging Face model before and after, and zero-shot tasks, by the folders that `saf evaluate --out` wrote:
+
+      $ saf compare before after
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ORDINARY")]
@@ -69,7 +74,7 @@ class Command:
     def _write_card(self, folder: Path, record: Mapping[str, Any] | None) -> None:
         """Write what freezing cost into a folder's model card; raise InputError for a record of another model."""
         if record is None:
-            raise InputError("--card needs a change of perplexity; give evaluations made with --data")
+            raise InputError("--card needs a change of perplexity; evaluate both models with --data")
         measured = record["provenance"]["checkpoints"].get("frozen")
         if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != measured:
             raise InputError(f"{self.frozen} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")

@@ -61,14 +61,14 @@ class Command:
 def devices() -> list[dict[str, Any]]:
     """Return the CPU and every CUDA device with its memory and compute capability."""
     versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    found: list[dict[str, Any]] = [
+    result: list[dict[str, Any]] = [
         {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     ]
     for index in range(torch.cuda.device_count()):
         each = torch.cuda.get_device_properties(index)
         facts = {"device": f"cuda:{index}", "name": each.name, "memory_bytes": each.total_memory}
-        found.append({**facts, "capability": f"{each.major}.{each.minor}", **versions})
-    return found
+        result.append({**facts, "capability": f"{each.major}.{each.minor}", **versions})
+    return result
 
 
 def live_kernels() -> dict[str, str | None]:

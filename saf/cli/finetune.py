@@ -26,7 +26,7 @@ class Command(TrainFlags):
     Tasks are sst2, boolq and quality with --data and --test, a user's own FILE.jsonl of training examples with --test,
     and mqar, associative recall, which needs no files and has --updates. The ordinary model chooses the number of
     epochs, from 1 to 5, on a share of the training file; other arms are finetuned --like it. Settings left out take
-    the paper's value for the task, else the parent's: --help-all beside --parent, --task and --out shows them. Exit
+    the paper's value for the task, else the parent's: --help-all with --parent, --task and --out shows them. Exit
     code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
@@ -41,7 +41,7 @@ class Command(TrainFlags):
         if self.like is None:
             return show_result(lambda: finetune(self.config, epochs=self.epochs, resume=self.resume), self)
         if self.epochs is not None:
-            raise InputError("epochs has no effect beside like, whose updates are taken over; leave one of them out")
+            raise InputError("epochs has no effect with like, whose updates are taken over; leave one of them out")
         begun = (Path(self.out) / "config.json").exists()
         return show_result(lambda: pretrain(self.config, resume=self.resume and begun), self)
 

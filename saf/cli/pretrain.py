@@ -154,7 +154,7 @@ def _frozen(freeze: FreezeConfig) -> FreezeConfig | None:
         raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
     flags = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
     if flags and not budgets:
-        raise InputError(f"--freeze.{flags[0].replace('_', '-')} needs --freeze.rate beside it")
+        raise InputError(f"--freeze.{flags[0].replace('_', '-')} needs --freeze.rate")
     return freeze if budgets else None
 
 

@@ -99,29 +99,14 @@ def test_op():
     assert record["left_out"] == []
 
 
-class Halved(torch.autograd.Function):
-    """The right output with half its gradient."""
+def test_an_operator_whose_gradient_is_wrong_is_not_timed(monkeypatch):
+    def wrong(value, frozen):
+        output = frozen_attention(value, frozen)
+        return output.detach() / 2 + output / 2  # the right output, half its gradient
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient / 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda value, frozen: value * 1.01, "of the output"),
-        (lambda value, frozen: Halved.apply(frozen_attention(value, frozen)), "of the gradient"),
-    ],
-)
-def test_an_operator_that_computes_something_else_is_not_timed(monkeypatch, wrong, words):
     monkeypatch.setattr("saf.bench.subjects.frozen_attention", wrong)
     record = run("op", "tiny", points=("64x2",), rates=(0.5,), parts=("frozen",), **TOY)
-    assert words in record["left_out"][0]["why"]
+    assert "of the gradient" in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"]} == {"control"}
 
 

@@ -1,6 +1,4 @@
 import json
-import re
-from pathlib import Path
 
 import pytest
 
@@ -31,19 +29,6 @@ def test_prepare_shows_the_folders_index(text, tmp_path, capsys):
     assert f"{data.num_tokens('train'):,}" in printed
     with pytest.raises(DataError, match="a finished data folder is there"):
         run("prepare", str(text), "--out", out, *options)
-
-
-def test_a_few_long_files_are_held_out_from_as_the_guide_says(tmp_path):
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    advised = re.search(r"--split-characters \d+", guide)[0].split()
-    for number in range(9):
-        words = (f"word{(number * 7919 + n * n) % 9973}" for n in range(16_000))
-        (tmp_path / f"{number}.txt").write_text(" ".join(words))
-    command = ("prepare", str(tmp_path), "--out", str(tmp_path / "data"), "--vocab-size", "300")
-    with pytest.raises(DataError, match="got no document: 9 documents in all"):
-        run(*command)
-    printed = run(*command, *advised)
-    assert all(partition["documents"] for partition in printed["partitions"].values())
 
 
 def test_several_sources_and_held_out_ones(text, tmp_path):
