@@ -1,7 +1,7 @@
 """`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -116,17 +116,10 @@ def _of_transformers(path: Path) -> dict[str, Any]:
     if config.get("saf") or (path / STATE_FILE).is_file():
         heads = _saved(path)
     else:
-        layers, heads = int(config.get("num_hidden_layers", 0)), int(config.get("num_attention_heads", 0))
-        heads = {
-            "verified": False,
-            "frozen": [],
-            "pruned": [],
-            "num_heads": layers * heads,
-            "patterns": [],
-            "sha256": {},
-        }
+        layer = {"num_heads": int(config.get("num_attention_heads", 0))}
+        ordinary = {"layers": [layer] * int(config.get("num_hidden_layers", 0))}
+        heads = {"verified": False, "sha256": {}, "undoable": 0, **_frozen_heads(path, ordinary, {})}
     return {
-        "undoable": 0,
         **heads,
         "kind": "transformers",
         "path": str(path),
@@ -151,39 +144,28 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
-    layers = state["layers"]
-    pairs = {
-        kind: [[number, head] for number, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED
-    }
-    kinds: dict[int, Counter[str]] = {}
-    sizes: Counter[int] = Counter()
-    length = 0
-    for number, head in pairs["frozen"]:
-        prefix = f"{number}.{head}."
-        try:
-            pattern = read_pattern(tensors, prefix, trainable=False)
-        except SafError as error:
-            raise CheckpointError(f"{path / TENSORS_FILE}: the pattern of head ({number}, {head}): {error}") from error
-        kinds.setdefault(number, Counter())[pattern.kind] += 1
-        sizes[number] += sum(tensors[prefix + name].nbytes for name in pattern.parts)
-        length = pattern.length
-    most = max(layer["num_heads"] for layer in layers)
+    layers, patterns, saved, length = state["layers"], list[dict[str, Any]](), 0, 0
+    pairs = {kind: [(n, head) for n, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED}
+    for number in sorted({layer for layer, _ in pairs["frozen"]}):
+        kinds: Counter[str] = Counter()
+        size = 0
+        for head in layers[number]["frozen"]:
+            try:
+                pattern = read_pattern(tensors, f"{number}.{head}.", trainable=False)
+            except SafError as error:
+                where = f"the pattern of head ({number}, {head})"
+                raise CheckpointError(f"{path / TENSORS_FILE}: {where}: {error}") from error
+            kinds[pattern.kind] += 1
+            size += sum(tensors[f"{number}.{head}.{name}"].nbytes for name in pattern.parts)
+            length = pattern.length
+        patterns.append({"layer": number, "kinds": dict(kinds), "length": length, "bytes": size})
+        saved += size
+    most = max((layer["num_heads"] for layer in layers), default=0)
+    sizes = asdict(replace(storage_of(pairs["frozen"], length=length, num_heads=most), parameters=saved))
     return {
-        **pairs,
+        **{kind: [list(head) for head in heads] for kind, heads in pairs.items()},
         "num_heads": sum(layer["num_heads"] for layer in layers),
         "heads_per_layer": most,
-        "patterns": [
-            {"layer": number, "kinds": dict(own), "length": length, "bytes": sizes[number]}
-            for number, own in kinds.items()
-        ],
-        "storage": _storage(pairs["frozen"], length, most, sizes.total()),
+        "patterns": patterns,
+        "storage": {name: size for name, size in sizes.items() if size is not None} if patterns else {},
     }
-
-
-def _storage(frozen: Sequence[Sequence[int]], length: int, per_layer: int, saved: int) -> dict[str, int]:
-    """Return the bytes of the patterns in float32 in each form, and of their saved `parameters`; empty without any."""
-    if not frozen:
-        return {}
-    report = storage_of([(layer, head) for layer, head in frozen], length=length, num_heads=per_layer)
-    sizes = asdict(replace(report, parameters=saved))
-    return {name: size for name, size in sizes.items() if size is not None}

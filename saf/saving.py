@@ -21,9 +21,9 @@ from saf.frozen_state import (
     write_description,
 )
 from saf.models import GPT, GPTConfig
-from saf.models.adapter import Adapter, adapter_for
+from saf.models.adapter import adapter_for
 from saf.records.files import new_files, read_json, read_tensors, write_json, write_tensors
-from saf.records.run import Kind, expect
+from saf.records.run import MANIFEST, Kind, expect
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SCHEMA = "saf.model/1"
@@ -41,8 +41,9 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; save writes a folder")
     adapter = adapter_for(model)
-    if adapter.saves_weights:
-        _check_free(folder)
+    for path in (folder / CONFIG, folder / MANIFEST) if adapter.saves_weights else ():
+        if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
+            raise InputError(f"{path} was not written by saf.save; choose another folder")
     check_savable(adapter)
     state, tensors = description_of(adapter, checksums=not adapter.saves_weights)
     with new_files(folder) as new:
@@ -79,28 +80,27 @@ def load(
     if expect(source, *kinds, error=CheckpointError) is Kind.TRANSFORMERS and not (source / STATE_FILE).is_file():
         raise CheckpointError(f"{source} must hold frozen heads, got an ordinary model: give the frozen one's folder")
     if (path := find_checkpoint(source)) is not None:
-        checkpoint = open_checkpoint(path, optimizer=False)
+        checkpoint, source = open_checkpoint(path, optimizer=False), path
         if model is None:
             return checkpoint.model(torch.get_default_device(), backend=backend)
-        source = path
     state, tensors = read_description(source)
-    if model is None:
-        model = _empty_model(source, state)
+    model = _empty_model(source, state) if model is None else model
     adapter = adapter_for(model)
-    if not adapter.saves_weights:
-        restore_(model, state, tensors, backend=backend, compare=True)
-        if differing := _differing_settings(adapter, state.get("attention", {})):
-            warnings.warn(
-                f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with the "
-                "configuration that it was saved with",
-                SafWarning,
-                stacklevel=2,
-            )
+    if adapter.saves_weights:
+        weights = read_tensors(source / WEIGHTS, error=CheckpointError)
+        restore_(model, state, tensors, backend=backend)  # resizes the weights that are loaded next
+        load_weights_(model, weights, source)
         return model
-    weights = read_tensors(source / WEIGHTS, error=CheckpointError)
-    # restore_ first: it resizes the weights that are loaded next.
-    restore_(model, state, tensors, backend=backend)
-    load_weights_(model, weights, source)
+    restore_(model, state, tensors, backend=backend, compare=True)
+    own = adapter.attention_settings()
+    settings = [(name, own[name], value) for name, value in state.get("attention", {}).items() if name in own]
+    if differing := [f"{name}: {here}, saved {saved}" for name, here, saved in settings if here != saved]:
+        warnings.warn(
+            f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with its own "
+            "configuration",
+            SafWarning,
+            stacklevel=2,
+        )
     return model
 
 
@@ -115,18 +115,3 @@ def _empty_model(folder: Path, state: Mapping[str, Any]) -> GPT:
     if (schema := record.get("schema")) != SCHEMA:
         raise CheckpointError(f"{folder / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
     return GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())
-
-
-def _differing_settings(adapter: Adapter, saved: Mapping[str, Any]) -> list[str]:
-    """Return "name: here, saved there" for every setting that differs."""
-    own = adapter.attention_settings()
-    return [
-        f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if name in own and own[name] != value
-    ]
-
-
-def _check_free(folder: Path) -> None:
-    """Raise InputError when writing a whole model would overwrite files of another origin."""
-    for path in (folder / CONFIG, folder / "manifest.json"):
-        if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
-            raise InputError(f"{path} was not written by saf.save; choose another folder")

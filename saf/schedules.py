@@ -8,13 +8,13 @@ first in `SCHEDULES`; the command line takes `schedule:NAME` and the flags of it
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import pairwise
 from numbers import Integral, Real
 from statistics import fmean, linear_regression
 from typing import Any, ClassVar
 
-from saf.errors import CheckpointError, InputError, did_you_mean
+from saf.errors import CheckpointError, InputError, check_name
 from saf.heads import Head, HeadSet
 
 # --- events
@@ -130,7 +130,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
-# --- moments: a number of updates, or a share of all updates of the schedule
+# --- settings: moments are a number of updates, or a share of all updates of the schedule
 
 
 def _moment(value: float, updates: int) -> float:
@@ -145,17 +145,17 @@ def _update_of(name: str, value: float, updates: int) -> int:
     return update
 
 
-def _check_moments(schedule: "Schedule", *names: str) -> None:
-    expected = "a whole number of updates from 0, or a share in [0, 1]"
-    _check(schedule, expected, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), *names)
-
-
 def _check(schedule: "Schedule", expected: str, usable: Callable[[Any], bool], *names: str) -> None:
     """Raise InputError unless settings are usable finite numbers: NaN would silently never fire."""
     for name in names:
         value = getattr(schedule, name)
         if not (isinstance(value, Real) and math.isfinite(value) and usable(value)):
             raise InputError(f"schedule.{name} must be {expected}, got {value!r}")
+
+
+def _check_moments(schedule: "Schedule", *names: str) -> None:
+    expected = "a whole number of updates from 0, or a share in [0, 1]"
+    _check(schedule, expected, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), *names)
 
 
 # --- fixed moments: one, or those of Eq. S.20 of docs/method.md
@@ -250,13 +250,10 @@ class Gradual:
 
 # --- small groups, frozen at several events and undone where they cost too much
 
-CAP = 0.5
-"""Largest share of all heads that these schedules freeze."""
-
 
 def _group_size(share: float, heads: int, limit: int) -> int:
-    """Return the number of heads in a group; raise InputError where more heads are to be frozen than the cap allows."""
-    if limit > CAP * heads:
+    """Return the number of heads in a group; raise InputError where more than half of all are to be frozen."""
+    if limit > heads / 2:
         raise InputError(f"this schedule freezes at most half of {heads} heads, got {limit} to freeze: lower the rate")
     return max(1, round(share * heads))
 
@@ -396,9 +393,13 @@ class TrainLoss:
 
 
 @dataclass(kw_only=True)
-class Averages:
-    """Running averages of the loss, nats: its level, its descent and its noise."""
+class TrainLossProposer(Proposer):
+    """Propose a group at a plateau of the training loss, and its undoing where the loss does not recover in time."""
 
+    multiplier: float
+    updates: int
+    group: int
+    # Running averages of the loss, nats.
     count: int = 0
     last: float = 0.0
     fast: float = 0.0
@@ -411,61 +412,18 @@ class Averages:
     since_largest: int = 0
     """Number of losses since then."""
     burn_in_losses: tuple[float, ...] = ()
-
-    @property
-    def gap(self) -> float:
-        """The gap g of Eq. S.22, positive while the loss falls."""
-        return self.slow - self.fast
-
-    def add(self, loss: float, *, fast: float, slow: float, burn_in: int) -> None:
-        """Add a loss, with these coefficients of the averages."""
-        if not self.count:
-            self.last = self.fast = self.slow = loss
-        change = loss - self.last + self.descent
-        before, self.last = self.fast, loss
-        self.fast += fast * (loss - self.fast)
-        self.slow += slow * (loss - self.slow)
-        self.descent += slow * (before - self.fast - self.descent)
-        self.count += 1
-        self.since_largest += 1
-        if self.gap > self.largest_gap:
-            self.largest_gap, self.since_largest = self.gap, 0
-        if self.count > burn_in:
-            # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them.
-            self.variance += fast * (change**2 / 2 - self.variance)
-            return
-        self.burn_in_losses = (*self.burn_in_losses, loss)
-        if self.count == burn_in:
-            self.variance, self.burn_in_losses = _noise(self.burn_in_losses), ()
-
-
-def _noise(losses: Sequence[float]) -> float:
-    """Return half the variance of the changes from loss to loss about their straight line."""
-    changes = [later - earlier for earlier, later in pairwise(losses)]
-    slope, start = linear_regression(range(len(changes)), changes)
-    residuals = [change - start - slope * number for number, change in enumerate(changes)]
-    return fmean(one**2 for one in residuals) * len(residuals) / (len(residuals) - 2) / 2
-
-
-@dataclass(kw_only=True)
-class TrainLossProposer(Proposer):
-    """Propose a group at a plateau of the training loss, and its undoing where the loss does not recover in time."""
-
-    multiplier: float
-    updates: int
-    group: int
-    averages: Averages = field(default_factory=Averages)
-    step: Averages | None = None
-    """The averages when the last group was frozen; None once it is absorbed or undone."""
-    step_event: int = 0
-    step_lowest_score: float | None = None
+    # The events.
     update: int = 0
     armed: bool = True
     """Whether a plateau may be answered: at first, and again once the loss fell after an event."""
-    undo_reason: str | None = None
     frozen: int = 0
     groups_frozen: int = 0
     groups_undone: int = 0
+    step: tuple[int, float, float] | None = None
+    """Count, fast average and descent when the last group was frozen; None once it is absorbed or undone."""
+    step_event: int = 0
+    step_lowest_score: float | None = None
+    undo_reason: str | None = None
     below: float | None = None
     """Propose only heads that score less, since a group was undone."""
     recoveries: tuple[int, ...] = ()
@@ -480,9 +438,14 @@ class TrainLossProposer(Proposer):
         self._slow = 1 - 2 ** (-1 / self.patience)
 
     @property
+    def gap(self) -> float:
+        """The gap g of Eq. S.22, nats, positive while the loss falls."""
+        return self.slow - self.fast
+
+    @property
     def tolerance(self) -> float:
         """The threshold z n of Eq. S.23, nats: smaller differences of the averaged loss are noise."""
-        return self.multiplier * math.sqrt(self.averages.variance * self._fast / (2 - self._fast))
+        return self.multiplier * math.sqrt(self.variance * self._fast / (2 - self._fast))
 
     @property
     def finished(self) -> bool:
@@ -495,20 +458,40 @@ class TrainLossProposer(Proposer):
         if not math.isfinite(loss):
             raise InputError(f"a training loss must be finite, got {loss} at update {update}")
         self.update = update
-        self.averages.add(loss, fast=self._fast, slow=self._slow, burn_in=self.burn_in)
-        if self.averages.count < self.burn_in:
-            return
-        self.armed = self.armed or self.averages.gap > self.tolerance
-        if self.step is not None:
-            self._follow(self.step)
+        self._add(loss)
+        if self.count >= self.burn_in:
+            self.armed = self.armed or self.gap > self.tolerance
+            if self.step is not None:
+                self._follow(*self.step)
 
-    def _follow(self, step: Averages) -> None:
-        """Decide whether a step is absorbed or must be undone, Eq. S.24."""
-        elapsed = self.averages.count - step.count
+    def _add(self, loss: float) -> None:
+        """Add a loss to the averages."""
+        if not self.count:
+            self.last = self.fast = self.slow = loss
+        change = loss - self.last + self.descent
+        before, self.last = self.fast, loss
+        self.fast += self._fast * (loss - self.fast)
+        self.slow += self._slow * (loss - self.slow)
+        self.descent += self._slow * (before - self.fast - self.descent)
+        self.count += 1
+        self.since_largest += 1
+        if self.gap > self.largest_gap:
+            self.largest_gap, self.since_largest = self.gap, 0
+        if self.count > self.burn_in:
+            # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them.
+            self.variance += self._fast * (change**2 / 2 - self.variance)
+            return
+        self.burn_in_losses = (*self.burn_in_losses, loss)
+        if self.count == self.burn_in:
+            self.variance, self.burn_in_losses = _noise(self.burn_in_losses), ()
+
+    def _follow(self, count: int, fast: float, descent: float) -> None:
+        """Decide whether the step of that moment is absorbed or must be undone, Eq. S.24."""
+        elapsed = self.count - count
         # Before one half-life most of the average is of losses before the event: nearly any step would pass.
         if elapsed < self.half_life:
             return
-        excess = self.averages.fast - (step.fast - step.descent * elapsed)
+        excess = self.fast - (fast - descent * elapsed)
         if excess <= self.tolerance:
             self.recoveries = (*self.recoveries, elapsed)
             self.step, self.undo_reason = None, None
@@ -522,11 +505,11 @@ class TrainLossProposer(Proposer):
         if self.step is not None:
             return None if self.undo_reason is None else Undo(event=self.step_event, reason=self.undo_reason)
         # Eq. S.23: a plateau, and before the first event power and a peak that is past.
-        plateau, powerful = self.averages.gap < self.tolerance, self.averages.largest_gap >= self.tolerance
-        ready = self.armed if self.groups_frozen else powerful and self.averages.since_largest >= self.half_life
-        if self.finished or self.averages.count < self.burn_in or not (plateau and ready):
+        plateau, powerful = self.gap < self.tolerance, self.largest_gap >= self.tolerance
+        ready = self.armed if self.groups_frozen else powerful and self.since_largest >= self.half_life
+        if self.finished or self.count < self.burn_in or not (plateau and ready):
             return None
-        fall = f"the averaged loss fell by {self.averages.gap:.5f} nats, less than {self.tolerance:.5f}"
+        fall = f"the averaged loss fell by {self.gap:.5f} nats, less than {self.tolerance:.5f}"
         count = min(self.group, self.limit - self.frozen)
         return Freeze(count=count, below=self.below, reason=f"{self.name}: {fall}")
 
@@ -540,13 +523,16 @@ class TrainLossProposer(Proposer):
         self.groups_frozen += 1
         self.frozen += len(outcome.heads)
         self.no_head_left = not len(outcome.heads)
-        self.step = None if self.no_head_left else replace(self.averages)
+        self.step = None if self.no_head_left else (self.count, self.fast, self.descent)
         self.step_event, self.step_lowest_score = outcome.number, outcome.lowest_score
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.averages = Averages(**_tuples(state["averages"]))
-        self.step = None if state["step"] is None else Averages(**_tuples(state["step"]))
+
+def _noise(losses: Sequence[float]) -> float:
+    """Return half the variance of the changes from loss to loss about their straight line."""
+    changes = [later - earlier for earlier, later in pairwise(losses)]
+    slope, start = linear_regression(range(len(changes)), changes)
+    residuals = [change - start - slope * number for number, change in enumerate(changes)]
+    return fmean(one**2 for one in residuals) * len(residuals) / (len(residuals) - 2) / 2
 
 
 # --- the registry
@@ -577,10 +563,9 @@ def schedule_from_dict(values: dict[str, Any]) -> Schedule:
     >>> schedule_from_dict({"name": "one_time", "at": 100})
     OneTime(at=100)
     """
-    name = values.get("name")
-    if name not in SCHEDULES:
-        raise InputError(f"schedule must be one of {sorted(SCHEDULES)}; got {name!r}{did_you_mean(name, SCHEDULES)}")
+    settings = dict(values)
+    check_name("schedule", name := settings.pop("name", None), SCHEDULES)
     try:
-        return SCHEDULES[name](**{key: value for key, value in values.items() if key != "name"})
+        return SCHEDULES[name](**settings)
     except TypeError as error:
         raise InputError(f"not the settings of a {name} schedule: {error}") from error

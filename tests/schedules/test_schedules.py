@@ -261,7 +261,7 @@ def test_the_noise_is_that_of_the_loss_whatever_its_slope():
         actual = []
         for update, loss in enumerate(losses, start=1):
             proposer.observe(update, loss)
-            actual.append(proposer.averages.variance)
+            actual.append(proposer.variance)
         assert math.sqrt(sum(actual[500:]) / 1500) == pytest.approx(0.02, rel=0.1)
 
 
