@@ -4,20 +4,11 @@ import pytest
 import torch
 
 import saf
-from saf.errors import InputError, nearest
+from saf.errors import InputError
 from saf.ops import choose_backend
 from saf.ops.live import check_kernel
 from saf.schedules import schedule_from_dict
 from saf.scores import required_inputs
-
-
-def test_the_nearest_of_some_names():
-    assert nearest("varianc", ["variance", "random"]) == "variance"
-    assert nearest("VARIANCE", ["variance", "random"]) == "variance"
-    assert nearest("xyzzy", ["variance", "random"]) is None
-    assert nearest("gradient", ["random", "Q/K gradient, 25%"]) == "Q/K gradient, 25%"
-    assert nearest("re", ["Refitted outputs, 25%"]) is None
-    assert nearest(3, ["variance"]) is None
 
 
 @pytest.mark.parametrize(

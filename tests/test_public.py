@@ -1,9 +1,9 @@
 """The public names and commands: adding one is a decision, losing one breaks users."""
 
 import re
-import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import saf
@@ -15,18 +15,6 @@ finalize_ fit fit_compact fit_exponential fit_kl freeze_ frozen_attention gate_g
 install_ load mixed_attention ops preset prune_ save score select storage_report uninstall_
 """
 COMMANDS = "data pretrain finetune freeze evaluate compare report inspect bench doctor"
-README = """
-saf freeze HuggingFaceTB/SmolLM2-135M-Instruct --data text.txt --score forward_kl --rate 0.02 --budget 1% --length 256 --out frozen
-pip install .
-pip install .[cli,data,hf]
-make demo
-make test
-saf data prepare my_texts --out data
-saf pretrain --data data --out runs/ordinary --model tiny --updates 300 --peak-lr 3e-3
-saf pretrain --parent runs/ordinary/checkpoints/step-150 --out runs/frozen --freeze.rate 0.25
-saf compare runs/ordinary runs/frozen
-saf report runs/ordinary runs/frozen
-"""  # noqa: E501
 
 
 def test_the_public_names_are_these():
@@ -39,7 +27,8 @@ def test_the_commands_are_these():
     assert re.findall(r"^  (\w+) ", shown, re.MULTILINE) == COMMANDS.split()
 
 
-def test_the_readme_shows_these_commands():
-    text = Path(__file__).parents[1].joinpath("README.md").read_text()
-    lines = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)).splitlines()
-    assert [" ".join(shlex.split(line, comments=True)) for line in lines] == README.strip().splitlines()
+def test_type_checkers_find_the_package():
+    root = Path(__file__).parents[1]
+    assert (root / "saf" / "py.typed").is_file()
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in settings["package-data"]["saf"]

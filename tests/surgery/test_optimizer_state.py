@@ -165,22 +165,6 @@ def test_state_that_has_no_rows_is_refused_before_anything_moves(optimizer):
     assert all(map(torch.equal, before, model.state_dict().values()))
 
 
-def test_a_copy_of_model_and_optimiser_trains_on_beside_them():
-    """As a sharded copy does, whose parameters no edit has seen."""
-    model, optimizer = make()
-    install(model, HEADS, optimizer=optimizer)
-    twin = copy.deepcopy(model)
-    own = dict(zip(model.parameters(), twin.parameters(), strict=True))
-    groups = [{**group, "params": [own[each] for each in group["params"]]} for group in optimizer.param_groups]
-    copied = torch.optim.AdamW(groups)
-    for parameter, state in optimizer.state.items():
-        copied.state[own[parameter]] = copy.deepcopy(state)
-    for _ in range(2):
-        update(model, optimizer)
-        update(twin, copied)
-    assert_equal(model.state_dict(), twin.state_dict())
-
-
 FULL = StateDictOptions(full_state_dict=True)
 
 
