@@ -112,11 +112,8 @@ def freeze_checkpoint(
     """Freeze heads of a checkpoint and write a new one; return the report, the new hash, and the checkpoint's hash.
 
     The optimiser's state is carried along. `say` is called with lines for people, `countdown` for each part that takes
-    long.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or `out` exists.
-        InputError: No checkpoint is there, or settings that it cannot be frozen with.
+    long. Raises CheckpointError for a damaged checkpoint, or where `out` exists, InputError without a checkpoint or for
+    settings that it cannot be frozen with.
     """
     if settings.heal is not None:
         raise InputError("heal is of models of transformers: go on from the new checkpoint by `saf pretrain --parent`")

@@ -34,8 +34,6 @@ class FittedHead:
     """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
     certificate: dict[str, Any] | None = None
     """The fit's `saf.fit.Certificate` in plain values; None without a fit."""
-    marginals: Tensor | None = None
-    """With exponential storage, those of the target by key and by distance, `[2, T]`; None otherwise."""
     exponential: dict[str, Any] | None = None
     """With exponential storage, the numbers of `saf.fit.ExponentialFit` (`extra_kl`, `cancellation`, `poles`,
     `free_keys`) and the pattern's `kind`, compact where these did not pass; None otherwise."""

@@ -27,7 +27,7 @@ from saf.calibration import (
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
-from saf.fit import fit_exponential_heads, fit_kl, fit_with_certificate, split_options
+from saf.fit import ExponentialFit, fit_exponential_heads, fit_kl, fit_with_certificate, split_options
 from saf.freeze_config import FreezeConfig, check_heads, head_order
 from saf.freeze_report import FittedHead, FreezeReport
 from saf.heads import EDITED, Head, HeadSet
@@ -35,7 +35,6 @@ from saf.heldout import GUARD_SEQUENCES, MAX_RISE, LossChange, Trial, choose_joi
 from saf.machine import Stopwatch
 from saf.models.adapter import Adapter, adapter_for, rows_of
 from saf.ops import choose_backend
-from saf.patterns import CompactPattern
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
 from saf.selection import Chooser
 from saf.statistics import AttentionStatistics
@@ -124,10 +123,7 @@ def freeze_(
         fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
         fits, rejected = accept_fits(order, fit, config, allow_empty=allow_empty)
 
-        # Past the paper: patterns that run in linear time; of more candidates than k, those that cost least together.
-        if config.storage == "exponential":
-            with timer("fit"):
-                fits = fit_exponential_forms(fits, config, adapter.device)
+        # Past the paper: of more candidates than k, accept those that cost least together.
         k, joint = config.requested(statistics.variance.numel()), None
         trial = partial(_trial, model, fits, config, optimizer)
         if config.jointly:
@@ -341,33 +337,27 @@ def _fit(
         return [*map(FittedHead, exact.canonical().singles())]
     # Lines 11 and 12: the floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
     goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
-    options, _ = split_options(config.fitter, config.fitter_options, config.storage)
+    options, exponential = split_options(config.fitter, config.fitter_options, config.storage)
     # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
     compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **options)
-    fits = [compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()]
-    if config.storage == "exponential":
-        fits.append(torch.stack(goal[:2], 1).cpu().unbind())
-    return [*map(FittedHead, *fits)]
+    columns = compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()
+    fits = [*map(FittedHead, *columns)]
+    close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
+    if config.storage == "exponential" and close:  # past the paper: patterns that run in linear time
+        forms = fit_exponential_heads(compact[close], *(part[close] for part in goal[:2]), **exponential)
+        for number, form in zip(close, forms, strict=True):
+            fits[number] = _in_linear_time(fits[number], form, config.max_fit_kl)
+    return fits
 
 
-def fit_exponential_forms(
-    fits: Mapping[Head, FittedHead], config: FreezeConfig, device: torch.device
-) -> dict[Head, FittedHead]:
-    """Return accepted heads with exponential patterns; a head whose one is outside the tolerance stays compact."""
-    if not fits:
-        return {}
-    patterns: Any = [fit.pattern for fit in fits.values()]
-    compact = CompactPattern.stack(patterns).to(device=device)
-    marginals = torch.stack([fit.marginals for fit in fits.values() if fit.marginals is not None], 1).to(device)
-    _, options = split_options(config.fitter, config.fitter_options, config.storage)
-    results = fit_exponential_heads(compact, *marginals, **options)
-    forms = {}
-    for (head, fit), own, form in zip(fits.items(), patterns, results, strict=True):
-        kl = fit.fit_kl if form.pattern.kind == "compact" else fit.fit_kl + form.extra_kl
-        pattern, kl = (form.pattern.to(device="cpu"), kl) if kl <= config.max_fit_kl else (own, fit.fit_kl)
-        numbers = {name: value for name, value in vars(form).items() if name != "pattern"} | {"kind": pattern.kind}
-        forms[head] = replace(fit, pattern=pattern, fit_kl=kl, marginals=None, exponential=numbers)
-    return forms
+def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) -> FittedHead:
+    """Return a head with its exponential pattern, or as it is where that one is outside the tolerance."""
+    kl = fit.fit_kl + form.extra_kl
+    if form.pattern.kind == "exponential" and kl <= max_fit_kl:
+        fit = replace(fit, pattern=form.pattern.to(device="cpu"), fit_kl=kl)
+    assert fit.pattern is not None
+    numbers = {name: value for name, value in vars(form).items() if name != "pattern"}
+    return replace(fit, exponential=numbers | {"kind": fit.pattern.kind})
 
 
 # --- the edit, for good at line 21, and for a while where its cost is measured
