@@ -1,4 +1,4 @@
-"""What holds for every fitter, the certificate of a fit, and the choice of a fitter."""
+"""What holds for every fitter, Eq. (4) and the KL of Eq. (S.7) against dense sums, and the certificate of a fit."""
 
 import warnings
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import one_hot
 
 from saf.errors import InputError
-from saf.fit import FITTERS, fit_compact, fit_kl, fit_with_certificate, marginals
-from saf.fit.fitters import fit_loss, initial_parameters
+from saf.fit import FITTERS, check_targets, fit_compact, fit_kl, fit_loss, fit_with_certificate, marginals
+from saf.fit.fitters import initial_parameters
 from saf.patterns import CompactPattern
 from tests.fit.dense_target import DenseTarget, floored, random_target
 
@@ -17,8 +18,20 @@ from tests.fit.dense_target import DenseTarget, floored, random_target
 ACCURACY = {"proportional": (1e-6, 1e-4), "adam": (2e-3, 0.05), "dense": (1e-10, 1e-9)}
 
 
-def loss(pattern, target):
-    return fit_loss(pattern.alpha, pattern.rho, pattern.log_z, target.eta_abs, target.eta_rel)
+@pytest.mark.parametrize("length", [1, 2, 150])
+def test_marginals_and_kl_are_dense_sums_in_every_gauge(length):
+    target = random_target(2, 3, length=length)
+    alpha, rho = torch.randn(2, 2, 3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pattern, tilt = CompactPattern.from_parameters(alpha, rho), 3 * torch.arange(length)
+    dense = DenseTarget(pattern.dense())
+    for actual, expected in zip(marginals(pattern), (dense.eta_abs, dense.eta_rel), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    etas, expected = (target.eta_abs, target.eta_rel), target.kl(dense.pattern)
+    torch.testing.assert_close(fit_kl(pattern, *etas, target.row_entropy), expected, rtol=0, atol=1e-10)
+    tilted = CompactPattern.from_parameters(alpha + tilt, rho + tilt)
+    rounded = [fit_kl(each, *(eta.float() for eta in etas), target.row_entropy) for each in (pattern, tilted)]
+    torch.testing.assert_close(*rounded, rtol=0, atol=1e-10)
+    torch.testing.assert_close(rounded[0], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +49,7 @@ def test_every_fitter_finds_the_optimum_and_its_marginals(fitter, length, scale)
     best = fit_compact(target.eta_abs, target.eta_rel, fitter="dense")
     pattern = fit_compact(target.eta_abs, target.eta_rel, fitter=fitter)
     nats, l1 = ACCURACY[fitter]
-    kl, least = target.kl(pattern.dense()), target.kl(best.dense())
-    assert (kl - least).abs().max() <= nats
+    assert (target.kl(pattern.dense()) - target.kl(best.dense())).abs().max() <= nats
     for fitted, eta in zip(marginals(pattern), (target.eta_abs, target.eta_rel), strict=True):
         assert (fitted - eta).abs().sum(-1).max() / length <= l1
         if fitter != "adam":
@@ -53,9 +65,7 @@ def test_a_planted_pattern_is_recovered_up_to_its_gauge(fitter, seed, length, sc
     options = {"tolerance": 1e-9, "max_sweeps": 5000} if fitter == "proportional" else {}
     fitted = fit_compact(*marginals(planted), fitter=fitter, **options)
     torch.testing.assert_close(fitted.dense(), planted.dense(), rtol=0, atol=1e-5)
-    dense = planted.dense()
-    entropy = -torch.xlogy(dense, dense).sum(-1).mean(-1)
-    assert abs(fit_kl(fitted, *marginals(planted), entropy)) < 1e-9
+    assert abs(fit_kl(fitted, *marginals(planted), DenseTarget(planted.dense()).row_entropy)) < 1e-9
 
 
 @pytest.mark.parametrize("length", [1, 7, 129])
@@ -65,7 +75,7 @@ def test_one_hot_rows_on_the_floor_converge(kind, length):
     row = torch.arange(length)
     drawn = (torch.rand(length, generator=torch.Generator().manual_seed(0)) * (row + 1)).long()
     key = {"self": row, "first": 0 * row, "previous": (row - 1).clamp(min=0), "random": drawn}[kind]
-    target = DenseTarget(floored(torch.nn.functional.one_hot(key, length)))
+    target = DenseTarget(floored(one_hot(key, length)))
     pattern, certificate = fit_with_certificate(target.eta_abs, target.eta_rel)
     assert bool(certificate.converged)
     assert int(certificate.sweeps) <= 60
@@ -90,36 +100,23 @@ def test_results_are_canonical_float64_alike_in_every_batch_and_leave_targets_al
     torch.testing.assert_close(alone.dense(), pattern[1, 2].dense(), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
-        ({"steps": 5}, "takes tolerance, max_sweeps; got steps"),
-        ({"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
-        ({"fitter": "adam", "steps": 0}, "steps must be at least 1"),
-    ],
-)
-def test_unknown_fitters_and_options_are_refused(options, message):
-    target = random_target(length=20)
-    with pytest.raises(InputError, match=message):
-        fit_compact(target.eta_abs, target.eta_rel, **options)
-
-
-def test_steps_of_adam_are_those_on_the_dense_loss():
+def test_steps_of_adam_are_those_on_the_dense_loss_from_the_papers_start():
     """Ten steps of torch.optim.Adam on Eq. (4) written with T x T logits and automatic gradients."""
     target = random_target(2, length=30)
     position = torch.arange(30)
     distance = position[:, None] - position
     alpha, rho = (x.requires_grad_() for x in initial_parameters(target.eta_rel))
+    assert not alpha.any()
+    torch.testing.assert_close(rho[0, 7], (target.eta_rel[0, 7] / 23).log())
+    assert initial_parameters(torch.tensor([1e-12]))[1] == torch.tensor(1e-9).log()
     optimizer = torch.optim.Adam([alpha, rho], lr=0.05)
 
     def logits():
         return alpha[:, None] + rho[:, distance.clamp(min=0)].masked_fill(distance < 0, -torch.inf)
 
     for _ in range(10):
-        linear = (target.eta_abs * alpha).sum(-1) + (target.eta_rel * rho).sum(-1)
         optimizer.zero_grad()
-        ((logits().logsumexp(-1).sum(-1) - linear) / 30).sum().backward()
+        fit_loss(alpha, rho, logits().logsumexp(-1), target.eta_abs, target.eta_rel).sum().backward()
         optimizer.step()
     pattern = fit_compact(target.eta_abs, target.eta_rel, fitter="adam", steps=10)
     torch.testing.assert_close(pattern.dense(), logits().softmax(-1).detach(), rtol=0, atol=1e-9)
@@ -152,7 +149,7 @@ def test_the_residual_times_the_distance_bounds_the_gap_of_the_loss():
     for sweeps in (1, 2, 4):
         pattern, certificate = fit_with_certificate(target.eta_abs, target.eta_rel, max_sweeps=sweeps)
         distance = torch.maximum((pattern.alpha - best.alpha).abs(), (pattern.rho - best.rho).abs()).max()
-        gap = loss(pattern, target) - loss(best, target)
+        gap = target.kl(pattern.dense()) - target.kl(best.dense())
         assert (gap > 0).all()
         assert (gap <= distance * certificate.l1).all()
 
@@ -164,3 +161,34 @@ def test_heads_of_a_trained_model_reach_their_reference(real_heads):
     assert (fit_kl(pattern, *target) - real_heads["reference_fit_kl"]).max() < 1e-5
     assert bool(certificate.converged.all())
     assert pattern.balanced().log_z.abs().max() < 30
+
+
+def test_checked_targets_satisfy_all_three_relations_exactly():
+    target = random_target(4, length=200)
+    eta_abs, eta_rel = check_targets(target.eta_abs.float() * 1.0003, target.eta_rel.float())
+    moments = ((eta_abs + eta_rel) * torch.arange(200)).sum(-1)
+    for values, total in ((eta_abs.sum(-1), 200), (eta_rel.sum(-1), 200), (moments, 200 * 199 / 2)):
+        torch.testing.assert_close(values, torch.full((4,), float(total)).double(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(eta_abs, target.eta_abs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        (lambda a, r: (a[:, :-1], r), {}, "share one shape"),
+        (lambda a, r: (a * torch.nan, r), {}, "eta_abs must be finite and positive"),
+        (lambda a, r: (a, r * 0), {}, "eta_rel must be finite and positive"),
+        (lambda a, r: (a * 1.01, r), {}, "eta_abs sums to T = 30; got 30.3"),
+        (lambda a, r: (r, r), {}, r"T\(T-1\)/2 = 435; got"),
+        (lambda a, r: (a, r), {"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
+        (lambda a, r: (a, r), {"steps": 5}, "takes tolerance, max_sweeps; got steps"),
+        (lambda a, r: (a, r), {"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
+        (lambda a, r: (a, r), {"fitter": "adam", "steps": 0}, "steps must be at least 1"),
+    ],
+)
+def test_marginals_that_no_pattern_has_and_unknown_options_are_refused(change, options, message):
+    target = random_target(2, length=30)
+    with pytest.raises(InputError, match=message):
+        fit_compact(*change(target.eta_abs, target.eta_rel), **options)
+    with pytest.raises(InputError, match=r"row entropy \[\.\.\.\]"):
+        fit_kl(fit_compact(target.eta_abs, target.eta_rel), target.eta_abs, target.eta_rel, target.row_entropy[:1])
