@@ -105,8 +105,8 @@ _MEMORY, _MOST_SWEEPS = 3, 500
 # Added to the diagonal of the extrapolation's equations, as a share of its sum: sweeps that hardly differ would make
 # them singular. The second is for sweeps that are all equal. Round numbers, not measured.
 _RIDGE, _RIDGE_OF_NONE = 1e-10, 1e-300
-# Nats by which a step may move a parameter. A longer extrapolation is rejected, a longer Newton step shortened: it would
-# take entries so near to zero that the Hessian no longer sees them.
+# Nats by which a step may move a parameter. A longer extrapolation is rejected. A longer Newton step is shortened: it
+# would take entries so near to zero that the Hessian no longer sees them.
 _LONGEST_STEP = 5.0
 # Rounding of the loss, in nats: a rise below this does not count.
 _LOSS_NOISE = 1e-12
