@@ -17,17 +17,13 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_lowest_scores_first_ties_by_layer_and_head():
+def test_lowest_scores_first_ties_by_layer_and_head_halves_to_even():
+    assert [budget(rate, 10) for rate in (0.05, 0.15, 0.25, 0.35)] == [0, 2, 2, 4]
     assert ranking(SCORES) == [(1, 1), (0, 1), (1, 0), (0, 0), (1, 2)]
     assert list(select(SCORES, 0.5)) == [(0, 1), (1, 0), (1, 1)]
     assert list(select(SCORES, count=2, exclude=[(1, 1)])) == [(0, 1), (1, 0)]
     assert list(select(ROWS, count=3, only=[(2, 3), (0, 3), (1, 0), (2, 0)])) == [(0, 3), (1, 0), (2, 0)]
     assert list(select(ROWS, count=5, max_per_layer=2)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
-
-
-def test_the_budget_rounds_halves_to_even():
-    assert [budget(rate, 10) for rate in (0.05, 0.15, 0.25, 0.35)] == [0, 2, 2, 4]
-    assert budget(0.25, 144) == 36
 
 
 @given(first=st.floats(0, 0.85), second=st.floats(0, 0.85), seed=st.integers(0, 99), cap=st.integers(3, 6))

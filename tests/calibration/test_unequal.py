@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from saf.calibration import calibrate, gate_gradients, plan_calibration, read_batches, read_sequences
+from saf.calibration import calibrate, gate_gradients, read_batches, read_sequences
 from saf.calibration.measure import spans_of
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
@@ -51,25 +51,16 @@ def test_equal_lengths_are_the_same_numbers_with_or_without_padding():
     ids = tokens(4, 24)
     whole = calibrate(model(), [ids[:3], ids[3:]])
     wide = torch.cat([ids, torch.full((4, 5), 3)], 1)
-    for batches in (
-        [{"input_ids": ids[:3], "attention_mask": torch.ones(3, 24)}, ids[3:]],
-        [padded(wide[:3], [24] * 3, padding=1), padded(wide[3:], [24], padding=2)],
-    ):
-        again = calibrate(model(), batches)
-        assert all(torch.equal(getattr(again, name), getattr(whole, name)) for name in FIELDS)
-        assert (again.lengths, again.sequences_hash) == ((), whole.sequences_hash)
+    again = calibrate(model(), [padded(wide[:3], [24] * 3, padding=1), padded(wide[3:], [24], padding=2)])
+    assert all(torch.equal(getattr(again, name), getattr(whole, name)) for name in FIELDS)
+    assert (again.lengths, again.sequences_hash) == ((), whole.sequences_hash)
     assert torch.equal(read_batches([padded(wide, [24] * 4, padding=1)])[0], ids)
-
-
-def test_lengths_are_shown_and_checked(actual):
-    batches = [padded(tokens(), LENGTHS, padding=7)]
-    assert "5 sequences of 12 to 40 tokens" in str(plan_calibration(model(), batches))
-    with pytest.raises(InputError, match="rows cannot be collected"):
-        calibrate(model(), batches, collect=("rows",))
 
 
 def test_heads_are_frozen_and_gates_measured_without_the_padding():
     batches = [padded(tokens(), LENGTHS, padding=7)]
+    with pytest.raises(InputError, match="rows cannot be collected"):
+        calibrate(model(), batches, collect=("rows",))
     gates = [gate_gradients(model(), each) for each in (batches, [padded(tokens(), LENGTHS, padding=0)])]
     assert torch.equal(*gates)
     report = freeze_(model(torch.float32), iter(batches), FreezeConfig(rate=0.25, max_fit_kl=10.0))
