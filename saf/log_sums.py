@@ -5,8 +5,7 @@ exponentials, read in different orders. It is cut into blocks of C positions: th
 offset d serves every pair of blocks (I, I - d), so each offset is one small matrix product per head. Terms
 are non-negative, so nothing cancels: with block maxima factored out each result is accurate in itself.
 
-A sum takes T**2 / 2 products a head, in T / C steps. Heads share the steps: sum many at once, since a step of one head
-on a CPU of many cores is mostly waiting for threads.
+A sum takes T**2 / 2 products a head, in T / C steps. Sum many heads at once: a step of one is mostly waiting.
 """
 
 import math
@@ -65,21 +64,16 @@ def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     """Halve the block until no row of a tile lies so far below the tile's maximum that it underflows."""
     limit = -_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
     left, right = (values.reshape(-1, values.shape[-1]) for values in (left, right))
-    # Cheap bound first: the whole range of both inputs.
-    if left.numel() == 0 or (_range(left) + _range(right)).max().item() <= limit:
-        return block
-    while block > 1:
-        spread = _range(_blocks(left, block, **_EDGE)) + _range(_windows(right, block, **_EDGE))
+    while block > 1 and len(left):
+        spread = _largest_range(_blocks(left, block, **_EDGE)) + _largest_range(_windows(right, block, **_EDGE))
         if spread.max().item() <= limit:
             break
         block //= 2
     return block
 
 
-def _range(values: Tensor) -> Tensor:
-    """Return max - min over the last dimension, then the largest over the one before, if there is one."""
-    spread = values.amax(-1) - values.amin(-1)
-    return spread.amax(-1) if values.ndim > 2 else spread
+def _largest_range(values: Tensor) -> Tensor:
+    return (values.amax(-1) - values.amin(-1)).amax(-1)
 
 
 def _blocks(values: Tensor, block: int, **filling: Any) -> Tensor:

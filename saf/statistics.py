@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, shown
+from saf.errors import InputError
 from saf.heads import HeadSet, head_pairs
 
 FLOOR = 1e-9
@@ -46,14 +46,6 @@ class AttentionStatistics:
     positions: tuple[int, ...] = ()
     """Query positions of `mean_rows`, `rows` and `logit_rows`."""
 
-    def __post_init__(self):
-        heads = self.variance.shape
-        for name in _TENSORS:
-            expected = (*heads, self.length) if name.startswith("eta") else tuple(heads)
-            values = getattr(self, name)
-            if len(heads) != 2 or tuple(values.shape) != expected or not values.is_floating_point():
-                raise InputError(f"{name} must be floating point, [L, H] or [L, H, {self.length}]; got {shown(values)}")
-
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
         collected = f", with {', '.join(self.collected)}" if self.collected else ""
@@ -74,7 +66,7 @@ class AttentionStatistics:
         known = self.collected_heads if name in self.collected else HeadSet()
         if missing := [head for head in pairs if head not in known]:
             raise InputError(
-                f"these statistics have no {name!r} of heads {missing[:4]}{'...' if len(missing) > 4 else ''}; "
+                f"these statistics have no {name!r} of heads {missing[:4]}; "
                 f"measure it with calibrate(model, batches, collect=({name!r},), heads=...)"
             )
         return self.collected[name][[self.collected_heads.index(head) for head in pairs]]
@@ -87,9 +79,6 @@ class AttentionStatistics:
 
 
 def required_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return what a score or pattern reads beside the statistics: its keyword-only arguments without a default."""
+    """Return what a score or pattern reads beyond the statistics: its keyword-only arguments without a default."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)
-
-
-_TENSORS = tuple(field.name for field in fields(AttentionStatistics) if field.type is Tensor)

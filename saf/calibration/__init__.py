@@ -198,8 +198,7 @@ def plan_calibration(
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
     sizes = _layer_bytes(adapter, chosen, len(sequences.tokens) * sequences.length)
-    layers, size = list(sizes), _layers_at_a_time(adapter.device, sizes, capture_bytes)
-    groups = [layers[first : first + size] for first in range(0, len(layers), size)]
+    groups = _groups(adapter.device, sizes, capture_bytes)
     most = max((sum(sizes[layer] for layer in group) for group in groups), default=0)
     return CalibrationPlan(chosen, sequences, groups, most, collection)
 
@@ -229,23 +228,22 @@ def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int
     return sizes
 
 
-def _layers_at_a_time(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> int:
-    """Return the number of layers whose queries and keys are held at once; raise InputError where one does not fit.
-
-    By default they take a share of the free memory; one layer may take all of it.
-    """
-    largest = max(layer_bytes.values(), default=0) or 1
-    most = free_bytes(device) if capture_bytes is None else capture_bytes
-    if most is not None and largest > most:
+def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> list[list[int]]:
+    """Divide the layers into groups that are captured together, as many layers at a time as memory holds."""
+    layers, largest = list(layer_bytes), max(layer_bytes.values(), default=0) or 1
+    free = free_bytes(device) if capture_bytes is None else None
+    limit = free if capture_bytes is None else capture_bytes
+    if limit is not None and largest > limit:
         raise InputError(
-            f"queries and keys of one layer must be at most {byte_size(most)} "
+            f"queries and keys of one layer must be at most {byte_size(limit)} "
             f"({'free memory' if capture_bytes is None else 'capture_bytes'}), got {byte_size(largest)}; "
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
-    if capture_bytes is not None:
-        return max(1, capture_bytes // largest)
-    default = sum(layer_bytes.values()) if most is None else int(SHARE * most)
-    return max(1, (min(default, CPU_BYTES) if device.type == "cpu" else default) // largest)
+    if capture_bytes is None:
+        limit = sum(layer_bytes.values()) if free is None else int(SHARE * free)
+        limit = min(limit, CPU_BYTES) if device.type == "cpu" else limit
+    size = max(1, limit // largest)
+    return [layers[first : first + size] for first in range(0, len(layers), size)]
 
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:

@@ -56,7 +56,10 @@ class QKGradient:
 
     def scores(self) -> Tensor:
         """Return the average `[L, H]`, float64 on the CPU; NaN for frozen heads and before the first update."""
-        return _live_only(self._average.cpu().clone(), adapter_for(self.model).sites())
+        scores = self._average.cpu().clone()
+        for layer, site in enumerate(adapter_for(self.model).sites()):
+            scores[layer, [*site.layout.frozen, *site.layout.pruned]] = torch.nan
+        return scores
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as JSON values."""
@@ -123,8 +126,8 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
         for row, targets in sequences.rows():
             loss = _loss(adapter, row, targets)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-            total += torch.stack([gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
-    return _live_only(total / len(sequences.lengths), sites)  # Eq. (19)
+            total += torch.stack([_gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
+    return total / len(sequences.tokens)  # Eq. (19)
 
 
 def _loss(adapter: Adapter, row: Tensor, targets: Tensor | None) -> Tensor:
@@ -138,13 +141,14 @@ def _loss(adapter: Adapter, row: Tensor, targets: Tensor | None) -> Tensor:
     return adapter.next_token_loss(row[None].to(adapter.device), targets[None].to(adapter.device))
 
 
-def gate_gradient(site: Site, gradient: Tensor) -> Tensor:
-    """Return the derivative of the loss by each head's gate, `[H]` float64, from the output weight's gradient."""
+def _gate_gradient(site: Site, gradient: Tensor) -> Tensor:
+    """Return the derivative of the loss by each gate, `[H]` float64, from the output weight's gradient."""
     weight, dimension = site.projections()["output"]
     product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
-    slots = torch.tensor(site.layout.slots, dtype=torch.long, device=product.device)
-    by_slot = product.reshape(len(slots), -1).sum(1) if len(slots) else product.new_zeros(0)
-    return product.new_zeros(site.layout.num_heads).index_copy_(0, slots, by_slot)
+    gates, live = product.new_full((site.layout.num_heads,), torch.nan), list(site.layout.live)
+    if live:
+        gates[live] = product.reshape(site.layout.num_slots, -1).sum(1)[: len(live)]
+    return gates
 
 
 @contextmanager
@@ -158,14 +162,6 @@ def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter in fixed:
             parameter.requires_grad_(False)
-
-
-def _live_only(values: Tensor, sites: Sequence[Site]) -> Tensor:
-    """Return `[L, H]` with NaN where heads are frozen or pruned."""
-    result = torch.full_like(values, torch.nan)
-    for layer, site in enumerate(sites):
-        result[layer, site.layout.live] = values[layer, site.layout.live]
-    return result
 
 
 # --- outputs
