@@ -257,21 +257,11 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
     """Say why a record's ratio of update times is unclear; "" where it is clear."""
     if not record["update_time_ratio"]:
         return "too few updates to tell which arm is faster"
-    if was_busy(record):
-        return (
-            "timing unclear: the machine was busy, for heads that took no time at all would save less than was measured"
-        )
+    # An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
+    if record["update_time_ratio"] * (record["num_heads"] - record["heads"]) > record["num_heads"]:
+        return "timing unclear: the machine was busy, for all the work of these heads takes less than was saved"
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
     return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
-
-
-def was_busy(record: Mapping[str, Any]) -> bool:
-    """Whether the machine had other work during a run: updates cannot save more than all work of the edited heads.
-
-    An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
-    """
-    live = record["num_heads"] - record["heads"]
-    return (record["update_time_ratio"] or 0) * live > record["num_heads"]
 
 
 # --- evaluations
@@ -374,30 +364,27 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
 def verdict(record: Record) -> str:
     """Say in a line or two what freezing cost, and how speed and memory changed, for a record of any comparison."""
     if record["kind"] == PERPLEXITY:
-        return "\n".join(filter(None, [f"Cost: perplexity {perplexity_change(record)}.", _saving(record)]))
+        cost, saving = f"perplexity {perplexity_change(record, '95% interval ')}", _saving(record)
+        return f"Cost: {cost}.\nSpeed: {saving}." if saving else f"Cost: {cost}."
     name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
     if len(record["tasks"]) == 1:
         return f"Cost: accuracy {_points(worst)} points."
-    mean = _mean_change(record)
-    return (
-        f"Cost: accuracy {mean} on average over {len(record['tasks'])} tasks, {_points(worst)} at {name}, the lowest."
-    )
+    mean = f"{_mean_change(record)} on average over {len(record['tasks'])} tasks"
+    return f"Cost: accuracy {mean}, {_points(worst)} at {name}, the lowest."
 
 
-def perplexity_change(record: Record) -> str:
-    """Show the change of perplexity with its 95% interval."""
-    return _interval(record, "95% interval ")
+def perplexity_change(record: Mapping[str, Any], name: str = "") -> str:
+    """Show the change of perplexity with its 95% interval, which may have a name."""
+    low, high = record["ci95"]
+    return f"{signed(record['delta_ppl_percent'])} ({name}{signed(low)} to {signed(high)})"
 
 
 def _saving(record: Record) -> str:
     parts = []
     if ratio := record.get("update_time_ratio"):
-        within = ", within the spread of both arms" if speed_caveat(record) else ""
-        busy = "update times unclear: the machine was busy"
-        parts.append(busy if was_busy(record) else f"updates {ratio:.3f}× as fast{within}")
+        parts.append("update times unclear" if speed_caveat(record) else f"updates {ratio:.3f}× as fast")
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
-    parts += [f"peak memory {signed(memory)}"] * (memory is not None)
-    return f"Speed: {', '.join(parts)}." if parts else ""
+    return ", ".join([*parts, *([] if memory is None else [f"peak memory {signed(memory)}"])])
 
 
 def _mean_change(record: Record) -> str:
@@ -416,11 +403,13 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
         return _accuracy_tables(record)
     if ordinary is None or frozen is None:
         windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
-        rows = [["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", _interval(record)]]
-        return [Table.of("", ("", *ARMS, "change"), rows, [*_where(record), windows, *model_notes(record)])]
+        rows = [
+            ["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", perplexity_change(record)]
+        ]
+        return [Table.of("", ("", *ARMS, "change"), rows, [*_notes(record), windows])]
     table = arms_table((ordinary, frozen), ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
     rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
-    return [Table.of("", ("", *ARMS), [*rows], [*_where(record), *table.notes])]
+    return [Table.of("", ("", *ARMS), [*rows], [*_notes(record)[:1], *table.notes])]
 
 
 def _accuracy_tables(record: Record) -> list[Table]:
@@ -432,7 +421,7 @@ def _accuracy_tables(record: Record) -> list[Table]:
         gained = f"{task['gained']:,} / {task['lost']:,}"
         rows.append([name, task["questions"], *shares, _points(task), gained, *p_values])
     columns = ("", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p", "Holm")
-    notes = [*_where(record), f"Mean change {_mean_change(record)}.", _PAIRED, *model_notes(record)]
+    notes = [*_notes(record), f"Mean change {_mean_change(record)}.", _PAIRED]
     table = Table.of("Accuracy", columns, rows, notes).used()
     if not all("taken" in task for task in tasks.values()):
         return [table]
@@ -440,15 +429,12 @@ def _accuracy_tables(record: Record) -> list[Table]:
     return [table, choices_table(tasks, taken)]
 
 
-def _where(record: Record) -> list[str]:
+def _notes(record: Record) -> list[str]:
+    """Say where both models are, with how many edited heads, and what else a reader must know of them."""
     heads = [heads_in_words(each) if any(each.values()) else "no" for each in record["heads_by_kind"]]
-    places = (record["ordinary"], record["frozen"])
-    return ["; ".join(f"{arm}: {place}, {count} heads" for arm, place, count in zip(ARMS, places, heads, strict=True))]
-
-
-def model_notes(record: Record) -> list[str]:
-    """Say what a reader must know of the two models of a comparison; nothing where all is well."""
-    lines = [f"Differs in more than the freezing: {line}." for line in record["differences"]]
+    places = zip(ARMS, (record["ordinary"], record["frozen"]), heads, strict=True)
+    lines = ["; ".join(f"{arm}: {place}, {count} heads" for arm, place, count in places)]
+    lines += [f"Differs in more than the freezing: {line}." for line in record["differences"]]
     if any(record["heads_by_kind"][0].values()):
         lines.append("Heads that the first model has frozen or pruned already are not in the change.")
     return lines + [problem for problem in [record.get("not_learnt")] if problem]
@@ -480,11 +466,10 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmCo
     for run, name in zip(runs, names, strict=True):
         if ordinary is None or run.arm == "ordinary":
             continue
-        record, reason = None, None
         try:
-            record = compare_runs(ordinary, run, allow_differences=True)
+            record, reason = compare_runs(ordinary, run, allow_differences=True), None
         except SafError as error:
-            reason = str(error)
+            record, reason = None, str(error)
         comparisons.append(ArmComparison(name, ordinary, run, record, reason))
     return comparisons
 
@@ -524,44 +509,27 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
 def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[str | None]:
     """Yield the cells of a run's row; `comparison` is that with the ordinary run."""
     result, record = run.result or {}, comparison.perplexity if comparison else None
+    edited = run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)
+    yield f"{edited} of {run.num_heads}" + " pruned" * (run.arm == "pruned")
     loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
-    yield (
-        f"{run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)} of {run.num_heads}"
-        + (" pruned" if run.arm == "pruned" else "")
-    )
     yield None if loss is None else f"{loss:.4f}"
     yield None if perplexity is None else f"{perplexity:.3f}"
-    yield None if record is None else _interval(record)
-    median = (result.get("update_seconds") or {}).get("median")
-    yield _with(seconds(record["update_seconds_frozen"] if record else median), _ratio(record) if record else "")
-    change = change_percent(record["peak_memory_ordinary"], peak) if record else None
-    yield _with(byte_size(peak), "" if change is None else signed(change))
+    yield perplexity_change(record) if record else None
+    median = record["update_seconds_frozen"] if record else (result.get("update_seconds") or {}).get("median")
+    ratio = record["update_time_ratio"] if record else None
+    fast = "unclear" if record and speed_caveat(record) else f"{ratio or 0:.3f}×"
+    yield seconds(median) + (f" ({fast})" if ratio else "")
+    yield byte_size(peak) + _change(record["peak_memory_ordinary"], peak) if record else byte_size(peak)
     parts = (result.get("intervention") or {}).get("seconds")
     yield seconds(sum(parts.values()) if parts else None)
     for clock in _CLOCKS:
-        yield _with(seconds(run.seconds(clock)), _time_change(comparison, clock) if comparison else "")
+        own = run.seconds(clock)
+        yield seconds(own) + (_change(comparison.ordinary.seconds(clock), own) if comparison else "")
 
 
-def _with(value: str, change: str) -> str:
-    return f"{value} ({change})" if change else value
-
-
-def _interval(record: Record, name: str = "") -> str:
-    low, high = record["ci95"]
-    return f"{signed(record['delta_ppl_percent'])} ({name}{signed(low)} to {signed(high)})"
-
-
-def _ratio(record: Record) -> str:
-    ratio = record["update_time_ratio"]
-    return "unclear" if was_busy(record) else f"{ratio:.3f}×" if ratio else ""
-
-
-def _time_change(comparison: ArmComparison, clock: str) -> str:
-    """Show by how much a whole run's time differs from the ordinary one's; a busy machine makes that unclear."""
-    change = change_percent(comparison.ordinary.seconds(clock), comparison.frozen.seconds(clock))
-    if change is None:
-        return ""
-    return "unclear" if comparison.perplexity and was_busy(comparison.perplexity) else signed(change)
+def _change(before: float | None, after: float | None) -> str:
+    change = change_percent(before, after)
+    return "" if change is None else f" ({signed(change)})"
 
 
 def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:

@@ -112,10 +112,9 @@ def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy
     names = arm_names(runs)
     comparisons = compare_all(runs, names)
     record = comparisons[0].record
-    assert ("machine was busy" in verdict(record)) == ("busy" in record["update_time_caveat"]) == busy
+    assert ("update times unclear" in verdict(record)) == ("busy" in record["update_time_caveat"]) == busy
     table = arms_table(runs, names, comparisons)
-    for column in ("median update", "whole run", "whole run, warm"):
-        assert table.rows[1][table.columns.index(column)].endswith("(unclear)") == busy, column
+    assert table.rows[1][table.columns.index("median update")].endswith("(unclear)") == busy
 
 
 def test_a_pair_and_all_arms_show_the_same_numbers(tmp_path):

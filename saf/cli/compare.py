@@ -82,10 +82,11 @@ class Command:
 
         before = record["heads_by_kind"][0]
         heads = f" with {heads_in_words(before)}" if any(before.values()) else ""
+        change = perplexity_change(record, "95% interval ")
         record_cost_(
             folder,
             f"perplexity {record['ppl_ordinary']:.4f} before{heads}, {record['ppl_frozen']:.4f} after, a change of "
-            f"{perplexity_change(record)}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
+            f"{change}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
             f"{record['precision']}",
         )
 
