@@ -83,7 +83,7 @@ class Tokenizer:
         write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def same(self, other: "Tokenizer") -> bool:
-        """Whether another tokenizer gives the same tokens for every text, however its file is laid out."""
+        """Whether another tokenizer has the same tokens for every text, however its file is laid out."""
         return self._backend.to_str() == other._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
@@ -100,7 +100,7 @@ class Tokenizer:
 
 
 def _eos_token(folder: Path) -> str | None:
-    """Return the eos_token that a tokenizer's other files name; None without them."""
+    """Return the end-of-text token that a tokenizer's other files name; None without them."""
     for file in (folder / CONFIG_FILE, folder / "special_tokens_map.json"):
         if file.is_file() and (token := read_json(file, error=DataError).get("eos_token")) is not None:
             return str(token["content"] if isinstance(token, dict) else token)

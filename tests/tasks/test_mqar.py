@@ -1,4 +1,4 @@
-"""Associative recall: what its examples are, who answers them, and what a run asks of the task."""
+"""Associative recall: what its examples are, which queries count as answered, and the task of a run."""
 
 import math
 from dataclasses import replace
@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
 from saf.tasks import TASKS, MQARSettings, MQARTask
-from saf.tasks.mqar import Stream, unlearnt_reason
+from saf.tasks.mqar import Stream, answer_queries, unlearnt_reason
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -160,3 +161,31 @@ def test_other_examples_and_a_context_too_short_are_refused(task, settings, tmp_
         MQARTask(replace(settings, seed=4), length=33).check_continues({"update": 4, **task.state(4)}, tmp_path)
     with pytest.raises(InputError, match="mqar has sequences of 32 tokens, the model's context is 24"):
         MQARTask(settings, length=24)
+
+
+def test_a_query_is_answered_by_the_most_likely_of_all_tokens(model, generator):
+    inputs = torch.randint(64, (5, 12), generator=generator)
+    targets = torch.full_like(inputs, -100)
+    with torch.no_grad():
+        logits = model(inputs)
+    best = logits.argmax(2)
+    targets[:, 3], targets[:, 9] = best[:, 3], best[:, 9]
+    targets[2, 9] = (best[2, 9] + 1) % 64
+    targets[4, 5] = best[4, 5]
+    result = answer_queries(model, inputs, targets, batch_size=2)
+    assert result["hits"] == [2, 2, 1, 2, 3]
+    assert (result["examples"], result["queries"]) == (5, 11)
+    assert result["accuracy"] == pytest.approx(10 / 11)
+    queries = targets != -100
+    assert result["loss"] == pytest.approx(float(F.cross_entropy(logits[queries], targets[queries])), rel=1e-5)
+
+
+def test_inputs_without_queries_are_refused(model):
+    inputs = torch.zeros(2, 8, dtype=torch.long)
+    with pytest.raises(InputError, match="a query in each"):
+        answer_queries(model, inputs, torch.full_like(inputs, -100))
+    with pytest.raises(InputError, match=r"\[2, 8\] and \[2, 7\]"):
+        answer_queries(model, inputs, inputs[:, 1:])
+    model.embed.weight.data.fill_(torch.nan)
+    with pytest.raises(DivergenceError, match="the loss at queries is nan"):
+        answer_queries(model, inputs, inputs)

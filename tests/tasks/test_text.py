@@ -1,21 +1,39 @@
-"""What the text task gives a run, and from where in the data."""
+"""The text task of a run, each use from its own part of the data; held-out perplexity against plain PyTorch."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
+import saf
 from saf.data import TokenData, prepare, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError
+from saf.errors import CheckpointError, DataError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
+from saf.records.files import read_json, read_tensors, write_json
 from saf.tasks import TASKS, TextTask
-from saf.tasks.text import evaluate_perplexity
+from saf.tasks.base import precision_in_use
+from saf.tasks.text import (
+    EVALUATION,
+    LOG_PROBS,
+    evaluate_perplexity,
+    hash_windows,
+    losses_by_position,
+    read_evaluation,
+    window_losses,
+)
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")
 LENGTH = 16
+
+
+def small(vocab_size: int = 320) -> GPT:
+    model = GPT(preset("tiny", vocab_size=vocab_size, num_layers=2, hidden_size=32, max_length=LENGTH))
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +46,11 @@ def folder(tmp_path_factory):
         (root / "text" / f"{number}.txt").write_text(" ".join(words))
     prepare([str(root / "text")], root / "data", vocab_size=270, heldout_fraction=0.3, progress=False)
     return str(root / "data")
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return TokenData.open(folder)
 
 
 @pytest.fixture
@@ -43,17 +66,17 @@ def task(settings):
     return TASKS[settings.task](settings, length=LENGTH)
 
 
-def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions(task, folder):
+def test_calibration_and_heldout_windows_come_in_batches_of_their_own_partitions(task, data):
     assert [len(batch) for batch in task.calibration()] == [2, 2]
     assert [len(batch) for batch in task.heldout()] == [2, 1]
-    last = sequential_windows(TokenData.open(folder).tokens("controller"), LENGTH)[-3:, :-1]
+    last = sequential_windows(data.tokens("controller"), LENGTH)[-3:, :-1]
     assert torch.equal(torch.cat(task.heldout()), last)
     for again, batch in zip(task.calibration(), task.calibration(), strict=True):
         assert torch.equal(again, batch)
 
 
 def test_losses_are_those_of_their_partitions_and_of_the_tokens_that_are_asked_for(task, settings, tmp_path):
-    model = GPT(preset("tiny", vocab_size=320, num_layers=1, hidden_size=32, max_length=LENGTH))
+    model = small()
 
     def loss(partition, limit=None):
         return evaluate_perplexity(model, task.data, partition=partition, length=LENGTH, limit=limit)["loss"]
@@ -105,3 +128,102 @@ def test_micro_batches_go_on_where_updates_ended_and_processes_see_together_what
     later = task.training(3, CPU)
     assert all(map(torch.equal, seen[6:], [torch.stack(next(later)) for _ in range(6)]))
     assert task.targets_per_update == 2 * 3 * LENGTH
+
+
+# --- perplexity
+
+
+def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
+    model = small().double()
+    windows = sequential_windows(data.tokens("report"), LENGTH)
+    log_probs = torch.log_softmax(model(windows[:, :-1]), dim=-1).gather(-1, windows[:, 1:, None])
+    record = evaluate_perplexity(model, data)
+    assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
+    assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+    assert (record["windows"], record["tokens"]) == (len(windows), len(windows) * LENGTH)
+    assert record["data_fingerprint"] == data.fingerprint
+    assert record["windows_hash"] == hash_windows(windows)
+
+
+def test_losses_by_position_are_means_of_ranges_that_grow_fourfold():
+    losses = torch.rand(3, 300, generator=torch.Generator().manual_seed(0))
+    found = losses_by_position(-losses)
+    assert [end for end, _ in found] == [16, 64, 256, 300]
+    for (end, mean), first in zip(found, (0, 16, 64, 256), strict=True):
+        assert mean == pytest.approx(float(losses[:, first:end].mean()), rel=1e-6)
+    assert [end for end, _ in losses_by_position(torch.zeros(1, 64))] == [16, 64]
+
+
+def test_files_hold_every_tokens_log_probability_and_are_checked(data, tmp_path):
+    record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    read, losses = read_evaluation(folder)
+    assert read == record == read_json(folder / EVALUATION)
+    log_probs = read_tensors(folder / LOG_PROBS)["log_probs"]
+    assert (log_probs.shape, log_probs.dtype) == ((5, LENGTH), torch.float32)
+    assert torch.equal(losses, window_losses(log_probs))
+    assert float(losses.mean()) == pytest.approx(record["loss"], rel=1e-14)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([EVALUATION, LOG_PROBS])
+    alone = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "alone", tokens=False)
+    assert read_tensors(tmp_path / "alone" / LOG_PROBS).keys() == {"windows"}
+    assert torch.equal(read_evaluation(tmp_path / "alone")[1], losses)
+    write_json(folder / EVALUATION, alone)
+    with pytest.raises(InputError, match=r"log_probs.safetensors is damaged: expected SHA-256"):
+        read_evaluation(folder)
+
+
+def test_the_batch_size_changes_nothing_and_progress_counts_windows(data):
+    reported = []
+    one = evaluate_perplexity(small(), data, limit=7, batch_size=1)
+    other = evaluate_perplexity(
+        small(), data, limit=7, batch_size=3, progress=lambda done, of: reported.append((done, of))
+    )
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    assert one["windows_hash"] == other["windows_hash"]
+    assert reported == [(3, 7), (6, 7), (7, 7)]
+
+
+def test_weights_in_16_bits_are_recorded_as_what_the_model_ran_in(data):
+    model = small().bfloat16()
+    assert evaluate_perplexity(model, data, limit=1)["precision"] == "bf16 weights"
+    assert evaluate_perplexity(model, data, limit=1, precision="bf16")["precision"] == "bf16 weights, bf16 autocast"
+    with pytest.raises(InputError, match="fp32 needs a model in float32, got bf16 weights"):
+        evaluate_perplexity(model, data, limit=1, precision="fp32")
+    model.norm.float()
+    assert precision_in_use(model, "auto") == "bf16 and fp32 weights"
+    assert precision_in_use(small().double(), "fp32") == "fp64 weights"
+    # Logits of patterns that are trained on are float32 in any model.
+    saf.freeze_(model, [torch.randint(320, (4, LENGTH))], saf.FreezeConfig(rate=0.25, trainable=True, max_fit_kl=99))
+    assert precision_in_use(model.bfloat16(), "auto") == "bf16 weights"
+
+
+def test_windows_begin_with_the_token_asked_for_and_have_the_same_targets(data):
+    model = small()
+    windows = sequential_windows(data.tokens("report"), LENGTH, 3)[:, :-1]
+    begun = torch.cat([torch.full((3, 1), 7), windows], dim=1)
+    log_probs = torch.log_softmax(model(begun[:, :-1]), dim=-1).gather(-1, begun[:, 1:, None])
+    record = evaluate_perplexity(model, data, limit=3, bos=7)
+    assert record["loss"] == pytest.approx(-float(log_probs.detach().mean()), rel=1e-6)
+    assert (record["bos"], record["tokens"]) == (7, 3 * LENGTH)
+    assert record["windows_hash"] != evaluate_perplexity(model, data, limit=3)["windows_hash"]
+
+
+def test_windows_and_tokens_that_the_model_does_not_take_are_refused(data):
+    with pytest.raises(DataError, match="ids, the model only 64"):
+        evaluate_perplexity(small(64), data)
+    with pytest.raises(InputError, match="17 tokens are longer than the model's maximum of 16"):
+        evaluate_perplexity(small(), data, length=17)
+
+
+def test_every_module_gets_its_mode_back_also_after_an_error(data):
+    model = small().train()
+    model.blocks[1].eval()
+    modes, seen = [module.training for module in model.modules()], set()
+    model.embed.register_forward_pre_hook(lambda *_: seen.update(module.training for module in model.modules()))
+    evaluate_perplexity(model, data, limit=2)
+    assert seen == {False}
+    with torch.no_grad():
+        model.norm.weight.fill_(torch.nan)
+    with pytest.raises(DivergenceError, match="not finite"):
+        evaluate_perplexity(model, data, limit=2)
+    assert [module.training for module in model.modules()] == modes
