@@ -48,14 +48,16 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     """Return the rows of a table as text, a line each below a head; "|" parts cells, and empty ones are left out.
 
     Columns are `arm`, `label`, `reference`, `against`, the names of `COMPANIONS`, and metrics, whose cells are the
-    paper's numbers. `more` are further columns of the same rows; `shared` are fields of every row.
+    paper's numbers. `more` are further columns of the same rows; `shared` are cells of every row.
     """
     table = []
     for parts in zip(*map(lines, (text, *more)), strict=True):
-        cells = {name: cell for part in parts for name, cell in part.items()}
-        own = {name: cells.pop(name) for name in COLUMNS if name in cells}
+        cells: dict[str, Any] = {"label": "", **shared}
+        for part in parts:
+            cells |= part
+        own = {name: cells.pop(name) for name in (*COLUMNS, "first_seed") if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
-        table.append(Row(**{"label": "", **shared, **own}, companions=companions, paper=cells))
+        table.append(Row(**own, companions=companions, paper=cells))
     return tuple(table)
 
 

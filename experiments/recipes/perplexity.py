@@ -1,6 +1,13 @@
-"""Recipes of the main question, perplexity at matched tokens and time: frozen, pruned and ordinary models."""
+"""Recipes of the main question, perplexity at matched tokens and time: frozen, pruned and ordinary models.
 
-from experiments.arms import ARMS, PEAK_RATES, WARMUPS, control_trunk
+A run at matched time has the ending `-time`, on its own clock `-raw` or `-clock`; docs/experiments.md has all names.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from experiments.arms import PEAK_RATES, WARMUPS, control_trunk
 from experiments.measurements import Measurement, Number, run_of
 from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source
 from experiments.recipe import Figure, Recipe, Row, rows
@@ -10,34 +17,19 @@ RECIPES: dict[str, Recipe] = {}
 RECIPES["contexts"] = Recipe(
     title="Freezing halfway at three contexts",
     source=QUALITY,
-    rows=(
-        *rows(
-            """
-            arm         | label        | perplexity | delta          | update
-            4k-ordinary | 4K ordinary  | 23.862     |                | 2249.49, 2229.80
-            4k-mean-25  | 4K 25%       | 24.045     | +0.768 ± 0.067 | 2129.42
-            4k-mean-50  | 4K 50%       | 24.457     | +2.492 ± 0.083 | 1991.85
-            """,
-            reference="4k-ordinary",
-        ),
-        *rows(
-            """
-            arm         | label        | perplexity | delta          | update
-            8k-ordinary | 8K ordinary  | 24.179     |                | 2710.24, 2782.97
-            8k-mean-25  | 8K 25%       | 24.318     | +0.578 ± 0.011 | 2636.22
-            8k-mean-50  | 8K 50%       | 24.676     | +2.058 ± 0.066 | 2524.39
-            """,
-            reference="8k-ordinary",
-        ),
-        *rows(
-            """
-            arm          | label        | perplexity | delta          | update
-            16k-ordinary | 16K ordinary | 24.428     |                | 3741.42, 3697.14
-            16k-mean-25  | 16K 25%      | 24.538     | +0.450 ± 0.012 | 3649.78
-            16k-mean-50  | 16K 50%      | 24.865     | +1.792 ± 0.112 | 3454.31
-            """,
-            reference="16k-ordinary",
-        ),
+    rows=rows(
+        """
+        arm          | label        | reference    | perplexity | delta          | update
+        4k-ordinary  | 4K ordinary  | 4k-ordinary  | 23.862     |                | 2249.49, 2229.80
+        4k-mean-25   | 4K 25%       | 4k-ordinary  | 24.045     | +0.768 ± 0.067 | 2129.42
+        4k-mean-50   | 4K 50%       | 4k-ordinary  | 24.457     | +2.492 ± 0.083 | 1991.85
+        8k-ordinary  | 8K ordinary  | 8k-ordinary  | 24.179     |                | 2710.24, 2782.97
+        8k-mean-25   | 8K 25%       | 8k-ordinary  | 24.318     | +0.578 ± 0.011 | 2636.22
+        8k-mean-50   | 8K 50%       | 8k-ordinary  | 24.676     | +2.058 ± 0.066 | 2524.39
+        16k-ordinary | 16K ordinary | 16k-ordinary | 24.428     |                | 3741.42, 3697.14
+        16k-mean-25  | 16K 25%      | 16k-ordinary | 24.538     | +0.450 ± 0.012 | 3649.78
+        16k-mean-50  | 16K 50%      | 16k-ordinary | 24.865     | +1.792 ± 0.112 | 3454.31
+        """
     ),
     metrics=("perplexity", "delta", "context", "heads", "update", "peak"),
     smoke=("4k-mean-25", "4k-mean-50", "8k-mean-25"),
@@ -83,37 +75,32 @@ RECIPES["intervention_costs"] = Recipe(
 
 # --- matched tokens
 
-_CONTROL = "4k-control-ordinary"
-_FROM_25, _FROM_50 = "4k-mean-25-control", "4k-mean-50-control"
-
 RECIPES["fixed_token_controls"] = Recipe(
     title="Controls at matched tokens",
     source=Source("tab:fixed-token-controls-full", "124M at 4K on GH200, mean ± SE of three seeds"),
-    rows=(
-        Row(arm=_CONTROL, label="ordinary", paper={"perplexity": "23.896 ± 0.038", "minutes": "188.7 ± 2.7"}),
-        *rows(
-            f"""
-            arm                      | label                        | perplexity     | delta          | against
-            {_FROM_25}               | mean + variance (25%)        | 24.054 ± 0.041 | +0.663 ± 0.018 |
-            {_FROM_50}               | mean + variance (50%)        | 24.492 ± 0.035 | +2.495 ± 0.024 |
-            4k-pruned-25-control     | pruning + variance (25%)     | 24.088 ± 0.042 | +0.806 ± 0.018 | {_FROM_25}
-            4k-pruned-50-control     | pruning + variance (50%)     | 24.621 ± 0.049 | +3.033 ± 0.056 | {_FROM_50}
-            4k-random-25             | mean + random (25%)          | 24.202 ± 0.033 | +1.282 ± 0.056 | {_FROM_25}
-            4k-random-50             | mean + random (50%)          | 24.763 ± 0.026 | +3.630 ± 0.093 | {_FROM_50}
-            4k-mean-25-at-25-control | mean + variance (25%, early) | 24.080 ± 0.037 | +0.772 ± 0.021 | {_FROM_25}
-            """,
-            """
-            minutes     | intervention | difference       | time_difference
-            184.7 ± 1.6 | 54.9 ± 6.0   |                  |
-            178.7 ± 2.0 | 46.3 ± 1.2   |                  |
-            178.9 ± 1.6 | 46.3 ± 3.1   | +0.1428 ± 0.0040 | −343.9 ± 27.8
-            168.3 ± 1.3 | 50.8 ± 5.8   | +0.5378 ± 0.0622 | −620.9 ± 65.3
-            183.4 ± 1.2 | 53.7 ± 5.6   | +0.6186 ± 0.0743 | −74.2 ± 23.7
-            178.8 ± 1.8 | 57.5 ± 2.8   | +1.1344 ± 0.0695 | +9.1 ± 63.6
-            183.0 ± 1.1 | 49.2 ± 4.1   | +0.1085 ± 0.0170 | −99.7 ± 31.0
-            """,
-            reference=_CONTROL,
-        ),
+    rows=rows(
+        """
+        arm                      | label                        | reference           | perplexity     | delta
+        4k-control-ordinary      | ordinary                     |                     | 23.896 ± 0.038 |
+        4k-mean-25-control       | mean + variance (25%)        | 4k-control-ordinary | 24.054 ± 0.041 | +0.663 ± 0.018
+        4k-mean-50-control       | mean + variance (50%)        | 4k-control-ordinary | 24.492 ± 0.035 | +2.495 ± 0.024
+        4k-pruned-25-control     | pruning + variance (25%)     | 4k-control-ordinary | 24.088 ± 0.042 | +0.806 ± 0.018
+        4k-pruned-50-control     | pruning + variance (50%)     | 4k-control-ordinary | 24.621 ± 0.049 | +3.033 ± 0.056
+        4k-random-25             | mean + random (25%)          | 4k-control-ordinary | 24.202 ± 0.033 | +1.282 ± 0.056
+        4k-random-50             | mean + random (50%)          | 4k-control-ordinary | 24.763 ± 0.026 | +3.630 ± 0.093
+        4k-mean-25-at-25-control | mean + variance (25%, early) | 4k-control-ordinary | 24.080 ± 0.037 | +0.772 ± 0.021
+        """,
+        """
+        against            | difference       | time_difference | minutes     | intervention
+                           |                  |                 | 188.7 ± 2.7 |
+                           |                  |                 | 184.7 ± 1.6 | 54.9 ± 6.0
+                           |                  |                 | 178.7 ± 2.0 | 46.3 ± 1.2
+        4k-mean-25-control | +0.1428 ± 0.0040 | −343.9 ± 27.8   | 178.9 ± 1.6 | 46.3 ± 3.1
+        4k-mean-50-control | +0.5378 ± 0.0622 | −620.9 ± 65.3   | 168.3 ± 1.3 | 50.8 ± 5.8
+        4k-mean-25-control | +0.6186 ± 0.0743 | −74.2 ± 23.7    | 183.4 ± 1.2 | 53.7 ± 5.6
+        4k-mean-50-control | +1.1344 ± 0.0695 | +9.1 ± 63.6     | 178.8 ± 1.8 | 57.5 ± 2.8
+        4k-mean-25-control | +0.1085 ± 0.0170 | −99.7 ± 31.0    | 183.0 ± 1.1 | 49.2 ± 4.1
+        """,
     ),
     also=("tab:fixed-token-controls-main",),
     metrics=(
@@ -124,27 +111,6 @@ RECIPES["fixed_token_controls"] = Recipe(
         "Differences are from mean + variance halfway, at the same rate. Pruned arms have exactly its heads.",
         "In the paper the largest fit KL is 0.159 nats, and no head is skipped.",
     ),
-)
-
-_MORE = "later-ordinary-more"
-_LATER = rows(
-    """
-    arm                       | label                               | perplexity     | minutes
-    later-ordinary            | ordinary                            | 22.563 ± 0.010 | 286.86
-    later-mean-25             | mean + variance                     | 22.923 ± 0.013 | 282.87
-    later-pruned-25           | pruning + variance                  | 23.019 ± 0.028 | 275.43
-    later-gate-taylor-25      | pruning + gate-Taylor               | 22.865 ± 0.019 | 275.93
-    """,
-    reference="later-ordinary",
-) + rows(
-    f"""
-    arm                       | label                               | perplexity     | tokens               | exchange
-    later-ordinary-time       | ordinary, matched time              | 22.561 ± 0.011 |                      |
-    later-mean-25-time        | mean + variance, matched time       | 22.895 ± 0.012 | later-mean-25        | {_MORE}
-    later-pruned-25-time      | pruning + variance, matched time    | 22.953 ± 0.026 | later-pruned-25      | {_MORE}
-    later-gate-taylor-25-time | pruning + gate-Taylor, matched time | 22.798 ± 0.021 | later-gate-taylor-25 | {_MORE}
-    """,
-    reference="later-ordinary-time",
 )
 
 
@@ -164,21 +130,48 @@ RECIPES["later_intervention"] = Recipe(
     title="Later intervention at 25%",
     source=Source("tab:pruning-additional-training", "124M at 4K, 3.6864B tokens, mean ± SE of three seeds"),
     rows=(
-        Row(arm=_CONTROL, label="full run"),
-        *_LATER,
-        Row(arm=_MORE, label="ordinary, 2% more tokens", reference="later-ordinary", companions={"exchange": _MORE}),
-        Row(
-            arm="later-pruned-25",
-            label="pruning + variance, one seed",
+        Row(arm="4k-control-ordinary", label="full run"),
+        *rows(
+            """
+            arm                       | label                               | perplexity     | minutes
+            later-ordinary            | ordinary                            | 22.563 ± 0.010 | 286.86
+            later-mean-25             | mean + variance                     | 22.923 ± 0.013 | 282.87
+            later-pruned-25           | pruning + variance                  | 23.019 ± 0.028 | 275.43
+            later-gate-taylor-25      | pruning + gate-Taylor               | 22.865 ± 0.019 | 275.93
+            later-ordinary-time       | ordinary, matched time              | 22.561 ± 0.011 |
+            later-mean-25-time        | mean + variance, matched time       | 22.895 ± 0.012 |
+            later-pruned-25-time      | pruning + variance, matched time    | 22.953 ± 0.026 |
+            later-gate-taylor-25-time | pruning + gate-Taylor, matched time | 22.798 ± 0.021 |
+            later-ordinary-more       | ordinary, 2% more tokens            |                |
+            """,
+            """
+            reference           | tokens
+            later-ordinary      |
+            later-ordinary      |
+            later-ordinary      |
+            later-ordinary      |
+            later-ordinary-time |
+            later-ordinary-time | later-mean-25
+            later-ordinary-time | later-pruned-25
+            later-ordinary-time | later-gate-taylor-25
+            later-ordinary      |
+            """,
+            exchange="later-ordinary-more",
+        ),
+        *rows(
+            """
+            arm             | label                        | perplexity
+            later-pruned-25 | pruning + variance, one seed | 23.049
+            """,
             reference="later-ordinary",
             first_seed=True,
-            paper={"perplexity": "23.049"},
         ),
-        Row(
-            arm="pruned-from-start",
-            label="pruning from initialisation",
+        *rows(
+            """
+            arm               | label                       | perplexity | minutes
+            pruned-from-start | pruning from initialisation | 22.683     | 248.26
+            """,
             reference="later-ordinary",
-            paper={"perplexity": "22.683", "minutes": "248.26"},
         ),
     ),
     metrics=(
@@ -189,7 +182,7 @@ RECIPES["later_intervention"] = Recipe(
         _overlap("gate-Taylor and variance", "later-gate-taylor-25-time", "later-mean-25-time", "19, 19 and 21"),
         _overlap("gate-Taylor at both budgets", "later-gate-taylor-25", "later-gate-taylor-25-time", "36, 35 and 35"),
     ),
-    smoke=("later-pruned-25-time", "later-mean-25", "later-ordinary-time", _MORE, "pruned-from-start"),
+    smoke=("later-pruned-25-time", "later-mean-25", "later-ordinary-time", "later-ordinary-more", "pruned-from-start"),
     notes=(
         "The rate falls from 6e-5, where the paper's full run ends, to 6e-6; at the small scale from 1e-4 to 1e-5. "
         "Matched time is that of the ordinary arm from the full run on. The paper's minutes are of seed 1337. Its "
@@ -207,58 +200,70 @@ _TIMED_PAPER = {
     row.arm: row.paper
     for row in rows(
         """
-        arm               | label | perplexity     | delta          | difference     | updates   | minutes
-        4k-ordinary-time  |       | 23.882 ± 0.023 |                |                | 5008 ± 13 | 187.65 ± 0.25
-        4k-mean-25-time   |       | 23.991 ± 0.006 | +0.456 ± 0.108 |                | 5109 ± 11 | 187.64 ± 0.25
-        4k-mean-50-time   |       | 24.338 ± 0.020 | +1.911 ± 0.112 |                | 5221 ± 18 | 187.64 ± 0.25
-        4k-pruned-25-time |       | 23.909 ± 0.024 | +0.113 ± 0.169 |                | 5267 ± 30 | 187.64 ± 0.25
-        4k-pruned-50-time |       | 24.115 ± 0.003 | +0.978 ± 0.108 |                | 5685 ± 36 | 187.65 ± 0.25
-        4k-random-25-time |       | 24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
-        4k-random-50-time |       | 24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
+        arm               | perplexity     | delta          | difference     | updates   | minutes
+        4k-ordinary-time  | 23.882 ± 0.023 |                |                | 5008 ± 13 | 187.65 ± 0.25
+        4k-mean-25-time   | 23.991 ± 0.006 | +0.456 ± 0.108 |                | 5109 ± 11 | 187.64 ± 0.25
+        4k-mean-50-time   | 24.338 ± 0.020 | +1.911 ± 0.112 |                | 5221 ± 18 | 187.64 ± 0.25
+        4k-pruned-25-time | 23.909 ± 0.024 | +0.113 ± 0.169 |                | 5267 ± 30 | 187.64 ± 0.25
+        4k-pruned-50-time | 24.115 ± 0.003 | +0.978 ± 0.108 |                | 5685 ± 36 | 187.65 ± 0.25
+        4k-random-25-time | 24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
+        4k-random-50-time | 24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
         """
     )
 }
-_OPERATIONS = {"mean": "mean + variance", "pruned": "pruning + variance", "random": "mean + random"}
-_CLOCKS = {"time": "", "raw": ", measured time", "tokens": ", matched tokens"}
-_ASKED = [(operation, rate) for operation in ("mean", "pruned") for rate in ("25", "50")]
+_CONTROLS = """
+    arm            | label                         | against
+    {k}-mean-{r}   | {K} mean + variance ({r}%)    |
+    {k}-pruned-{r} | {K} pruning + variance ({r}%) | {k}-mean-{r}
+    {k}-random-{r} | {K} mean + random ({r}%)      | {k}-mean-{r}
+"""
 
 
-def _clock_row(k: str, operation: str, rate: str, clock: str) -> Row:
-    """Return an arm's row: at matched "time", on the "raw" clock or at matched "tokens"."""
-    ends = {"time": "-time", "raw": "-raw", "tokens": "" if operation == "random" else "-control"}
-    references = {"time": f"{k}-ordinary-time", "raw": f"{k}-ordinary-raw", "tokens": control_trunk(k)}
-    name = f"{k}-{operation}-{rate}"
-    companions = {"tokens": name + ends["tokens"], "exchange": f"{k}-ordinary-more"}
-    companions |= {"raw": f"{name}-raw"} if f"{name}-raw" in ARMS else {}
-    return Row(
-        arm=name + ends[clock],
-        label=f"{k.upper()} {_OPERATIONS[operation]} ({rate}%){_CLOCKS[clock]}",
-        reference=references[clock],
-        against=None if operation == "mean" or clock == "tokens" else f"{k}-mean-{rate}{ends[clock]}",
-        companions=companions if clock == "time" else {},
-        paper=_TIMED_PAPER.get(name + ends[clock], {}),
-    )
+def _with_end(row: Row, end: str, words: str = "", **changes: Any) -> Row:
+    """Return the row of the same heads in a run with another ending; so ends the arm that its difference is from."""
+    against = row.against and f"{row.against}{end}"
+    return replace(row, **{"arm": f"{row.arm}{end}", "label": f"{row.label}{words}", "against": against, **changes})
 
 
-def _timed_rows(k: str, more_rates: tuple[str, ...]) -> tuple[Row, ...]:
-    title, trunk, more, ordinary = k.upper(), control_trunk(k), f"{k}-ordinary-more", f"{k}-ordinary-time"
-    further = [("random", rate) for rate in ("25", "50") if k == "4k"]
-    further += [(operation, rate) for rate in more_rates for operation in ("mean", "pruned")]
-    longer = Row(arm=more, label=f"{title} ordinary, 3% more tokens", reference=trunk, companions={"exchange": more})
-    return (
-        Row(arm=trunk, label=f"{title} reference"),
-        Row(arm=ordinary, label=f"{title} ordinary", paper=_TIMED_PAPER.get(ordinary, {})),
-        *(_clock_row(k, *each, "time") for each in _ASKED),
-        *(_clock_row(k, *each, "tokens") for each in _ASKED[:2]),
-        longer,
-        *(_clock_row(k, *each, "tokens") for each in _ASKED[2:]),
-        # Two of a kind: the distance between them lies between any two arms.
-        Row(arm=f"{ordinary}-reordered", label=f"{title} ordinary, reordered data", reference=ordinary),
-        *(_clock_row(k, *each, "time") for each in further),
-        *(_clock_row(k, *each, "tokens") for each in further),
-        Row(arm=f"{k}-ordinary-raw", label=f"{title} ordinary, measured time"),
-        *(_clock_row(k, *each, "raw") for each in _ASKED),
-    )
+def _timed(k: str, of: Iterable[Row], with_raw: bool = True) -> Iterator[Row]:
+    for row in of:
+        tokens = row.arm if "random" in row.arm else f"{row.arm}-control"
+        companions = {"tokens": tokens, "exchange": f"{k}-ordinary-more"}
+        companions |= {"raw": f"{row.arm}-raw"} if with_raw else {}
+        paper = _TIMED_PAPER.get(f"{row.arm}-time", {})
+        yield _with_end(row, "-time", reference=f"{k}-ordinary-time", companions=companions, paper=paper)
+
+
+def _at_tokens(k: str, of: Iterable[Row]) -> Iterator[Row]:
+    for row in of:
+        end = "" if "random" in row.arm else "-control"
+        yield _with_end(row, end, ", matched tokens", reference=control_trunk(k), against=None)
+
+
+def _timed_rows(k: str, more_rates: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows of a context; the arms of the paper's rates come first, and also run on the raw clock."""
+    title, ordinary = k.upper(), f"{k}-ordinary-time"
+    by_rate = {rate: rows(_CONTROLS.format(k=k, K=title, r=rate)) for rate in ("25", "50", *more_rates)}
+    mean, pruned, random = ([by_rate[rate][kind] for rate in ("25", "50")] for kind in range(3))
+    further = [*random * (k == "4k"), *(row for rate in more_rates for row in by_rate[rate][:2])]
+    yield Row(arm=control_trunk(k), label=f"{title} reference")
+    yield Row(arm=ordinary, label=f"{title} ordinary", paper=_TIMED_PAPER.get(ordinary, {}))
+    yield from _timed(k, mean + pruned)
+    yield from _at_tokens(k, mean)
+    yield _more_tokens(k)
+    yield from _at_tokens(k, pruned)
+    # Two of a kind: the distance between them lies between any two arms.
+    yield Row(arm=f"{ordinary}-reordered", label=f"{title} ordinary, reordered data", reference=ordinary)
+    yield from _timed(k, further, with_raw=False)
+    yield from _at_tokens(k, further)
+    yield Row(arm=f"{k}-ordinary-raw", label=f"{title} ordinary, measured time")
+    yield from (_with_end(row, "-raw", ", measured time", reference=f"{k}-ordinary-raw") for row in mean + pruned)
+
+
+def _more_tokens(k: str) -> Row:
+    more = f"{k}-ordinary-more"
+    label, exchange = f"{k.upper()} ordinary, 3% more tokens", {"exchange": more}
+    return Row(arm=more, label=label, reference=control_trunk(k), companions=exchange)
 
 
 _LINES = {
@@ -313,52 +318,34 @@ RECIPES["matched_time"] = Recipe(
 
 # --- near convergence: heads frozen in linear time and their controls, at matched tokens and time
 
-_KINDS = {
-    "exponential-{}": "frozen",
-    "exponential-{}-pruned": "same heads pruned",
-    "gate-taylor-{}": "pruned by gate-Taylor",
-    "exponential-{}-random": "random heads frozen",
-    "exponential-{}-early": "frozen after a quarter of training",
-}
-_OWN_CLOCK = {
-    "ordinary": "ordinary",
-    "exponential-50": "50% frozen",
-    "exponential-50-pruned": "50% same heads pruned",
-}
+_ANSWERS = """
+    arm                        | label                                       | against
+    {k}-exponential-{r}        | {K} {r}% frozen                             |
+    {k}-exponential-{r}-pruned | {K} {r}% same heads pruned                  | {k}-exponential-{r}
+    {k}-gate-taylor-{r}        | {K} {r}% pruned by gate-Taylor              | {k}-exponential-{r}
+    {k}-exponential-{r}-random | {K} {r}% random heads frozen                | {k}-exponential-{r}
+    {k}-exponential-{r}-early  | {K} {r}% frozen after a quarter of training | {k}-exponential-{r}
+"""
+_OWN_CLOCK = """
+    arm                             | label                                 | against
+    {k}-ordinary-clock              | {K} ordinary, own clock               |
+    {k}-exponential-50-clock        | {K} 50% frozen, own clock             |
+    {k}-exponential-50-pruned-clock | {K} 50% same heads pruned, own clock  | {k}-exponential-50-clock
+"""
 _ENDS = {"tokens": "", "time": "-time"}
-_ANSWERS = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
+_DRAWN = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
 
 
-def _answer_row(k: str, rate: str, kind: str, end: str) -> Row:
-    arm, frozen, words = f"{k}-{kind.format(rate)}", f"{k}-exponential-{rate}", "" if end else ", matched tokens"
-    return Row(
-        arm=arm + end,
-        label=f"{k.upper()} {rate}% {_KINDS[kind]}{words}",
-        reference=control_trunk(k),
-        against=None if arm == frozen else frozen + end,
-        companions={"tokens": arm, "exchange": f"{k}-ordinary-more"} if end else {},
-    )
-
-
-def _answer_rows(k: str) -> tuple[Row, ...]:
-    context, trunk, more = k.upper(), control_trunk(k), f"{k}-ordinary-more"
-    places = ((rate, end, kind) for rate in ("50", "25") for end in ("-time", "") for kind in _KINDS)
-    own = (
-        Row(
-            arm=f"{k}-{arm}-clock",
-            label=f"{context} {label}, own clock",
-            reference=trunk,
-            against=f"{k}-exponential-50-clock" if arm.endswith("pruned") else None,
-            first_seed=True,
-        )
-        for arm, label in _OWN_CLOCK.items()
-    )
-    return (
-        Row(arm=trunk, label=f"{context} ordinary"),
-        Row(arm=more, label=f"{context} ordinary, 3% more tokens", reference=trunk, companions={"exchange": more}),
-        *(_answer_row(k, rate, kind, end) for rate, end, kind in places),
-        *own,
-    )
+def _answer_rows(k: str) -> Iterator[Row]:
+    title, trunk = k.upper(), control_trunk(k)
+    yield Row(arm=trunk, label=f"{title} ordinary")
+    yield _more_tokens(k)
+    for rate in ("50", "25"):
+        kinds = rows(_ANSWERS.format(k=k, K=title, r=rate), reference=trunk)
+        for row in kinds:
+            yield _with_end(row, "-time", companions={"tokens": row.arm, "exchange": f"{k}-ordinary-more"})
+        yield from (_with_end(row, "", ", matched tokens") for row in kinds)
+    yield from rows(_OWN_CLOCK.format(k=k, K=title), reference=trunk, first_seed=True)
 
 
 RECIPES["answer"] = Recipe(
@@ -379,7 +366,7 @@ RECIPES["answer"] = Recipe(
             panels={
                 f"{k.upper()} of context, {rate}% of heads": {
                     line: {clock: (f"{k}-{arm.format(rate)}{end}", "delta") for clock, end in _ENDS.items()}
-                    for line, arm in _ANSWERS.items()
+                    for line, arm in _DRAWN.items()
                 }
                 for k in ("16k", "4k")
                 for rate in ("50", "25")
@@ -403,15 +390,15 @@ RECIPES["answer"] = Recipe(
 )
 
 
-def _peak_rows(peak: str, warmup: str) -> tuple[Row, Row]:
-    arm, label = f"4k-peak-{peak}-warmup-{warmup}", f"peak {peak}, warm-up {warmup}%"
-    frozen = Row(arm=f"{arm}-mean-25", label=f"{label}: 25% frozen at the end", reference=arm)
-    return Row(arm=arm, label=label), frozen
-
+_PEAK = """
+    arm                           | label                                        | reference
+    4k-peak-{p}-warmup-{w}        | peak {p}, warm-up {w}%                       |
+    4k-peak-{p}-warmup-{w}-mean-25 | peak {p}, warm-up {w}%: 25% frozen at the end | 4k-peak-{p}-warmup-{w}
+"""
 
 RECIPES["peak_rate"] = Recipe(
     title="Peak learning rate and warm-up",
-    rows=tuple(row for peak in PEAK_RATES for warmup in WARMUPS for row in _peak_rows(peak, warmup)),
+    rows=tuple(row for peak in PEAK_RATES for warmup in WARMUPS for row in rows(_PEAK.format(p=peak, w=warmup))),
     metrics=("perplexity", "delta", "rise", "heads", "median_kl", "fit_kl", "skipped"),
     seeds=1,
     smoke=("4k-peak-1e-3-warmup-10-mean-25",),
@@ -421,27 +408,20 @@ RECIPES["peak_rate"] = Recipe(
     ),
 )
 
-_STORAGES = {
-    "exponential-64": "exponential, band 64",
-    "exponential-128": "exponential, band 128",
-    "exponential-short": "exponential, band 128, short form of alpha",
-    "pruned": "pruned",
-}
+_LINEAR = """
+    arm                      | label                                         | against
+    4k-mean-{r}              | {r}% compact                                  |
+    4k-exponential-64-{r}    | {r}% exponential, band 64                     | 4k-mean-{r}
+    4k-exponential-128-{r}   | {r}% exponential, band 128                    | 4k-mean-{r}
+    4k-exponential-short-{r} | {r}% exponential, band 128, short form of alpha | 4k-mean-{r}
+    4k-pruned-{r}            | {r}% pruned                                   | 4k-mean-{r}
+"""
 
 RECIPES["linear_heads"] = Recipe(
     title="Frozen heads in linear time",
     rows=(
         Row(arm="4k-ordinary", label="ordinary"),
-        *(
-            Row(
-                arm=f"4k-{kind}-{rate}",
-                label=f"{rate}% {label}",
-                reference="4k-ordinary",
-                against=None if kind == "mean" else f"4k-mean-{rate}",
-            )
-            for rate in ("25", "50")
-            for kind, label in {"mean": "compact", **_STORAGES}.items()
-        ),
+        *(row for rate in ("25", "50") for row in rows(_LINEAR.format(r=rate), reference="4k-ordinary")),
     ),
     metrics=(
         *("perplexity", "delta", "difference", "rise", "heads", "exponential", "extra_kl", "fit_kl"),
