@@ -1,6 +1,5 @@
-"""What runs read: prepared text, examples to finetune on, zero-shot questions; the smoke scale makes its own."""
+"""What runs read: prepared text, examples to finetune on, zero-shot questions; the smoke scale brings its own."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,14 @@ from saf.data import TokenData, prepare
 from saf.errors import InputError
 
 PUBLIC = {
-    # Training and test file below the folder, each also as .gz.
+    # Names of the training and of the test file below the folder, each also as .gz.
     "sst2": (("sst2/train.tsv",), ("sst2/dev.tsv",)),
     "boolq": (("boolq/train.jsonl",), ("boolq/val.jsonl",)),
     # Where articles were not split, training and test are the same: for times alone.
-    "quality": (
-        *(("quality/train.jsonl", "quality/quality.htmlstripped.jsonl"),),
-        *(("quality/dev.jsonl", "quality/quality.htmlstripped.jsonl"),),
-    ),
+    "quality": tuple((f"quality/{part}.jsonl", "quality/quality.htmlstripped.jsonl") for part in ("train", "dev")),
 }
 """The layouts of the tasks that are finetuned on; associative recall makes its own examples."""
+SMOKE = Path(__file__).parent / "smoke_tasks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +41,15 @@ class Inputs:
         """Return the training and the test file of a task; raise InputError where they are not there."""
         if self.tasks is None:
             raise InputError(f"finetuning on {task} needs --tasks, a folder with {PUBLIC[task][0][0]}")
-        train, test = PUBLIC[task]
-        return self._first(train), self._first(test)
-
-    def _first(self, names: tuple[str, ...]) -> Path:
-        assert self.tasks is not None
-        files = [self.tasks / f"{name}{end}" for name in names for end in ("", ".gz")]
-        first = next((path for path in files if path.is_file()), None)
-        if first is None:
-            raise InputError(f"{self.tasks} has no {' or '.join(names)}, gzipped or not; see docs/experiments.md")
-        return first
+        files = []
+        for names in PUBLIC[task]:
+            paths = [self.tasks / f"{name}{end}" for name in names for end in ("", ".gz")]
+            files += [path for path in paths if path.is_file()][:1]
+        if len(files) < len(PUBLIC[task]):
+            named = [" or ".join(names) for names in PUBLIC[task]]
+            raise InputError(f"{self.tasks} must have {' and '.join(named)}, gzipped or not; see docs/experiments.md")
+        train, test = files
+        return train, test
 
 
 def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) -> None:
@@ -61,8 +57,8 @@ def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) ->
     data = TokenData.open(inputs.text())
     if abs(data.vocab_size / scale.vocabulary - 1) > 0.01:
         raise InputError(
-            f"{inputs.data} has a vocabulary of {data.vocab_size:,} tokens, and the scale {scale.name!r} has "
-            f"{scale.vocabulary:,}: its models would be of another size. Prepare the text with --vocab-size"
+            f"{inputs.data} must have a vocabulary of {scale.vocabulary:,} tokens for the scale {scale.name!r}, got "
+            f"{data.vocab_size:,}; prepare the text with --vocab-size"
         )
     if any(data.fingerprint != record["provenance"]["data"].get("train") for record in records):
         raise InputError(
@@ -71,29 +67,8 @@ def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) ->
 
 
 def smoke_inputs(folder: Path, inputs: Inputs) -> Inputs:
-    """Return the inputs of the smoke scale, made below a folder where `inputs` has none."""
-    data, tasks = inputs.data or folder / "data", inputs.tasks or folder / "tasks"
+    """Return the inputs of the smoke scale where `inputs` has none; its text is prepared below a folder."""
+    data = inputs.data or folder / "data"
     if not data.exists():
         prepare(("python",), data, max_bytes=250_000, vocab_size=512, seed=0, progress=False)
-    if inputs.tasks is None:
-        for name, text in _smoke_examples().items():
-            (tasks / name).parent.mkdir(parents=True, exist_ok=True)
-            (tasks / name).write_text(text)
-    return Inputs(data=data, tasks=tasks, questions=inputs.questions or Path(__file__).parent / "smoke_tasks")
-
-
-def _smoke_examples() -> Mapping[str, str]:
-    """Return files of a few short examples of every task."""
-    words = ("good", "bad", "for", "not", "self", "if", "in", "or")
-    lines = [f"{words[n % 2]} {words[2 + n % 6]} {n}\t{1 - n % 2}" for n in range(80)]
-    questions_of_passages: list[Any] = [
-        {"question": f"is {n}", "passage": words[n % 8], "idx": n, "label": n % 2 == 0} for n in range(80)
-    ]
-    questions = [{"question": f"{n}", "options": ["a", "b"], "gold_label": 1 + n % 2} for n in range(20)]
-    return {
-        "sst2/train.tsv": "\n".join(["sentence\tlabel", *lines[:64]]) + "\n",
-        "sst2/dev.tsv": "\n".join(["sentence\tlabel", *lines[64:]]) + "\n",
-        "boolq/train.jsonl": "".join(json.dumps(each) + "\n" for each in questions_of_passages[:64]),
-        "boolq/val.jsonl": "".join(json.dumps(each) + "\n" for each in questions_of_passages[64:]),
-        PUBLIC["quality"][0][-1]: json.dumps({"article": " ".join(words), "questions": questions}) + "\n",
-    }
+    return Inputs(data=data, tasks=inputs.tasks or SMOKE, questions=inputs.questions or SMOKE)

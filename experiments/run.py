@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -151,16 +151,13 @@ _OWN_SETTINGS = ("epochs", "match_speed", "match_speed_source", "match_charge_se
 
 
 def _check_settings(run: Run) -> None:
-    """Raise InputError for settings of an arm that there are not, before its parent is trained."""
-    settings = [*_OWN_SETTINGS, *(each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind))]
-    event = run.changes.get("freeze", {})
-    for title, own, known in (
-        ("", run.changes, settings),
-        ("freeze.", event, [each.name for each in fields(FreezeConfig)]),
-    ):
-        for name in own:
-            if name not in known:
-                raise InputError(f"arm {run.arm.name!r} has no setting {title}{name}{did_you_mean(name, known)}")
+    """Raise InputError for unknown settings of an arm, before its parent is trained."""
+    known = {*_OWN_SETTINGS, *(each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind))}
+    if unknown := [name for name in run.changes if name not in known]:
+        raise InputError(f"arm {run.arm.name!r} has no setting {unknown[0]}{did_you_mean(unknown[0], known)}")
+    event, known = run.changes.get("freeze", {}), {each.name for each in fields(FreezeConfig)}
+    if unknown := [name for name in event if name not in known]:
+        raise InputError(f"arm {run.arm.name!r} has no setting freeze.{unknown[0]}{did_you_mean(unknown[0], known)}")
     heads: dict[str, Any] = {"heads": ((0, 0),)} if "heads" in run.needs else {}
     FreezeConfig(**event, **heads)
     if "schedule" in run.changes:
@@ -197,19 +194,14 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
 def config_of(run: Run, inputs: Inputs) -> TrainConfig:
     """Return the configuration of a run whose needs have ended."""
     others = ("freeze", "schedule", "mqar", *_OWN_SETTINGS)
-    own: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in run.changes.items()
-        if name not in others
-    }
+    own = _with_tuples({name: value for name, value in run.changes.items() if name not in others})
     if "freeze" in run.changes or "heads" in run.needs:
         heads: dict[str, Any] = {"heads": _heads(run.needs["heads"])} if "heads" in run.needs else {}
         own["freeze"] = FreezeConfig(**run.changes.get("freeze", {}), **heads)
     if "schedule" in run.changes:
         own["schedule"] = schedule_from_dict(run.changes["schedule"])
-    out = str(run.folder)
     if run.arm.parent is None:
-        return TrainConfig(data=str(inputs.text()), out=out, seed=run.seed, save_at=BRANCHES, **own)
+        return TrainConfig(data=str(inputs.text()), out=str(run.folder), seed=run.seed, save_at=BRANCHES, **own)
     parent = open_checkpoint(_checkpoint(run))
     if run.arm.task is not None:
         return _finetuned(run, parent, own, inputs)
@@ -217,7 +209,12 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
         own |= _matched_budget(run, parent)
     if run.arm.reseed:
         own["seed"] = run.seed + run.arm.reseed
-    return continue_from(parent, out=out, keep=1, **own)
+    return continue_from(parent, out=str(run.folder), keep=1, **own)
+
+
+def _with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as their dataclasses have them: JSON has lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
@@ -244,16 +241,14 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
     first = run.scale.seeds[0] if run.arm.varies == "pretraining" else run.seed
     base |= {"parent": str(parent.path), "seed": first + run.arm.reseed}
     if task == "mqar":
-        sizes = {name: tuple(v) if isinstance(v, list) else v for name, v in run.changes.get("mqar", {}).items()}
-        base["mqar"] = replace(base["mqar"], **sizes)
+        base["mqar"] = replace(base["mqar"], **_with_tuples(run.changes.get("mqar", {})))
         base["report_at"] = tuple(each for each in base["report_at"] if each <= own.get("updates", base["updates"]))
         return TrainConfig(**{**base, **own})
     if "like" not in run.needs:
         base["data"], base["test"] = map(str, inputs.examples(task))
-    names, values = {each.name for each in fields(FinetuneSettings)}, {**base, **own}
-    finetuning = FinetuneSettings(**{name: value for name, value in values.items() if name in names})
-    plain: dict[str, Any] = {name: value for name, value in values.items() if name not in names}
-    return TrainConfig(**{**plain, "finetuning": finetuning})
+    values: dict[str, Any] = {**base, **own}
+    finetuning = {each.name: values.pop(each.name) for each in fields(FinetuneSettings) if each.name in values}
+    return TrainConfig(**{**values, "finetuning": FinetuneSettings(**finetuning)})
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
@@ -308,9 +303,10 @@ class Outcome:
 
 
 def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcome:
-    """Make the missing runs. One that fails is named, runs that need it are left out, the others go on.
+    """Make the missing runs, what they need first. One that fails is named, and the others go on.
 
-    With one job runs are made in this process; several are made in processes of their own, a GPU each by turns.
+    With one job runs are made in this process; several are made in processes of their own, a GPU each by turns. Runs
+    that need a failed one are left out.
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
     outcome, total = Outcome(), len(pending)
@@ -321,11 +317,10 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
             for key, run in list(pending.items()):
                 if any(need.title in outcome.failed for need in run.needs.values()):
                     outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
-            waiting = pending.keys() | {run.key for run, _, _ in active.values()}
-            ready = [run for run in pending.values() if not waiting & {need.key for need in run.needs.values()}]
+            missing = pending.keys() | {run.key for run, _, _ in active.values()}
+            ready = [run for run in pending.values() if _can_begin(run, missing)]
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
-                del pending[run.key]
                 size = "" if run.own_updates is None else f" {run.own_updates:,} updates"
                 say(f"{run.title}:{size} in {run.folder}")
                 if jobs == 1:
@@ -334,10 +329,10 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 else:
                     device = devices[lane % len(devices)] if devices else None
                     future = pool.submit(_make_in_process, run, inputs, device, stop)
-                active[future] = run, lane, began
+                active[future] = pending.pop(run.key), lane, began
             if not active:
                 break
-            for future in wait(active, return_when=FIRST_COMPLETED).done:
+            for future in wait(active, timeout=10 if lanes else None, return_when=FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
                 problem = future.result()
@@ -349,6 +344,12 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 say(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome
+
+
+def _can_begin(run: Run, missing: Collection[Key]) -> bool:
+    """Return whether the runs that a run needs have ended; of a parent its checkpoint at the branch is enough."""
+    has_branch = run.step is not None and (run.needs["parent"].folder / "checkpoints" / step_name(run.step)).is_dir()
+    return not any(need.key in missing and not (role == "parent" and has_branch) for role, need in run.needs.items())
 
 
 def _make(run: Run, inputs: Inputs) -> str | None:
@@ -365,10 +366,10 @@ def _make(run: Run, inputs: Inputs) -> str | None:
 
 
 def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopRequest) -> str | None:
-    """Make a run in a process of its own, its output beside its folder."""
+    """Make a run in a process of its own, its output in a log next to its folder."""
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = get_context("spawn").Process(target=_make_alone, args=(run, inputs, device, log))
+    process = get_context("spawn").Process(target=_main_of_process, args=(run, inputs, device, log))
     process.start()
     terminated = False
     while process.is_alive():
@@ -382,8 +383,7 @@ def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopReq
     return None if process.exitcode == 0 else f"failed: {lines[-1]} (see {log})"
 
 
-def _make_alone(run: Run, inputs: Inputs, device: str | None, log: Path) -> None:
-    """Make a run in this new process, its output in a log."""
+def _main_of_process(run: Run, inputs: Inputs, device: str | None, log: Path) -> None:
     os.setsid()  # a terminal's Ctrl-C reaches it once, from the process that started it
     if device is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = device  # CUDA is not initialised yet
