@@ -1,6 +1,6 @@
-"""Edits carry the state of an optimiser by heads: moments follow the rows of weights; state of other heads is refused.
+"""The state of an optimiser by heads: moments follow the rows of edited weights, and state of other heads is refused.
 
-Fused kernels do not check shapes, so state of other rows would train wrong numbers silently. The logits of trainable
+Fused kernels do not check shapes, so that state of other rows would train wrong numbers silently. Logits of trainable
 patterns join an optimiser without weight decay, and leave it again.
 """
 
@@ -9,11 +9,9 @@ from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from saf.errors import InputError, UnsupportedError, shown
@@ -41,9 +39,6 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
     if optimizer is None:
         return
     check_order(_stepping(optimizer))
-    kind = type(_stepping(optimizer)).__name__
-    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
-        raise UnsupportedError(f"{kind} has one state for all weights together, which cannot be carried by heads")
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in members:
@@ -56,8 +51,9 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
             plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))  # not 8-bit, not a list of factors
             if not plain or (state.dim() > 0 and state.shape != parameter.shape):
                 raise UnsupportedError(
-                    f"{kind}'s {name!r} must be a plain tensor of its weight's shape {list(parameter.shape)} to be "
-                    f"carried by heads, got {shown(state)}; edit before its first step, or train with plain moments"
+                    f"{type(_stepping(optimizer)).__name__}'s {name!r} must be a plain tensor of its weight's shape "
+                    f"{list(parameter.shape)} to be carried by heads, got {shown(state)}; edit before its first step, "
+                    "or train with plain moments"
                 )
 
 
@@ -73,7 +69,7 @@ _START_AT_ZERO = frozenset(
 
 
 def check_returning(optimizer: Optimizer, parameter: Tensor, missing: Iterable[str]) -> None:
-    """Raise UnsupportedError for state, by name, that rows put back lack and that does not start at zero.
+    """Raise UnsupportedError where rows that return lack state, named by `missing`, that does not start at zero.
 
     These rows left before the optimiser's first step.
     """
@@ -86,7 +82,7 @@ def check_returning(optimizer: Optimizer, parameter: Tensor, missing: Iterable[s
 
 
 def update_steps_(parameter: Tensor, optimizer: Optimizer) -> None:
-    """Give a weight without elements, which steps skip because it has no gradient, the step count of the others."""
+    """Set the step count of a weight without elements, which steps skip, to that of the others."""
     own = optimizer.state.get(parameter, {})
     steps = [state["step"] for other, state in optimizer.state.items() if other.numel() and "step" in state]
     if "step" in own and steps:
@@ -94,19 +90,17 @@ def update_steps_(parameter: Tensor, optimizer: Optimizer) -> None:
         own["step"] = newest.clone() if isinstance(newest, Tensor) else newest
 
 
-# --- the order of heads. Every optimiser is checked at its first step after an edit: PyTorch offers no other place to
-# see one that was not passed than a hook before all steps.
+# --- the order of heads
 
 ORDER = "saf_head_order"
 """Key of a parameter group for a digest of the heads in its weights; absent for the original order.
 
-A group's settings are part of every optimiser's state dict, so saved state names its heads.
+A group's settings are part of every optimiser's state dict, so that saved state names its heads.
 """
 _orders = WeakTensorKeyDictionary()
 """The heads that the rows of an edited parameter belong to, as text; None for the original order again."""
 _checked: WeakKeyDictionary[Optimizer, list[int | None]] = WeakKeyDictionary()
 """Optimisers whose state is in order, with the digest of each group."""
-_hooks: list[RemovableHandle] = []
 
 
 def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None) -> None:
@@ -117,8 +111,6 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
     _checked.clear()
     if optimizer is not None:
         accept_order(_stepping(optimizer))
-    if not _hooks and len(_orders):
-        _hooks.append(register_optimizer_step_pre_hook(lambda stepping, *_: check_order(stepping)))
 
 
 def check_order(optimizer: Optimizer) -> None:
@@ -129,9 +121,10 @@ def check_order(optimizer: Optimizer) -> None:
         if (group.get(ORDER) or None) == _digest(group["params"]):
             continue
         for parameter in group["params"]:
-            # Others are copies, such as shards, that took over the groups of an optimiser with its state.
-            state = optimizer.state.get(parameter) if parameter in _orders else None
-            if state and not _unused(state, parameter):
+            state = optimizer.state.get(parameter, {})
+            # Without a record it may be a copy, such as a shard, that took over a group with state of its own shape.
+            wrong = not _unused(state, parameter) if parameter in _orders else _misfits(state, parameter)
+            if state and wrong:
                 raise InputError(
                     f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
                     "others; pass optimizer= to every edit, load a state saved since, or make a new optimizer"
@@ -139,10 +132,14 @@ def check_order(optimizer: Optimizer) -> None:
     accept_order(optimizer)
 
 
+# Every optimiser is checked at its first step after an edit: one that was not passed can be seen in no other place.
+register_optimizer_step_pre_hook(lambda optimizer, *_: check_order(optimizer))
+
+
 def accept_order(optimizer: Optimizer) -> None:
     """Mark the optimiser's groups with the heads that its state is of: those of their parameters.
 
-    Shares of weights (FSDP2) and other copies have no record, so they keep the mark that came with their state.
+    Shares of weights (FSDP2) and other copies have no record, so that the mark that came with their state stays.
     """
     digests = []
     for group in optimizer.param_groups:
@@ -151,7 +148,7 @@ def accept_order(optimizer: Optimizer) -> None:
         digests.append(_digest(group["params"]) if recorded else mark)
         if digests[-1] is not None:
             group[ORDER] = digests[-1]
-        elif not recorded and not optimizer.state:
+        elif len(_orders) and not recorded and not optimizer.state:
             # set_optimizer_state_dict steps a new optimiser, then takes only settings that it has. 0 lasts one step.
             group[ORDER] = 0
     _checked[optimizer] = digests
@@ -165,8 +162,13 @@ def _digest(parameters: Sequence[Tensor]) -> int | None:
 
 def _unused(state: Mapping[str, Any], parameter: Tensor) -> bool:
     """Return whether state is that of before a first step, which Adagrad creates at once."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
-    return float(state.get("step", 1)) == 0 and all(value.shape == parameter.shape for value in tensors)
+    return float(state.get("step", 1)) == 0 and not _misfits(state, parameter)
+
+
+def _misfits(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Return whether state has fewer or more rows than its parameter."""
+    tensors = [each for each in state.values() if isinstance(each, Tensor) and each.dim() == parameter.dim()]
+    return any(each.shape != parameter.shape for each in tensors)
 
 
 # --- the logits of trainable patterns
@@ -205,7 +207,7 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
 
 
 def drop_logits_(optimizer: Optimizer, logits: Iterable[nn.Parameter]) -> None:
-    """Take logits and their moments out of the optimiser, and a group left empty unless a scheduler has it."""
+    """Remove logits and their moments from the optimiser, and a group without others unless a scheduler has it."""
     leaving = {id(parameter) for parameter in logits}
     for group in list(optimizer.param_groups):
         gone = [parameter for parameter in group["params"] if id(parameter) in leaving]
