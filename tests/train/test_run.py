@@ -53,22 +53,21 @@ def test_the_folder_of_a_run(settings):
     assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()) == before
     folder = Path(config.out)
     assert read_json(folder / "result.json") == json.loads(json.dumps(result))
-    assert result["tokens"] == 12 * 4 * 2 * 32
-    assert result["provenance"]["heads"] == result["intervention"]["heads"] == read_events(config.out)[0].heads
-    assert len(result["provenance"]["heads"]) == 2
-    assert (result["missing"], result["arm"]) == ([], "frozen")
+    assert (result["tokens"], result["missing"], result["arm"]) == (12 * 4 * 2 * 32, [], "frozen")
     time = result["time"]
-    assert time["parts"].keys() == {"load", "train", "compile", "freeze", "evaluate", "checkpoint"}
     assert time["everything"]["seconds"] == pytest.approx(sum(time["parts"].values()))
-    assert all(time["parts"][part] > 0 for part in time["parts"] if part != "compile")
+    assert all(time["parts"][part] > 0 for part in ("load", "train", "freeze", "evaluate", "checkpoint"))
     assert time["warm"]["seconds"] == pytest.approx(time["everything"]["seconds"] - time["parts"]["load"])
     written = read_json(folder / "config.json")
-    assert (written["schema"], written["freeze"]["rate"], written["freeze"]["freeze_at"]) == ("saf.run/1", 0.25, 6)
-    assert (written["train"]["length"], written["data"]["folder"]) == (32, config.data)
+    assert (written["freeze"]["freeze_at"], written["train"]["length"], written["data"]["folder"]) == (
+        6,
+        32,
+        config.data,
+    )
     (event,) = read_events(config.out)
     assert (event.number, event.kind, event.update, event.values["num_sequences"]) == (1, "freeze", 6, 4)
-    assert event.values["reason"] == "one_time: update 6 is done"
     assert event.values["loss_before"] == result["intervention"]["loss_before"]
+    assert event.heads == result["provenance"]["heads"] == result["intervention"]["heads"]
     assert event.tensors()["alpha"].shape == (2, 32)
     lines = metrics(folder)
     assert [line["update"] for line in lines] == list(range(1, 13))
@@ -80,10 +79,9 @@ def test_the_folder_of_a_run(settings):
     assert (result["update_seconds"]["first_update"], result["update_seconds"]["last_update"]) == (8, 12)
     names = sorted(entry.name for entry in (folder / "checkpoints").iterdir())
     assert names == ["step-11", "step-12", "step-6"], "the one before the event stays"
-    assert not adapter_for(load_model(folder / "checkpoints" / "step-6")).heads("frozen")
-    assert len(adapter_for(load_model(folder / "checkpoints" / "step-12")).heads("frozen")) == 2
-    logged = read_lines(folder / "clock.jsonl")
-    assert [line["checkpoint"] for line in logged] == [f"step-{update}" for update in range(1, 13)]
+    frozen = [adapter_for(load_model(folder / "checkpoints" / name)).heads("frozen") for name in ("step-6", "step-12")]
+    assert list(map(len, frozen)) == [0, 2]
+    assert len(read_lines(folder / "clock.jsonl")) == 12
 
 
 def test_an_arm_is_the_same_as_one_run_that_freezes(settings, finished, outcome):
@@ -97,7 +95,6 @@ def test_an_arm_is_the_same_as_one_run_that_freezes(settings, finished, outcome)
         assert all(outcome(arm.out)[part] == outcome(single)[part] for part in WEIGHTS)
         assert outcome(arm.out)["metrics"] == outcome(single)["metrics"][6:]
         assert (result["arm"], result["provenance"]["checkpoints"]["parent"]) == (name, open_checkpoint(parent).hash)
-        assert read_json(Path(arm.out, "config.json"))["parent"]["path"] == str(parent)
         assert result["time"]["parent_parts"]["train"] > 0
         assert differences(RecordedRun.open(ordinary), RecordedRun.open(arm.out)) == []
 
@@ -149,33 +146,21 @@ def test_a_fresh_run_takes_weights_and_heads_alone(settings, finished):
     assert all(float(state["step"]) == 1 for state in after.optimizer(after.model()).state.values())
 
 
-def test_bf16_stays_close_and_the_seed_decides(settings):
-    few = {"updates": 2, "eval_every": 0, "save_every": 0}
-    changes = {"one": {}, "bf16": {"precision": "bf16"}, "seed": {"seed": 7}}
-    losses = {name: pretrain(settings(name, **few, **change))["report_loss"] for name, change in changes.items()}
-    assert len(set(losses.values())) == 3
-    assert losses["bf16"] == pytest.approx(losses["one"], rel=0.01)
-    weights = load_model(f"{settings('bf16').out}/checkpoints/step-2").state_dict()
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-
-
 def test_trained_patterns_follow_the_learning_rate_without_decay(settings, finished):
     folder = finished(settings(freeze=replace(FREEZE, trainable=True)), "trainable")
     (event,) = read_events(folder)
-    model = load_model(folder / "checkpoints" / "step-12")
+    checkpoint = open_checkpoint(folder / "checkpoints" / "step-12")
+    model, tensors, limit = checkpoint.model(), event.tensors(), sum(rates(folder)[6:])
     numbers = sum(parameter.numel() for parameter in pattern_parameters(model))
-    result = read_json(folder / "result.json")
-    assert numbers == 2 * 2 * 32 == result["trainable_pattern_parameters"]
-    tensors, limit = event.tensors(), sum(rates(folder)[6:])
+    assert numbers == 2 * 2 * 32 == read_json(folder / "result.json")["trainable_pattern_parameters"]
     fits = CompactPattern.from_parameters(tensors["alpha"], tensors["rho"]).dense()
     for fit, (layer, head) in zip(fits, event.heads, strict=True):
         attention = model.blocks[layer].attention
         pattern = attention.frozen.patterns[attention.layout.frozen.index(head)]
-        moved = (pattern.compact().dense() - fit).diagonal().abs().max()
-        assert 1e-3 < moved < 4 * limit
-    groups = open_checkpoint(folder / "checkpoints" / "step-12").state["optimizer_groups"]
+        assert 1e-3 < (pattern.compact().dense() - fit).diagonal().abs().max() < 4 * limit
+    groups = checkpoint.state["optimizer_groups"]
     assert {group["weight_decay"] for group in groups for name in group["names"] if name.endswith(".alpha")} == {0.0}
-    child = continue_from(folder / "checkpoints" / "step-12", out=settings("later").out, updates=14)
+    child = continue_from(checkpoint, out=settings("later").out, updates=14)
     assert pretrain(child)["trainable_pattern_parameters"] == numbers
 
 
@@ -354,15 +339,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
     ("changes", "words"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"precision": "fp16"}, "precision must be one of"),
-        ({"graphs": "of"}, "graphs must be one of"),
         ({"peak_lr": 0.0}, "peak_lr must be above 0"),
-        ({"clip": 0.0}, "clip must be above 0"),
         ({"warmup": 12}, "warmup must be"),
         ({"report_at": (13,)}, "report_at must be different updates"),
         ({"save_at": (1.5,)}, "save_at must be shares"),
         ({"time_budget_seconds": 9.0, "update_budget": 3}, "time_budget_seconds must be above 0, or None"),
-        ({"fresh": True}, "fresh must be False"),
         ({"rewarm": 3}, "rewarm must be"),
         ({"freeze": FREEZE, "schedule": None}, "schedule must be"),
         ({"freeze": FREEZE, "schedule": OneTime(at=13)}, "schedule.at must be"),
@@ -380,16 +361,12 @@ def test_settings_that_no_run_has_are_refused(settings, changes, words):
         ({"freeze": replace(FREEZE, backend="fused")}, "backend 'fused' cannot run"),
         ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
-        ({"freeze": FREEZE, "calibration_sequences": 1}, "compares sequences"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
-        ({"freeze": FREEZE, "schedule": Gradual()}, "groups must be at most the 2 heads"),
-        ({"freeze": FreezeConfig(rate=0.75), "schedule": ValidationBudget()}, "at most half of 8 heads"),
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
         ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
         ({"freeze": FreezeConfig(rate=1.0, operation="prune")}, "pruning must leave the model a head"),
         ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
         ({"kernel": "cudnn"}, "needs a CUDA device"),
-        ({"graphs": "on"}, "need a CUDA device"),
         ({"batch_size": 2**40}, "training needs about"),
         ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
@@ -409,16 +386,12 @@ def test_parents_that_cannot_be_continued_are_refused(settings, finished):
         ({"freeze": FREEZE, "schedule": OneTime(at=0.25)}, "at least the parent's update 6"),
         ({"updates": 5}, "updates must be at least the parent's update 6"),
         ({"save_at": (0.25,)}, "save_at must be at least the parent's update 6"),
-        ({"report_at": (3,)}, "report_at must be at least the parent's update 6"),
         ({"warmpu": 3}, r"got \['warmpu'\]"),
     ):
         with pytest.raises(InputError, match=words):
             continue_from(folder / "step-6", out="x", **changes)
     with pytest.raises(InputError, match="batch_size x accumulation must be"):
         pretrain(continue_from(folder / "step-6", out=settings("other").out, batch_size=3))
-    late = continue_from(folder / "step-6", out="x", freeze=FREEZE, schedule=OneTime(at=10), update_budget=4)
-    with pytest.raises(InputError, match="must be before update 10, where update_budget ends"):
-        pretrain(late)
     with pytest.raises(InputError, match="updates must be above the 12"):
         pretrain(continue_from(folder / "step-12", out=settings("late").out))
     assert not Path(settings("late").out).exists()
