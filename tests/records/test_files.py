@@ -79,26 +79,26 @@ def test_a_bad_file_is_named_with_what_to_do(tmp_path, name, content, read, mess
     assert not kind or str(caught.value).endswith("; save it again")
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_lines_are_appended_and_one_that_was_cut_short_does_not_spoil_the_next(tmp_path, wait):
+def test_lines_are_appended_and_one_that_was_cut_short_does_not_spoil_the_next(tmp_path):
     path = tmp_path / "x.jsonl"
     assert read_lines(path) == []
     for number in range(3):
-        append_line(path, {"number": number, "value": math.nan}, wait=wait)
+        append_line(path, {"number": number, "value": math.nan}, wait=number > 1)
     assert read_lines(path) == [{"number": number, "value": None} for number in range(3)]
     whole = write_lines(path, [{"number": 1}]).read_bytes()
-    for rest, kept in ((b'{"numb', []), (b'{"number": 3}', [{"number": 3}])):
+    for rest, more in ((b'{"numb', []), (b'{"number": 3}', [{"number": 3}])):
         path.write_bytes(whole + rest)
-        append_line(path, {"number": 4}, wait=wait)
-        assert read_lines(path) == [{"number": 1}, *kept, {"number": 4}]
+        append_line(path, {"number": 4})
+        assert read_lines(path) == [{"number": 1}, *more, {"number": 4}]
 
 
-def test_a_file_is_compared_by_size_first(tmp_path):
+def test_a_file_is_compared_by_size_and_checksum(tmp_path):
     path = tmp_path / "x"
     path.write_text("abc")
     check_file(path, size=3, sha256=file_hash(path))
-    with pytest.raises(DataError, match="x is damaged: expected 4 bytes, got 3; make it again"):
-        check_file(path, size=4, sha256="0", error=DataError, advice="make it again")
+    for size, expected in ((4, "4 bytes, got 3"), (3, "SHA-256 0")):
+        with pytest.raises(DataError, match=f"x is damaged: expected {expected}.*; make it again"):
+            check_file(path, size=size, sha256="0", error=DataError, advice="make it again")
 
 
 # --- folders
@@ -122,17 +122,16 @@ def test_a_folder_appears_when_it_is_whole_and_replaces_only_on_request(tmp_path
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("before", [None, "mine"])
-def test_new_files_all_come_or_none(tmp_path, before):
-    folder = tmp_path / "a"
-    if before:
-        write_json(folder / "mine", {})
-    with pytest.raises(ZeroDivisionError), new_files(folder) as new:
-        failed(new)
-    assert (names(folder) if before else names(tmp_path)) == ["mine"] * bool(before)
-    with new_files(folder) as new:
-        (new / "x").write_text("1")
-    assert names(folder) == ["mine"] * bool(before) + ["x"]
+def test_new_files_all_come_or_none(tmp_path):
+    write_json(tmp_path / "a" / "mine", {})
+    for name, before in (("a", ["mine"]), ("b", [])):
+        folder = tmp_path / name
+        with pytest.raises(ZeroDivisionError), new_files(folder) as new:
+            failed(new)
+        assert (names(folder) if folder.exists() else []) == before
+        with new_files(folder) as new:
+            (new / "x").write_text("1")
+        assert names(folder) == [*before, "x"]
 
 
 @pytest.mark.parametrize(

@@ -118,14 +118,12 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
         with pytest.raises(Killed):
             command("again", *one)
     folder = ordinary.folder.parent
-    for words, told in (
+    for words, message in (
         (["--epochs", "3"], "updates must be 7, got 11"),
-        (["--parent", str(folder / "other")], f"got parent {folder / 'other'}"),
         (["--peak-lr", "1"], "cannot resume with other settings"),
-        (["--sampler", "random"], "sampler has an effect on text alone"),
     ):
         assert main(["finetune", "--out", str(folder / "again"), "--resume", *words]) == 2
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
     assert outcome(ordinary.folder) == outcome(again.folder)
 
@@ -134,9 +132,8 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     whole = command("chosen", "--peak-lr", "1e-3")
     named = ["--task", str(files / "train.jsonl"), "--test", str(files / "test.jsonl"), "--quiet", "--no-tensorboard"]
     words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
-    for epochs in (["--epochs", "2"], []):
-        assert main([*words, *epochs, "--resume"]) == 2
-        assert "holds no run to resume" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 2
+    assert "holds no run to resume" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         die_at(patch, Run, "run_update", 6)
         with pytest.raises(Killed):
@@ -147,8 +144,6 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     assert "peak-lr must be 0.001, got 0.002" in capsys.readouterr().err
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--quiet"]) == 0
     assert outcome(tmp_path / "run") == outcome(whole.folder)
-    tried = [read_json(folder / "epochs" / "choice.json")["tried"] for folder in (whole.folder, tmp_path / "run")]
-    assert tried[0] == tried[1]
     assert read_json(tmp_path / "run" / "config.json")["settings"]["keep"] == 3
 
 
@@ -160,15 +155,9 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
         ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model; "),
         ("ordinary", ["--task", train, *test, "--freeze.rate", "0.25"], "epochs must be chosen by the ordinary model"),
         ("ordinary", ["--task", train, *test, "--warmup", "0.1"], "constant rate"),
-        (
-            "ordinary",
-            ["--task", train, *test, "--epochs", "1", "--time-budget-seconds", "9"],
-            "must be None with epochs",
-        ),
+        ("ordinary", ["--task", train, *test, "--epochs", "1", "--update-budget", "9"], "must be None with epochs"),
         ("ordinary", ["--task", str(few), *test], "must have different updates, got 1, 1, 2, 2, 3"),
-        ("ordinary", [], "needs a task"),
         ("ordinary", ["--task", "sst2"], "needs files"),
-        ("ordinary", ["--task", "text"], "to finetune"),
     ):
         out = tmp_path / "refused"
         assert main(["finetune", *words, "--parent", str(parents[parent]), "--out", str(out), "--quiet"]) == 2
@@ -243,9 +232,9 @@ def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, a
 MQAR = MQARSettings(
     length=16, pairs=2, vocabulary=40, test_lengths=(16, 32), test_pairs=(4, 2), test_examples=8, development=8
 )
-MADE = "--mqar.length 16 --mqar.pairs 2 --mqar.vocabulary 40 --mqar.test-lengths 16 32 --mqar.test-pairs 4 2"
-FEW = "--mqar.test-examples 8 --mqar.development 8 --eval-windows 8 --calibration-sequences 4 --no-tensorboard"
-WORDS = ["--task", "mqar", *MADE.split(" "), *FEW.split(" ")]
+RECALL = "--mqar.length 16 --mqar.pairs 2 --mqar.vocabulary 40 --mqar.test-lengths 16 32 --mqar.test-pairs 4 2"
+SIZES = "--mqar.test-examples 8 --mqar.development 8 --eval-windows 8 --calibration-sequences 4 --no-tensorboard"
+WORDS = ["--task", "mqar", *RECALL.split(" "), *SIZES.split(" ")]
 
 
 @pytest.fixture

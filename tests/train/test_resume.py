@@ -139,14 +139,14 @@ def test_a_lost_record_of_events_is_named(settings):
     assert (result["arm"], len(result["missing"])) == ("frozen", 1)
 
 
-def held(folder):
+def hold(folder):
     folder = Path(folder)
     return locked(folder.with_name(f".{folder.name}.lock"), InputError("another process trains in it"))
 
 
 def test_a_folder_belongs_to_one_run_and_one_process(settings, monkeypatch):
     config = settings(updates=2, seed=5)
-    with held(config.out), pytest.raises(InputError, match="another process trains in"):
+    with hold(config.out), pytest.raises(InputError, match="another process trains in"):
         pretrain(config)
     assert not Path(config.out).exists()
     pretrain(config)
@@ -157,13 +157,13 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings, monkeypatch):
     finish = loop.finish
 
     def another(run):
-        with pytest.raises(InputError, match="another process trains in"), held(run.folder):
+        with pytest.raises(InputError, match="another process trains in"), hold(run.folder):
             pytest.fail("the second got in")
         return finish(run)
 
     monkeypatch.setattr(loop, "finish", another)
     pretrain(config, resume=True)
-    with held(config.out):
+    with hold(config.out):
         pass
 
 
