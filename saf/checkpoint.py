@@ -86,6 +86,34 @@ def save_checkpoint(
     return on_rank0(write)
 
 
+def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return the groups, as names and settings, and every moment and step count by parameter name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups, tensors = [], {}
+    for group in optimizer.param_groups:
+        settings = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
+        groups.append({"names": [names[parameter] for parameter in group["params"]], **settings})
+        for parameter in group["params"]:
+            state = parameter_state(optimizer, parameter)
+            tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
+    return groups, tensors
+
+
+def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the moments and the step count of a parameter; nothing before its first step.
+
+    A parameter without elements takes no steps; its count is that of the others.
+    """
+    own = dict(optimizer.state.get(parameter, {}))
+    if parameter.numel():
+        return own
+    counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
+    if not counts:
+        return own
+    steps = max(counts, key=float)  # patterns that an event added since have fewer
+    return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
+
+
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return CPU copies that share no storage, on rank 0; every rank calls this, as sharded tensors are gathered."""
     copies = {}
@@ -126,9 +154,29 @@ class Checkpoint:
         load_weights_(model, self.tensors("model", device), self.path)
         return model
 
-    def optimizer(self, model: GPT, *, device: torch.device | str | None = None) -> AdamW:
-        """Build the optimiser of `model`, with its moments on a `device`, by default the model's."""
-        return restore_optimizer(model, self.state["optimizer_groups"], self.tensors("optimizer"), device=device)
+    def optimizer(self, model: nn.Module, *, device: torch.device | str | None = None) -> AdamW:
+        """Build the optimiser of `model` in its saved state, with moments on a `device`, by default the model's.
+
+        Raises CheckpointError where the state names other parameters or other shapes than the model's.
+        """
+        groups, tensors = self.state["optimizer_groups"], self.tensors("optimizer")
+        parameters, names = dict(model.named_parameters()), [name for group in groups for name in group["names"]]
+        if unknown := [name for name in names if name not in parameters]:
+            raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
+        own = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
+        beta1, beta2 = groups[0]["betas"]
+        optimizer = AdamW([group for group in own if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
+        for name in names:
+            parameter = parameters[name]
+            state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
+            for key in state.keys() & MOMENTS:
+                if state[key].shape != parameter.shape:
+                    shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
+                    raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
+            if state:
+                optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
+        accept_order(optimizer)  # its state has the heads of the model as they are now
+        return optimizer
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Return the "model" or "optimizer" tensors."""
@@ -173,11 +221,7 @@ def _newest_whole_before(path: Path) -> Path | None:
 
 
 def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
-    """List every file of `folder` with its SHA-256 in manifest.json and return the checkpoint's hash.
-
-    The hash is the SHA-256 of the manifest's other entries; `parent` is the hash of the checkpoint that the run
-    started from.
-    """
+    """List every file of `folder` with its SHA-256 in manifest.json; return the hash, that of its other entries."""
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
@@ -201,8 +245,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
     """Check the checksum of every file, except those whose names begin with `without`, and return the manifest.
 
-    Raises:
-        CheckpointError: A file is missing or differs; the message names it with the expected and actual checksums.
+    Raises CheckpointError naming a file that is missing or differs.
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
@@ -214,67 +257,6 @@ def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
 def checkpoint_hash(path: Path) -> str:
     """Return a checkpoint's recorded hash; its other files are not read."""
     return str(read_manifest(path)["hash"])
-
-
-# --- the optimiser's state
-
-
-def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return the groups, as names and settings, and every moment and step count by parameter name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups, tensors = [], {}
-    for group in optimizer.param_groups:
-        settings = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
-        groups.append({"names": [names[parameter] for parameter in group["params"]], **settings})
-        for parameter in group["params"]:
-            state = parameter_state(optimizer, parameter)
-            tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
-    return groups, tensors
-
-
-def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the moments and the step count of a parameter; nothing before its first step.
-
-    A parameter without elements takes no steps; its count is that of the others.
-    """
-    own = dict(optimizer.state.get(parameter, {}))
-    if parameter.numel():
-        return own
-    counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
-    if not counts:
-        return own
-    steps = max(counts, key=float)  # patterns that an event added since have fewer
-    return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
-
-
-def restore_optimizer(
-    model: nn.Module,
-    groups: list[dict[str, Any]],
-    tensors: dict[str, Tensor],
-    *,
-    device: torch.device | str | None = None,
-) -> AdamW:
-    """Return an AdamW over `model` in the state that `optimizer_state` returned, by default on the model's device.
-
-    Raises CheckpointError where the state names other parameters or other shapes than the model's.
-    """
-    parameters, names = dict(model.named_parameters()), [name for group in groups for name in group["names"]]
-    if unknown := [name for name in names if name not in parameters]:
-        raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
-    own = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
-    beta1, beta2 = groups[0]["betas"]
-    optimizer = AdamW([group for group in own if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
-    for name in names:
-        parameter = parameters[name]
-        state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
-        for key in state.keys() & MOMENTS:
-            if state[key].shape != parameter.shape:
-                shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
-                raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
-        if state:
-            optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
-    accept_order(optimizer)  # its state has the heads of the model as they are now
-    return optimizer
 
 
 # --- the checkpoints of a folder

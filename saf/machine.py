@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from saf.errors import InputError, UnsupportedError
 
@@ -59,17 +58,6 @@ class Execution:
 
     def autocast(self) -> AbstractContextManager[Any]:
         return autocast(self.device, self.precision)
-
-    def callable(self, model: nn.Module, *, fullgraph: bool = False) -> Callable[..., Any]:
-        """Return the model, or a compiled wrapper that leaves the model itself alone.
-
-        Call it again whenever heads change: programs of the old shapes are dropped. With `fullgraph` the model
-        compiles as one graph or raises: a broken graph runs slower without a word.
-        """
-        if not self.compile:
-            return model
-        torch._dynamo.reset()
-        return torch.compile(model, fullgraph=fullgraph)
 
 
 def pick_device(name: str) -> torch.device:

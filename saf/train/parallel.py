@@ -1,6 +1,6 @@
-"""Ranks that train one model together: the model and optimiser that an update calls, and how ranks average and stop.
+"""Ranks that train one model together: the model and optimiser that an update calls, averages and stops of all ranks.
 
-`Parallel` is one process; `Replicas` hold the whole model each and average gradients (PyTorch's DDP); `Shards` hold a
+`Parallel` is one process. `Replicas` hold the whole model each and average gradients (PyTorch's DDP). `Shards` hold a
 share of it each (FSDP2), and gather it (`whole`) for everything but updates.
 """
 
@@ -75,9 +75,9 @@ class Parallel:
         return on_rank0(lambda: value)
 
     def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
-        """Give the original model its weights, and with `moments` its optimiser its state, on every rank.
+        """Gather the weights, and with `moments` the optimiser's state, on every rank, for an evaluation or an event.
 
-        Evaluations and events need that. An engine that is built inside takes them over.
+        An engine that is built inside takes them over.
         """
         return nullcontext()
 
@@ -110,7 +110,7 @@ class Replicas(_Group):
         forward, compiles = _compiled(model, execution)
         self._wrapper = None  # a new one, whose gradient buckets have the parameters' present shapes
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
-        device, calling = execution.device, _Callable(model, forward)
+        device, calling = execution.device, _CompiledModule(model, forward)
         # Weights without elements get no gradient, which the wrapper would wait for. The tables of frozen heads are the
         # same on every rank: no forward pass need send them.
         ignored = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
@@ -184,11 +184,11 @@ class Shards(_Group):
                 self._free_()
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield every parameter of the original model with the sharded one that is trained in its place."""
+        """Yield every parameter of the original model with its sharded copy, which is trained."""
         yield from zip(self._model.parameters(), self._engine.module.parameters(), strict=True)
 
     def _gather_moments_(self) -> None:
-        """Give the original optimiser the state that the sharded one has, and its learning rate."""
+        """Copy state and learning rate of the sharded optimiser to the original one."""
         sharded = self._engine.optimizer
         for group in self._optimizer.param_groups:
             group["lr"] = sharded.param_groups[0]["lr"]
@@ -231,13 +231,13 @@ def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Paramet
     return sharded
 
 
-class _Callable(nn.Module):
+class _CompiledModule(nn.Module):
     """A module with a model's parameters whose forward pass is the compiled one."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]):
         super().__init__()
         self.model = model
-        self._compute = (forward,)  # in a tuple, a module is not taken for a part of this one
+        self._compute = (forward,)  # a tuple, so that a module is not registered as a part of this one
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         return self._compute[0](*inputs, **named)
@@ -249,7 +249,10 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
     if execution.by_layer:
         by_layer = adapter_for(model).compiled_by_layer(activation_checkpointing=recomputes)
         return by_layer, by_layer.new > 0
-    forward = execution.callable(model, fullgraph=True)
+    forward: Callable[..., Any] = model
+    if execution.compile:
+        torch._dynamo.reset()  # programs of earlier shapes go
+        forward = torch.compile(model, fullgraph=True)  # a broken graph would run slower without a message
     return partial(forward, activation_checkpointing=True) if recomputes else forward, execution.compile
 
 
@@ -257,7 +260,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
 
 
 def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution) -> Parallel:
-    """Return how this process trains a model of so many `parameters` beside others.
+    """Return the ranks that train a model of this number of `parameters`.
 
     "auto" is "none" for one process, "ddp" for several, unless weights, gradients and moments in float32 would take
     more than half of a GPU's memory: then "fsdp".

@@ -16,7 +16,6 @@ from saf.checkpoint import (
     open_checkpoint,
     optimizer_state,
     prune_checkpoints_,
-    restore_optimizer,
     save_checkpoint,
     step_name,
 )
@@ -118,15 +117,13 @@ def test_what_is_missing_exists_already_or_is_of_another_model_is_refused(tmp_pa
     (second / "saf.json").unlink()
     with pytest.raises(CheckpointError, match=r"saf\.json is missing"):
         load_model(second)
-    with pytest.raises(CheckpointError, match=r"step-3 does not exist \(there are step-1, step-2\); expected a check"):
-        load_model(tmp_path / "step-3")
-    groups, tensors = optimizer_state(optimizer, model)
-    wider = GPT(preset("tiny", vocab_size=64, num_layers=2, hidden_size=64, num_heads=4, max_length=16))
-    with pytest.raises(CheckpointError, match="must have shape"):
-        restore_optimizer(wider, groups, tensors)
-    groups[0]["names"].append("blocks.9.attention.q_proj.weight")
-    with pytest.raises(CheckpointError, match=r"does not have.*blocks\.9"):
-        restore_optimizer(model, groups, tensors)
+    with pytest.raises(CheckpointError, match=r"step-9 does not exist \(there are step-1, step-2\); expected a check"):
+        load_model(tmp_path / "step-9")
+    saved = open_checkpoint(write(tmp_path, 3, model, optimizer))
+    for changes, words in (({"hidden_size": 64}, "must have shape"), ({"num_layers": 1}, r"does not have.*blocks\.1")):
+        shape = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_length": 16, **changes}
+        with pytest.raises(CheckpointError, match=words):
+            saved.optimizer(GPT(preset("tiny", **shape)))
 
 
 def test_a_limit_on_file_sizes_is_explained(tmp_path, model, optimizer):
