@@ -99,7 +99,7 @@ class NanoGPT:
         for _ in range(self.settings.warmup):
             self.update()
 
-    def timed_block(self, _: str) -> float:
+    def timed_block(self, variant: str) -> float:
         return row_block(self.update, repeats=self.settings.repeats, device=self.device)
 
     def kernels(self) -> list[dict[str, Any]]:

@@ -42,8 +42,6 @@ Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
 """In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
 MIN_PAIRS = 2
-SAVE_EVERY = 5.0
-"""Seconds between writes of the record while pairs are timed."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
 """Programs of one function that the compiler may hold: one an arm, and some to spare."""
@@ -155,15 +153,9 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
         for comparison in case.comparisons
         if comparison.baseline in subjects and comparison.arm in subjects
     }
-    first = len(session.rows)
-
-    def update_rows(times: Mapping[tuple[Comparison, str], list[Pair]]) -> None:
-        session.rows[first:] = _rows(case, subjects, times, tolerance)
-        session.save(every=SAVE_EVERY)
-
-    update_rows(alternate(session, case.name, blocks, pairs, after_round=update_rows))
-    session.save()
-    for row in session.rows[first:]:
+    rows = _rows(case, subjects, alternate(session, case.name, blocks, pairs), tolerance)
+    session.add(rows)
+    for row in rows:
         times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
         spread = f"{row['ratio']:.3f}× ({row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs)"
         session.say(f"{case.name} {row['variant']}: {times}, {spread}" + ", refused" * row["refused"])
@@ -190,12 +182,7 @@ def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
 
 
 def alternate(
-    session: "Session",
-    name: str,
-    blocks: Mapping[Key, tuple[Callable[[], float], Callable[[], float]]],
-    pairs: int,
-    *,
-    after_round: Callable[[Mapping[Key, list[Pair]]], None] = lambda _: None,
+    session: "Session", name: str, blocks: Mapping[Key, tuple[Callable[[], float], Callable[[], float]]], pairs: int
 ) -> dict[Key, list[Pair]]:
     """Time pairs of every comparison in rounds, each round one pair of all; return those with enough pairs.
 
@@ -218,7 +205,6 @@ def alternate(
             session.skip(name, f"pairs from {number + 1}: {in_short(error)}")
             break
         longest = max(longest, time.perf_counter() - began)
-        after_round(times)
     return {key: each for key, each in times.items() if len(each) >= max(1, min(MIN_PAIRS, pairs))}
 
 
@@ -229,7 +215,7 @@ def _rows(
     tolerance: float,
 ) -> list[Row]:
     """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
-    sums = {key: summary(pairs) for key, pairs in times.items() if pairs}
+    sums = {key: summary(pairs) for key, pairs in times.items()}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
     rows = []
     for ((baseline, arm, role), variant), numbers in sums.items():
@@ -298,7 +284,7 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
 class Session:
     """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
 
-    Use it as a context. Its file is written after every row and whole at any moment; `finished` is false after an
+    Use it as a context. Its file is written after every case and whole at any moment; `finished` is false after an
     exception. In a group of processes rank 0 writes.
     """
 
@@ -322,7 +308,7 @@ class Session:
         self.left_out: list[Row] = []
         self._out = out if is_rank0() else None
         self._limit = math.inf if seconds is None else seconds
-        self._began, self._saved = time.perf_counter(), -math.inf
+        self._began = time.perf_counter()
         self._header: Row = result_header(kind, settings, **header) | {"finished": False}
         self._header["provenance"] |= _environment(execution)
 
@@ -375,11 +361,10 @@ class Session:
         lists = {name: getattr(self, name) for name in ("rows", "memory", "kernels", "left_out")}
         return to_json({"seconds": round(self.spent, 1), **self._header, **lists})
 
-    def save(self, *, every: float = 0.0) -> None:
-        """Write the record, unless that was done less than `every` seconds ago."""
-        if self._out is not None and time.perf_counter() - self._saved >= every:
+    def save(self) -> None:
+        """Write the record."""
+        if self._out is not None:
             write_json(self._out, self.record)
-            self._saved = time.perf_counter()
 
 
 def in_short(error: BaseException) -> str:
@@ -483,8 +468,8 @@ MARKS = {
 """Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in the names of others."""
 
 
-def kernels_of(call: Call, device: torch.device, *, most: int | None = MAX_KERNELS) -> list[dict[str, Any]]:
-    """Return name, calls and milliseconds of the `most` longest kernels of one call (operators on a CPU)."""
+def kernels_of(call: Call, device: torch.device) -> list[dict[str, Any]]:
+    """Return name, calls and milliseconds of the longest kernels of one call (operators on a CPU)."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         call()
@@ -494,7 +479,7 @@ def kernels_of(call: Call, device: torch.device, *, most: int | None = MAX_KERNE
         if not cuda or str(event.device_type).endswith("CUDA"):
             microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
             kernels.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
-    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:most]
+    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:MAX_KERNELS]
 
 
 def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch.device) -> bool | None:

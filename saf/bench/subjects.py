@@ -469,7 +469,8 @@ class LayerSubject:
         """Return how many query, key and value heads the arm reads."""
         layout, ordinary = self._layout, self._arm.backend is None
         if self._alone:
-            return (self._alone,) * 3 if ordinary else (0, 0, self._alone)
+            live = self._alone if ordinary else 0
+            return live, live, self._alone
         if ordinary:
             return layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
         return layout.num_live, len(set(layout.kv_head[: layout.num_live])), layout.num_kv_heads

@@ -1,6 +1,5 @@
 """`saf compare`: an ordinary and a frozen run, or two evaluations."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,7 @@ class Command:
         show(record, *map(verdict, shown), *tables, as_json=self.json)
         return record
 
-    def _write_card(self, folder: Path, record: Mapping[str, Any] | None) -> None:
+    def _write_card(self, folder: Path, record: dict[str, Any] | None) -> None:
         """Write what freezing cost into a folder's model card; raise InputError for a record of another model."""
         if record is None:
             raise InputError("--card needs a change of perplexity; evaluate both models with --data")

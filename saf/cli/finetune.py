@@ -69,10 +69,8 @@ def parse_words(words: Sequence[str]) -> Command:
             return parse(Command, words, prog="saf finetune", first=FIRST)
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
     base = _base(early, early.out)
-    config, examples = (
-        kind(**{each.name: base[each.name] for each in fields(kind) if each.name in base})
-        for kind in (TrainConfig, FinetuneSettings)
-    )
+    of = lambda kind: {each.name: base[each.name] for each in fields(kind) if each.name in base}  # noqa: E731
+    config, examples = TrainConfig(**of(TrainConfig)), FinetuneSettings(**of(FinetuneSettings))
     default = replace(Command.of(config), examples=examples)
     flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
     changes = changes_of(flags, default) | {"parent": base["parent"]}

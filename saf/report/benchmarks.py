@@ -13,7 +13,7 @@ from saf.records.table import MISSING, Part, Table, byte_size, number, signed
 
 Record = Mapping[str, Any]
 SPEEDS = ("update", "finetune", "prefill", "attention", "decode", "op")
-"""Kinds of records whose rows are arms beside a baseline."""
+"""Kinds of records whose rows compare arms with a baseline."""
 REFUSED = "refused"
 NEAR_ONE = 0.005
 """A bound this close to 1 leaves nothing to take a share of."""
@@ -44,7 +44,11 @@ def tables(record: Record) -> list[Part]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str | None]]) -> Table:
+    """Return a table without empty columns; a baseline that all rows share is named in the title."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
+    baselines = {row.get("baseline") for row in rows}
+    if len(baselines) == 1 and (baseline := baselines.pop()):
+        title, columns = f"{title}, against {baseline}", [name for name in columns if name != "baseline"]
     return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows]).used()
 
 
@@ -124,7 +128,7 @@ def _refusals(record: Record) -> Iterator[str]:
 
 
 def _missing(record: Record) -> Iterator[str]:
-    """Yield a line for each thing that a record lacks: an end before its time, what was left out."""
+    """Yield a line for each gap of a record: an end before its time, measurements that were left out."""
     if record.get("finished") is False:
         yield "Not finished: what was measured before the benchmark was stopped."
     reasons: dict[str, list[str]] = {}
