@@ -1,4 +1,4 @@
-"""Every way to generate with frozen heads yields the tokens of passes that compute everything anew."""
+"""Generation, caches, padding and length limits: tokens are those of passes that compute everything anew."""
 
 import copy
 from contextlib import nullcontext
@@ -13,8 +13,8 @@ from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
-from saf.models.adapter import adapter_for
-from tests.transformers_models import FROZEN, LENGTH, NEW, SIZES, freeze, generate, make, tokens
+from saf.models.adapter import adapter_for, rows_of
+from tests.transformers_models import FROZEN, HEADS, LENGTH, NEW, SIZES, freezable, freeze, generate, make, tokens
 
 HEAD_DIMS = {"llama": SIZES["hidden_size"] // 4, "qwen3": 16}
 
@@ -61,8 +61,9 @@ def test_tokens_in_every_cache_are_those_of_passes_without_one(frozen, padded, m
 
 def test_tokens_of_every_family_are_those_of_passes_without_a_cache(family, padded):
     freeze(model := make(family))
-    expected = generate(model, *padded, use_cache=False, **MODES["beams"])
-    assert torch.equal(generate(model, *padded, **MODES["beams"]), expected)
+    for mode, options in (("beams", {}), ("greedy", {"prefill_chunk_size": 4})):
+        expected = generate(model, *padded, use_cache=False, **MODES[mode])
+        assert torch.equal(generate(model, *padded, **MODES[mode], **options), expected), mode
 
 
 @pytest.mark.parametrize("helper", ["model", "frozen model", "prompt"])
@@ -79,13 +80,82 @@ def test_assisted_tokens_are_the_greedy_ones(frozen, helper):
     assert torch.equal(generate(model, ids, torch.ones_like(ids), do_sample=False, **options), expected)
 
 
-def test_outputs_beyond_the_patterns_are_refused(frozen):
-    _, model = frozen
-    ids = tokens(1, LENGTH - 4, seed=6)
-    mask = torch.ones_like(ids)
-    assert generate(model, ids, mask, max_new_tokens=5).shape[1] == LENGTH + 1  # the last token is not read
-    with pytest.raises(InputError, match="patterns"):
-        generate(model, ids, mask, max_new_tokens=6)
+def test_right_padding_changes_nothing_before_it(shape):
+    model = make(shape).double()
+    freeze(model, HeadSet([*HEADS, (2, 0), (2, 1), (2, 2)]))
+    ids = torch.cat([tokens(2, 9, seed=4), torch.zeros(2, 5, dtype=torch.long)], 1)
+    mask = (ids > 0).long()
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    with torch.no_grad():
+        alone = model(ids[:, :9], use_cache=False).logits
+        longer = model(ids, attention_mask=torch.nn.functional.pad(mask, (0, 3), value=1)).logits
+    torch.testing.assert_close(logits[:, :9], alone, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(longer[:, :9], alone, rtol=1e-10, atol=1e-10)  # it covers tokens to come
+    logits[:, :9].sum().backward()
+    assert all(rows_of(site, "value").parameter.grad.isfinite().all() for site in adapter_for(model).sites())
+    mask[0, 4], cache = 0, DynamicCache(config=model.config)
+    with pytest.raises(InputError, match="at the ends"):
+        model(ids, attention_mask=mask, use_cache=False)
+    with pytest.raises(InputError, match="on the left"):
+        generate(model, ids[:, :11], (ids[:, :11] > 0).long(), do_sample=False)
+    model(ids[:, :5], past_key_values=cache)
+    with pytest.raises(InputError, match="cached tokens too, 6, got 1"):
+        model(ids[:, 5:6], past_key_values=cache, attention_mask=torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma3"])
+def test_inputs_longer_than_the_patterns_are_refused_before_the_first_layer(shape):
+    """A cache stays as it was, also of layers before the first frozen head."""
+    model = make(shape, max_position_embeddings=2 * LENGTH)
+    freeze(model, HeadSet([(freezable(model)[-1], 1)]))
+    ids, cache = tokens(2, LENGTH + 1), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        size, fixed = cache_bytes(cache), StaticCache(config=model.config, max_cache_len=LENGTH + 1)
+        document, prompt = torch.cat([torch.arange(7), torch.arange(LENGTH + 1)])[None], ids[:1, :-5]
+        for refused in (
+            lambda: model(ids, use_cache=False),
+            lambda: model(inputs_embeds=model.get_input_embeddings()(ids)),
+            lambda: model.base_model(ids),
+            lambda: model(ids[:, 20:], past_key_values=cache),
+            lambda: model(tokens(1, LENGTH + 8), position_ids=document, use_cache=False),
+            lambda: generate(model, prompt, torch.ones_like(prompt), max_new_tokens=6),
+        ):
+            with pytest.raises(InputError, match=f"cover {LENGTH}"):
+                refused()
+        assert generate(model, prompt, torch.ones_like(prompt), max_new_tokens=5).shape[1] == LENGTH + 1, "not read"
+        with pytest.raises((InputError, UnsupportedError)):
+            model(ids[:, :4], past_key_values=fixed)
+        assert cache_bytes(cache) == size
+        rest = model(ids[:, 20:-1], past_key_values=cache).logits
+        whole = model(ids[:, :-1], use_cache=False).logits
+        torch.testing.assert_close(rest, whole[:, 20:], rtol=1e-4, atol=1e-4)
+        twin = copy.deepcopy(model)
+        saf.uninstall_(model)
+        assert model(ids).logits.isfinite().all()
+        with pytest.raises(InputError, match=f"cover {LENGTH}"):
+            twin(ids)
+
+
+def test_a_fixed_cache_serves_frozen_and_pruned_heads_and_the_model_once_they_are_live_again(shape):
+    model, ids = make(shape), tokens(2, 8, seed=3)
+    options = {"disable_compile": True, "do_sample": False}
+    before, function = (
+        generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options),
+        model.config._attn_implementation,
+    )
+    for edit in (freeze, lambda model: saf.prune_(model, HeadSet([(0, 0), (1, 2), *((2, head) for head in range(4))]))):
+        edit(model)
+        if shape.startswith("gemma"):
+            with pytest.raises(UnsupportedError, match="sliding window"):
+                generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
+        else:
+            fixed = generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
+            assert torch.equal(fixed, generate(model, ids, torch.ones_like(ids), use_cache=False, **options))
+        saf.uninstall_(model)
+        assert model.config._attn_implementation == function
+    again = generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
+    assert torch.equal(again, before)
 
 
 class Exact(QuantizedLayer):
@@ -199,11 +269,3 @@ def test_trainable_patterns_take_a_growing_cache(frozen):
     with pytest.raises(UnsupportedError):
         generate(trained, ids, torch.ones_like(ids), cache_implementation="static", do_sample=False)
     assert generate(trained, ids, torch.ones_like(ids), do_sample=False).shape == (1, 6 + NEW)
-
-
-def test_pruned_heads_leave_a_fixed_cache_without_their_keys_and_values():
-    model = make("llama")
-    saf.prune_(model, HeadSet([(0, 0), (0, 1), (1, 2), *((2, head) for head in range(4))]))
-    ids, options = tokens(2, 8, seed=3), {"do_sample": False}
-    expected = generate(model, ids, torch.ones_like(ids), use_cache=False, **options)
-    assert torch.equal(generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options), expected)
