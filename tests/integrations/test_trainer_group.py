@@ -1,4 +1,4 @@
-"""FreezeCallback where several processes train: they freeze together, and the wrapper of gradients is made anew."""
+"""FreezeCallback where two processes train: they freeze together, and DDP gets new gradient buckets."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import saf
 from saf.models.adapter import adapter_for
 from tests.train.helpers import together
-from tests.transformers_models import LENGTH, VOCAB, make
+from tests.transformers_models import make, tokens
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -20,20 +20,14 @@ RESUMES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 """transformers 5.17 loads the optimiser of several processes on a CPU to "cpu:0", which PyTorch does not know."""
 FIRST_LAYER = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1)]
 """A layer without live heads, and one with some."""
-
-
-def tokens(count: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-class Rows(torch.utils.data.Dataset):
-    rows = tokens(48, 9)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+CASES = {
+    "once": (saf.FreezeConfig(count=4, max_fit_kl=99), {"family": "llama"}),
+    "layer": (
+        saf.FreezeConfig(heads=FIRST_LAYER, max_fit_kl=99),
+        # Without the search for weights that a pass leaves out: all must have a gradient, or not be waited for.
+        {"family": "qwen3", "ddp_find_unused_parameters": False, "gradient_checkpointing": True},
+    ),
+}
 
 
 class Killed(transformers.TrainerCallback):
@@ -44,69 +38,46 @@ class Killed(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-def trained(folder, config, schedule, *, rank=0, processes=1, stopped=False, resume=False, family="llama", **options):
+def trained(folder, case, *, rank=0, processes=1, stopped=False, resume=None):
     """Train as many windows an update, whatever the number of processes; return Trainer and callback."""
     from saf.integrations.transformers import FreezeCallback
 
+    config, options = CASES[case]
+    options = dict(options)
+    model, rows = make(options.pop("family")), [{"input_ids": row, "labels": row} for row in tokens(48, seed=9)]
     # What each process would measure by itself differs: the first one's counts.
-    freezing = FreezeCallback(config, [tokens(4, 1 + rank)], schedule, heldout=[tokens(2, 11 + rank)])
-    settings = {
-        "use_cpu": True,
-        "max_steps": UPDATES,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4 // processes,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
-    run = transformers.Trainer(
-        make(family),
-        transformers.TrainingArguments(str(folder), **settings | options),
-        train_dataset=Rows(),
-        eval_dataset=Rows(),
-        callbacks=[freezing, *([Killed()] if stopped else [])],
-    )
+    heldout = [tokens(2, seed=11 + rank)]
+    freezing = FreezeCallback(config, [tokens(seed=1 + rank)], saf.OneTime(0.5), heldout=heldout)
+    settings = {"use_cpu": True, "max_steps": UPDATES, "per_device_train_batch_size": 2, "save_steps": 2}
+    settings |= {"logging_steps": 1, "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True}
+    settings |= {"gradient_accumulation_steps": 4 // processes}
+    args = transformers.TrainingArguments(str(folder), **settings | options)
+    callbacks = [freezing, *([Killed()] if stopped else [])]
+    run = transformers.Trainer(model, args, train_dataset=rows, callbacks=callbacks)
     try:
-        run.train(resume_from_checkpoint=resume or None)
+        run.train(resume_from_checkpoint=resume)
     except KeyboardInterrupt:
         assert stopped
     return run, freezing
 
 
-CASES = {
-    "once": (saf.FreezeConfig(count=4, max_fit_kl=99), saf.OneTime(0.5), {}),
-    "layer": (
-        saf.FreezeConfig(heads=FIRST_LAYER, max_fit_kl=99),
-        saf.OneTime(0.5),
-        # Without the search for weights that a pass leaves out: all must have a gradient, or not be waited for.
-        {"family": "qwen3", "ddp_find_unused_parameters": False, "gradient_checkpointing": True},
-    ),
-}
+def outcome(run, freezing):
+    """Events and losses as plain values."""
+    events = [[one.kind, one.update, one.heads] for one in freezing.events]
+    return json.loads(json.dumps([events, [each["loss"] for each in run.state.log_history if "loss" in each]]))
 
 
 def work(rank: int, folder: str) -> None:
-    """Train every case, and the first one once more, killed and resumed; keep what came of it."""
-    for name, (config, schedule, options) in CASES.items():
-        options = options | {"rank": rank, "processes": 2}
-        keep(rank, Path(folder) / name, *trained(Path(folder) / name, config, schedule, **options))
-    if not RESUMES:
-        return
-    config, schedule, options = CASES["once"]
-    options = {"rank": rank, "processes": 2}
-    again = Path(folder) / "again"
-    trained(again, config, schedule, stopped=True, **options)
-    keep(rank, again, *trained(again, config, schedule, resume=True, **options))
-
-
-def keep(rank, folder, run, freezing) -> None:
-    assert type(getattr(run.model_wrapped, "_orig_mod", run.model_wrapped)).__name__ == "DistributedDataParallel"
-    save_file({name: one.clone() for name, one in run.model.state_dict().items()}, folder / f"{rank}.safetensors")
-    events = [(one.kind, one.update, one.heads) for one in freezing.events]
-    (folder / f"{rank}.json").write_text(
-        json.dumps([events, [each["loss"] for each in run.state.log_history if "loss" in each]])
-    )
+    """Train every case, and the first one once more, killed and resumed; keep the weights and the outcome."""
+    processes = {"rank": rank, "processes": 2}
+    if RESUMES:
+        trained(Path(folder) / "again", "once", stopped=True, **processes)
+    for name, case, resume in [*((name, name, None) for name in CASES), *([("again", "once", True)] * RESUMES)]:
+        run, freezing = trained(Path(folder) / name, case, resume=resume, **processes)
+        assert type(run.model_wrapped).__name__ == "DistributedDataParallel"
+        state = {name: one.clone() for name, one in run.model.state_dict().items()}
+        save_file(state, Path(folder) / name / f"{rank}.safetensors")
+        (Path(folder) / name / f"{rank}.json").write_text(json.dumps(outcome(run, freezing)))
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +87,7 @@ def group(tmp_path_factory):
     return folder
 
 
-def told(folder, rank=0):
+def kept(folder, rank=0):
     return load_file(folder / f"{rank}.safetensors"), *json.loads((folder / f"{rank}.json").read_text())
 
 
@@ -125,27 +96,24 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_and_freeze_as_one_does(name, group, tmp_path):
-    config, schedule, options = CASES[name]
-    run, freezing = trained(tmp_path, config, schedule, **options)
-    weights, events, losses = told(group / name)
-    mine = [[one.kind, one.update, one.heads] for one in freezing.events]
-    assert events == json.loads(json.dumps(mine))
-    assert losses == pytest.approx([each["loss"] for each in run.state.log_history if "loss" in each], rel=2e-3)
-    for key, mine in run.model.named_parameters():
-        torch.testing.assert_close(weights[key], mine.detach(), rtol=5e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("name", [*CASES, *(["again"] if RESUMES else [])])
-def test_all_processes_hold_the_same_bits(name, group):
-    assert same(told(group / name)[0], told(group / name, 1)[0])
-    assert told(group / name)[1] == told(group / name, 1)[1]
+def test_two_processes_train_and_freeze_as_one_does_and_hold_the_same_bits(name, group, tmp_path):
+    run, freezing = trained(tmp_path, name)
+    weights, events, losses = kept(group / name)
+    mine = outcome(run, freezing)
+    assert events == mine[0]
+    assert losses == pytest.approx(mine[1], rel=2e-3)
+    for key, parameter in run.model.named_parameters():
+        torch.testing.assert_close(weights[key], parameter.detach(), rtol=5e-3, atol=2e-3)
+    other, other_events, _ = kept(group / name, 1)
+    assert same(weights, other)
+    assert events == other_events
 
 
 @pytest.mark.skipif(not RESUMES, reason="this version of transformers cannot resume several processes on a CPU")
 def test_killed_and_resumed_it_ends_bit_for_bit_the_same(group):
-    assert same(told(group / "again")[0], told(group / "once")[0])
-
+    weights, events, _ = kept(group / "once")
+    for rank in range(2):
+        assert same(kept(group / "again", rank)[0], weights)
     opened = transformers.AutoModelForCausalLM.from_pretrained(group / "again" / f"checkpoint-{UPDATES}")
-    assert same(opened.state_dict(), told(group / "again")[0])
-    assert adapter_for(opened).heads("frozen").to_list() == told(group / "once")[1][0][2]
+    assert same(opened.state_dict(), weights)
+    assert adapter_for(opened).heads("frozen").to_list() == events[0][2]
