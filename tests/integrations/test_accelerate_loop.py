@@ -46,16 +46,16 @@ def trained(accelerator=None, rank=0):
 
 
 def work(rank: int, folder: str) -> None:
-    """Train in this process of two, and keep what came of it."""
+    """Train in this process of two, and write its state and losses."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    # No pass reads weights of queries and keys where no head is live, which PyTorch's wrapper is to be told.
+    # No pass reads weights of queries and keys where no head is live: PyTorch's wrapper must not wait for them.
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
     accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
     assert accelerator.num_processes == 2
-    state, told = trained(accelerator, rank)
+    state, outcome = trained(accelerator, rank)
     save_file(state, Path(folder) / f"{rank}.safetensors")
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(outcome))
 
 
 def test_two_processes_freeze_together_and_train_as_one_does(tmp_path):

@@ -43,8 +43,13 @@ def test_lora_on_attention_is_refused_before_freezing_and_merged_it_is_frozen(fa
     assert len(saf.freeze_(merged, [tokens()], CONFIG).heads) == 3
 
 
-def test_lora_elsewhere_stays_when_heads_freeze(tmp_path):
+def test_lora_elsewhere_stays_when_heads_freeze_but_under_a_trainer(hf, tmp_path):
     adapted = with_lora(make("llama"), "up_proj")
+    freezing = saf.integrations.transformers.FreezeCallback(CONFIG, [tokens()])
+    args = hf.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to=[])
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    with pytest.raises(UnsupportedError, match="adapters alone"):
+        hf.Trainer(adapted, args, train_dataset=rows, callbacks=[freezing]).train()
     base = adapted.get_base_model()
     report = saf.freeze_(base, [tokens()], CONFIG)
     assert adapter_for(base).heads("frozen") == report.heads
@@ -83,15 +88,6 @@ def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(family, 
     torch.testing.assert_close(logits(adapted.merge_and_unload()), logits(again), rtol=1e-3, atol=1e-3)
 
 
-def test_a_trainer_does_not_freeze_under_adapters(hf, tmp_path):
-    adapted = with_lora(make("llama"), "up_proj")
-    freezing = saf.integrations.transformers.FreezeCallback(CONFIG, [tokens()])
-    args = hf.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to=[])
-    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
-    with pytest.raises(UnsupportedError, match="adapters alone"):
-        hf.Trainer(adapted, args, train_dataset=rows, callbacks=[freezing]).train()
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_weights_are_quantised_after_freezing(family):
     quantization = pytest.importorskip("torchao.quantization")
@@ -110,7 +106,7 @@ def test_weights_are_quantised_after_freezing(family):
 
 
 class Quantised(torch.Tensor):
-    """Be another kind of tensor, as weights of torchao are."""
+    """Another kind of tensor, as weights of torchao are."""
 
 
 def quantised(model):
