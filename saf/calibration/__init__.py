@@ -231,8 +231,7 @@ def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int
 def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> list[list[int]]:
     """Divide the layers into groups that are captured together, as many layers at a time as memory holds."""
     layers, largest = list(layer_bytes), max(layer_bytes.values(), default=0) or 1
-    free = free_bytes(device) if capture_bytes is None else None
-    limit = free if capture_bytes is None else capture_bytes
+    limit = free_bytes(device) if capture_bytes is None else capture_bytes
     if limit is not None and largest > limit:
         raise InputError(
             f"queries and keys of one layer must be at most {byte_size(limit)} "
@@ -240,9 +239,9 @@ def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: in
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
     if capture_bytes is None:
-        limit = sum(layer_bytes.values()) if free is None else int(SHARE * free)
-        limit = min(limit, CPU_BYTES) if device.type == "cpu" else limit
-    size = max(1, limit // largest)
+        share = sum(layer_bytes.values()) if limit is None else int(SHARE * limit)
+        capture_bytes = min(share, CPU_BYTES) if device.type == "cpu" else share
+    size = max(1, capture_bytes // largest)
     return [layers[first : first + size] for first in range(0, len(layers), size)]
 
 
