@@ -1,7 +1,7 @@
-"""The Triton kernels of calibration: `measure_by_kernel` gives a program a tile, and it loops over all sequences.
+"""`measure_by_kernel` measures a layer in Triton: each program takes one tile of the pattern, of every sequence in turn.
 
-Row log-sum-exps come first, then one causal tile of every sequence at a time. Names are those of saf/ops/launch.py; D0
-and D1 are channels in two steps of powers of two, D of them in use. Logarithms are to base 2.
+Row log-sum-exps come first, then every causal tile once. Names are those of saf/ops/launch.py; D0 and D1 are channels
+in two steps of powers of two, D of them in use. Logarithms are to base 2. docs/method.md, section 9, has the algorithm.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # The device language's constants and ranges are not what their annotations say.
@@ -24,10 +24,115 @@ SCRATCH_BYTES = 1 << 28
 """Memory for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least."""
 FLOAT32_BYTES = 160 << 10
 """Shared memory of a program in float32 at 256 channels, the largest of all."""
-
-
 PRECISION = "tf32x3"
 """Of float32 products: three tf32 products, eight times faster than plain float32, statistics within 1e-6 of it."""
+
+
+def measure_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    *,
+    kv_head: Sequence[int],
+    scale: float | None = None,
+    config: "TileConfig | None" = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> LayerStatistics:
+    """Measure heads as `measure_layer` does, from queries and keys in float32 or 16 bits; D up to 256.
+
+    Products are in the inputs' dtype, sums over a tile in float32, sums over tiles in float64 in a fixed order, so
+    that equal inputs give equal bits. Variance and divergence accumulate deviations from the first sequence's pattern,
+    not differences of large sums.
+
+    The entropy takes each row's own normaliser r(i), the sum of its floored entries, from 1 to 1 + T * 1e-9. The
+    marginals sum over rows before r(i) is known, so the rows of a block are divided by the middle of their
+    normalisers: a relative error of at most T * 1e-9 / 2, which is 8e-6 at 16K and far less for most heads.
+    """
+    count, heads, length, dim = query.shape
+    config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
+    kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
+    operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
+    sizes = heads, length, score_scale(scale, dim) / math.log(2), *query.stride()[:3], *key.stride()[:3]
+    options = tile_constants(config, length, dim) | {"num_warps": config.num_warps, "device": query.device}
+    launch(lse_kernel, (blocks * count * heads,), *operands, *sizes, **options)
+    options |= {"maxnreg": config.max_registers} if config.max_registers else {}
+
+    scores = query.new_zeros(2, heads, dtype=torch.float64)
+    entropy = query.new_zeros(heads, dtype=torch.float64)
+    etas = query.new_zeros(2, heads, blocks * config.block_m, dtype=torch.float64)
+    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks whose sums are held
+    for first in range(0, blocks, size):
+        band = range(first, min(first + size, blocks))
+        sums = _sum_tiles(band, operands, sizes, config, options)
+        normaliser, plogp = sums.rows
+        scores += sums.scores
+        entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
+        weight = 1 / _middle(normaliser, config.block_m)
+        etas[0, :, :length] += (sums.columns * weight[..., None]).sum(1)
+        by_turn = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
+        # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
+        by_distance = by_turn.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
+        for turn in range(ratio + 1):
+            by_distance[:, turn : turn + band.stop * ratio] += by_turn[:, turn]
+        etas[1, :, : band.stop * config.block_m] += by_distance[:, ratio:-1].flatten(1)
+    return LayerStatistics(
+        variance=scores[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
+        forward_kl=scores[1] * (math.log(2) / (count * length)),  # Eq. (2)
+        eta_abs=etas[0, :, :length],  # Eq. (S.4)
+        eta_rel=etas[1, :, :length],
+        row_entropy=entropy * (math.log(2) / length),
+    )
+
+
+class BandSums(NamedTuple):
+    """Sums over the tiles of a band of row blocks; F is the floored mean, R = block_m / block_k, J key blocks."""
+
+    scores: Tensor
+    """Squared deviations and A log2(A / mean), `[2, heads]` float64."""
+    rows: Tensor
+    """F and F log2 F of each row, `[2, heads, rows]` float64."""
+    columns: Tensor
+    """F over the rows of a block, `[heads, blocks, T]`."""
+    diagonals: Tensor
+    """F over the rows of one distance, `[heads, blocks, R + 1, J, block_k]`."""
+
+
+def _sum_tiles(
+    band: range,
+    operands: tuple[Tensor, ...],
+    sizes: tuple[int | float, ...],
+    config: "TileConfig",
+    options: Mapping[str, Any],
+) -> BandSums:
+    """Sum the tiles below the diagonal, then those on it."""
+    count, heads, length, _ = operands[0].shape
+    rows, ratio, blocks, device = config.block_m, config.block_m // config.block_k, len(band), operands[0].device
+    across, keys = ratio * blocks, ratio * band.stop
+    below = sum(ratio * block for block in band)
+    scalar = torch.zeros(2, heads, below + across, device=device)
+    row = torch.zeros(2, heads, keys, blocks * rows, device=device)
+    column = torch.zeros(heads, blocks, length, device=device)
+    diagonal = torch.zeros(heads, blocks, ratio + 1, keys, config.block_k, device=device)
+    for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
+        if tiles:
+            launch(
+                tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal, count, FLOOR,
+                band.start, blocks, keys, offset, below + across, *sizes, **options, DIAGONAL=diagonals,
+            )  # fmt: skip
+    row = row[..., : length - band.start * rows]
+    return BandSums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
+
+
+def _middle(normaliser: Tensor, size: int) -> Tensor:
+    """Return the middle of the normalisers `[heads, rows]` of each block of rows."""
+    missing = -normaliser.shape[-1] % size
+    edge = normaliser[:, -1:].expand(-1, missing)
+    low, high = torch.cat([normaliser, edge], 1).unflatten(1, (-1, size)).aminmax(dim=-1)
+    return (low + high) / 2
+
+
+# --- sizes of programs
 
 
 class TileConfig(NamedTuple):
@@ -74,101 +179,6 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
         "D": dim, "D0": first, "D1": second, "BM": config.block_m, "BK": config.block_k,
         "EVEN": length % config.block_m == 0, "PRECISION": PRECISION, "STAGES": config.num_stages,
     }  # fmt: skip
-
-
-def measure_by_kernel(
-    query: Tensor,
-    key: Tensor,
-    *,
-    kv_head: Sequence[int],
-    scale: float | None = None,
-    config: TileConfig | None = None,
-    scratch_bytes: int = SCRATCH_BYTES,
-) -> LayerStatistics:
-    """Measure heads as `measure_layer` does, from queries and keys in float32 or 16 bits; D up to 256.
-
-    Row log-sum-exps first, then every causal tile once, all sequences inside: products in the inputs' dtype, float32
-    sums over a tile, float64 sums over tiles in a fixed order, so that equal inputs give equal bits. Variance and
-    divergence accumulate deviations from the first sequence's pattern, not differences of large sums.
-
-    The entropy takes each row's own normaliser r(i), the sum of its floored entries, from 1 to 1 + T * 1e-9. The
-    marginals sum over rows before r(i) is known, so the rows of a block are divided by the middle of their
-    normalisers: a relative error of at most T * 1e-9 / 2, which is 8e-6 at 16K and far less for most heads.
-    """
-    count, heads, length, dim = query.shape
-    config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
-    kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
-    operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
-    sizes = heads, length, score_scale(scale, dim) / math.log(2), *query.stride()[:3], *key.stride()[:3]
-    options = tile_constants(config, length, dim) | {"num_warps": config.num_warps, "device": query.device}
-    launch(lse_kernel, (blocks * count * heads,), *operands, *sizes, **options)
-    options |= {"maxnreg": config.max_registers} if config.max_registers else {}
-
-    scores = query.new_zeros(2, heads, dtype=torch.float64)
-    entropy = query.new_zeros(heads, dtype=torch.float64)
-    etas = query.new_zeros(2, heads, blocks * config.block_m, dtype=torch.float64)
-    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks whose sums are held
-    for first in range(0, blocks, size):
-        band = range(first, min(first + size, blocks))
-        scalar, (normaliser, plogp), column, diagonal = _sum_tiles(band, operands, sizes, config, options)
-        scores += scalar
-        entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
-        weight = 1 / _middle(normaliser, config.block_m)
-        etas[0, :, :length] += (column * weight[..., None]).sum(1)
-        by_distance = (diagonal * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
-        # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
-        lined = by_distance.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
-        for turn in range(ratio + 1):
-            lined[:, turn : turn + band.stop * ratio] += by_distance[:, turn]
-        etas[1, :, : band.stop * config.block_m] += lined[:, ratio:-1].flatten(1)
-    return LayerStatistics(
-        variance=scores[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
-        forward_kl=scores[1] * (math.log(2) / (count * length)),  # Eq. (2)
-        eta_abs=etas[0, :, :length],  # Eq. (S.4)
-        eta_rel=etas[1, :, :length],
-        row_entropy=entropy * (math.log(2) / length),
-    )
-
-
-def _sum_tiles(
-    band: range,
-    operands: tuple[Tensor, ...],
-    sizes: tuple[int | float, ...],
-    config: TileConfig,
-    options: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum the tiles of a band of row blocks; F is the floored mean, R = block_m / block_k, J the key blocks up to it.
-
-    Returns sums by head, of squared deviations and of A log2(A / mean) `[2, heads]`, and by row, of F and of F log2 F
-    `[2, heads, rows]`, both float64; and F summed over the rows of a block `[heads, blocks, T]` and over those of one
-    distance `[heads, blocks, R + 1, J, block_k]`.
-    """
-    count, heads, length, _ = operands[0].shape
-    rows, ratio, blocks, device = config.block_m, config.block_m // config.block_k, len(band), operands[0].device
-    across, keys = ratio * blocks, ratio * band.stop
-    below = sum(ratio * block for block in band)
-    scalar = torch.zeros(2, heads, below + across, device=device)
-    row = torch.zeros(2, heads, keys, blocks * rows, device=device)
-    column = torch.zeros(heads, blocks, length, device=device)
-    diagonal = torch.zeros(heads, blocks, ratio + 1, keys, config.block_k, device=device)
-    for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
-        if tiles:
-            launch(
-                tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal, count, FLOOR,
-                band.start, blocks, keys, offset, below + across, *sizes, **options, DIAGONAL=diagonals,
-            )  # fmt: skip
-    row = row[..., : length - band.start * rows]
-    return scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal
-
-
-def _middle(normaliser: Tensor, size: int) -> Tensor:
-    """Return the middle of the normalisers `[heads, rows]` of each block of rows."""
-    missing = -normaliser.shape[-1] % size
-    edge = normaliser[:, -1:].expand(-1, missing)
-    low, high = torch.cat([normaliser, edge], 1).unflatten(1, (-1, size)).aminmax(dim=-1)
-    return (low + high) / 2
 
 
 # --- device code
