@@ -6,8 +6,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from saf.calibration import calibrate
 from saf.calibration.measure import measure_layer
@@ -44,7 +42,7 @@ def check_close(actual, expected, tolerance: float) -> None:
 
 @pytest.mark.parametrize("lengths", [[70] * 5, [1] * 3, [200] * 7, [70, 70, 33, 5, 1], [70]])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
+def test_strips_of_any_size_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
     count, length = len(lengths), lengths[0]
     query = 2 * torch.randn(count, 4, length, 16, generator=generator, dtype=dtype)
     key = 2 * torch.randn(count, 2, length, 16, generator=generator, dtype=dtype)
@@ -52,16 +50,8 @@ def test_strips_equal_the_dense_oracle(lengths, dtype, tolerance, generator):
         query[place, :, end:] = key[place, :, end:] = torch.nan
     operands = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
     expected = dense_statistics(query, key, **operands)
-    check_close(measure_layer(query, key, strip_elements=count * 32 * length, **operands), expected, tolerance)
-
-
-@given(strip=st.integers(10**3, 10**5), seed=st.integers(0, 50))
-def test_results_do_not_depend_on_tile_size_or_order(strip, seed):
-    generator = torch.Generator().manual_seed(seed)
-    query, key = torch.randn(2, 4, 3, 67, 8, generator=generator, dtype=torch.float64) * 2
-    order = torch.randperm(4, generator=generator)
-    other = measure_layer(query[order], key[order], kv_head=range(3), strip_elements=strip)
-    check_close(other, measure_layer(query, key, kv_head=range(3)), 1e-10)
+    for strip in (None, count * 32 * length, 7 * count * length, 1):
+        check_close(measure_layer(query, key, strip_elements=strip, **operands), expected, tolerance)
 
 
 def test_no_variance_is_exactly_zero_and_a_very_low_one_stays_positive(generator):
@@ -98,11 +88,10 @@ def test_layers_at_a_time_batches_and_named_heads_change_nothing():
     check_close(calibrate(network, list(ids.flip(0).split(2))), whole, 1e-10)
     heads = HeadSet([(0, 2), (1, 0), (2, 1)])
     some = calibrate(network, (batch for batch in [ids]), heads=heads)
-    assert HeadSet(map(tuple, some.measured.nonzero().tolist())) == heads
-    for layer, head in heads:
-        for name in FIELDS:
-            one, other = getattr(some, name)[layer, head], getattr(whole, name)[layer, head]
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
+    assert HeadSet(some.measured.nonzero().tolist()) == heads
+    for name in FIELDS:
+        one, other = getattr(some, name)[some.measured], getattr(whole, name)[some.measured]
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
 
 
 def test_calibration_leaves_no_trace():

@@ -59,8 +59,7 @@ def forward(model: nn.Module, ids: torch.Tensor) -> list[dict[str, torch.Tensor]
 
 
 def check_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Softmax of eager attention is in float32."""
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # softmax of eager attention is in float32
 
 
 def test_statistics_are_each_heads_own(ordinary, frozen):
