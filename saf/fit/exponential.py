@@ -402,8 +402,7 @@ def minimize(evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor,
 
     `evaluate(x)` returns values `[N]` and gradients `[N, n]` of all functions, at most 200 times. A function is
     finished when the last ten accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
-    one step length of every function, so no function waits for the line search of another. Numbers of the line search
-    are on the CPU: a GPU is waited for once a step.
+    one step length of every function, so no function waits for the line search of another.
     """
     value, slope = evaluate(start)
     heads, size = start.shape
@@ -411,38 +410,50 @@ def minimize(evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor,
     state = torch.cat([start.new_zeros(heads, 2 * _MEMORY, size), start[:, None], slope[:, None]], 1)
     grams = start.new_zeros(heads, 2, _MEMORY, _MEMORY)  # products of steps, and of changes, with the changes
     direction = -slope / slope.norm(dim=1, keepdim=True).clamp(min=1.0)
-    value = value.cpu()
-    recent, count = value[:, None].repeat(1, _PATIENCE + 1), torch.zeros(heads, dtype=torch.int64)
-    low, high, length = torch.zeros_like(value), torch.full_like(value, torch.inf), torch.ones_like(value)
-    active = torch.ones(heads, dtype=torch.bool)
+    search = _LineSearch(value.cpu(), tolerance)
     for _ in range(_STEPS):
-        step = torch.where(active, length, 0.0).to(start.device)[:, None] * direction
+        step = torch.where(search.active, search.length, 0.0).to(start.device)[:, None] * direction
         tried = state[:, -2] + step
-        new_value, new_slope = evaluate(tried)
-        slopes = torch.stack([state[:, -1], new_slope])
-        descent, along, reached = torch.cat([(slopes * direction).sum(-1), new_value[None]]).cpu()
-        enough, flat = reached <= value + _DECREASE * length * descent, along >= _SLOPE * descent
-        accepted = active & enough & (flat | (length >= 8))
-
-        high, low = torch.where(enough, high, length), torch.where(enough & ~flat, length, low)
-        length = torch.where(high.isinf(), 2 * length, (low + high) / 2)
-        count += accepted
-        value = torch.where(accepted, reached, value)
-        recent = torch.where(accepted[:, None], torch.cat([recent[:, 1:], value[:, None]], 1), recent)
-        active &= ~(accepted & (count > _PATIENCE) & (recent[:, 0] - value < tolerance)) & (high - low > _SHORTEST)
-        low, high = torch.where(accepted, 0.0, low), torch.where(accepted, torch.inf, high)
-        length = torch.where(accepted, 1.0, length)
-
-        moved, change = accepted.to(start.device)[:, None, None], new_slope - state[:, -1]
+        value, slope = evaluate(tried)
+        slopes = torch.stack([state[:, -1], slope])
+        accepted = search.update(*torch.cat([(slopes * direction).sum(-1), value[None]]).cpu())
+        moved, change = accepted.to(start.device)[:, None, None], slope - state[:, -1]
         past = state[:, 1:_MEMORY], step[:, None], state[:, _MEMORY + 1 : 2 * _MEMORY], change[:, None]
-        state = torch.where(moved, torch.cat([*past, tried[:, None], new_slope[:, None]], 1), state)
-        if not bool(active.any()):
+        state = torch.where(moved, torch.cat([*past, tried[:, None], slope[:, None]], 1), state)
+        if not bool(search.active.any()):
             break
         by_change, by_slope = ((state[:, :-2] @ x[..., None]).unflatten(1, (2, -1)) for x in (change, state[:, -1]))
         grown = torch.cat([pad(grams[:, :, 1:, 1:], (0, 0, 0, 1)), by_change], -1)
         grams = torch.where(moved[..., None], grown, grams)
         direction = torch.where(moved[:, 0], -_product(grams, by_slope, state), direction)
     return state[:, -2]
+
+
+class _LineSearch:
+    """The step lengths of N line searches, by bisection; on the CPU, so that a GPU is waited for once a step."""
+
+    def __init__(self, value: Tensor, tolerance: float):
+        self.value, self.tolerance = value, tolerance
+        self.length, self.active = torch.ones_like(value), torch.ones(len(value), dtype=torch.bool)
+        self._low, self._high = torch.zeros_like(value), torch.full_like(value, torch.inf)
+        self._recent = value[:, None].repeat(1, _PATIENCE + 1)
+        self._steps = torch.zeros(len(value), dtype=torch.int64)
+
+    def update(self, descent: Tensor, along: Tensor, reached: Tensor) -> Tensor:
+        """Set the next lengths by slopes before and behind a step, and the value there; return which are accepted."""
+        enough, flat = reached <= self.value + _DECREASE * self.length * descent, along >= _SLOPE * descent
+        accepted = self.active & enough & (flat | (self.length >= 8))
+        high, low = torch.where(enough, self._high, self.length), torch.where(enough & ~flat, self.length, self._low)
+        length = torch.where(high.isinf(), 2 * self.length, (low + high) / 2)
+        self._steps += accepted
+        self.value = torch.where(accepted, reached, self.value)
+        grown = torch.cat([self._recent[:, 1:], self.value[:, None]], 1)
+        self._recent = torch.where(accepted[:, None], grown, self._recent)
+        settled = accepted & (self._steps > _PATIENCE) & (self._recent[:, 0] - self.value < self.tolerance)
+        self.active &= ~settled & (high - low > _SHORTEST)
+        self._low, self._high = torch.where(accepted, 0.0, low), torch.where(accepted, torch.inf, high)
+        self.length = torch.where(accepted, 1.0, length)
+        return accepted
 
 
 def _product(grams: Tensor, by_slope: Tensor, state: Tensor) -> Tensor:
