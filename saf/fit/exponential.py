@@ -204,6 +204,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
     gram = atoms.mT @ atoms
     for pole in range(_DECAYS, _DECAYS + count):
         used = 2 * pole
+        # Least squares on the poles so far; by FFT, the correlation of its residual with every pole of the grid.
         ridge = _GREEDY_RIDGE * gram.diagonal(dim1=1, dim2=2).sum(-1) / used
         known = atoms[:, :, :used]
         system = gram[:, :used, :used] + ridge[:, None, None] * torch.eye(used, dtype=gram.dtype, device=gram.device)
@@ -215,6 +216,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
         which = best // len(usable)
         damping[:, pole] = grid[which]
         frequency[:, pole] = (best % len(usable)) * (2 * math.pi / points)
+        # The best of them adds a damped cosine and a damped sine.
         turned = frequency[:, pole, None] * at
         scaled = relative * envelopes[which]
         atoms[:, :, used], atoms[:, :, used + 1] = scaled * turned.cos(), scaled * turned.sin()
