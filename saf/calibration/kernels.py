@@ -1,4 +1,4 @@
-"""`measure_by_kernel` measures a layer in Triton: each program takes one tile of the pattern, of every sequence in turn.
+"""`measure_by_kernel` measures a layer in Triton: a program takes one tile of the pattern, of every sequence in turn.
 
 Row log-sum-exps come first, then every causal tile once. Names are those of saf/ops/launch.py; D0 and D1 are channels
 in two steps of powers of two, D of them in use. Logarithms are to base 2. docs/method.md, section 9, has the algorithm.
