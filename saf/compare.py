@@ -23,11 +23,11 @@ from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun, heads_in_words
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
-from saf.tasks.answers import ZERO_SHOT_FILES, choices_table, read_zero_shot
 from saf.tasks.base import PARENT
 from saf.tasks.mqar import read_recall, unlearnt_reason
 from saf.tasks.multiple_choice import read_answers
 from saf.tasks.text import EVALUATION, read_evaluation
+from saf.tasks.zero_shot import ZERO_SHOT_FILES, choices_table, read_zero_shot
 
 Record = dict[str, Any]
 PERPLEXITY, ACCURACY = "comparison", "accuracy_comparison"

@@ -103,7 +103,7 @@ def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
 # --- accuracy, over questions or examples
 
 Tasks = Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
-"""By task, the summary of a model's answers and the answers, as `saf.tasks.answers` has them."""
+"""By task, the summary of a model's answers and the answers, as `saf.tasks.base` has them."""
 
 
 def paired_tasks(ordinary: Tasks, frozen: Tasks) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
 
 
 def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare two models' answers (`saf.tasks.answers`) to the same questions, as `paired_hits` does.
+    """Compare two models' answers (`saf.tasks.base`) to the same questions, as `paired_hits` does.
 
     `p_value` is McNemar's, exact. Raises CompareError for other questions.
     """

@@ -15,10 +15,9 @@ from saf.errors import InputError
 from saf.machine import device_name, pick_device
 from saf.opening import OpenedModel, open_model
 from saf.records.table import Table
-from saf.tasks.answers import ZERO_SHOT_FILES, TooLong, zero_shot_record, zero_shot_tables
 from saf.tasks.base import model_facts, precision_in_use
-from saf.tasks.questions import TaskName
 from saf.tasks.text import EVALUATION_FILES, evaluate_perplexity
+from saf.tasks.zero_shot import ZERO_SHOT_FILES, TaskName, TooLong, zero_shot_record, zero_shot_tables
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from saf.cli.parsing import parse
 from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of, show_result
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
-from saf.tasks.questions import is_json_lines
+from saf.tasks.multiple_choice import is_json_lines
 from saf.train import TrainConfig, pretrain
 from saf.train.config import recorded_config
 from saf.train.finetune import choosing, finetune, finetune_defaults, settings_like

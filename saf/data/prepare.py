@@ -216,21 +216,21 @@ class Corpus:
         """Documents and bytes of each source."""
         self.training = array("q")
         """Numbers of the documents of training sources, again for those that come again."""
-        rows, seen = bytearray(), dict[bytes, tuple[int, str]]()
+        rows, seen = bytearray(), dict[bytes, int]()
         with open(file, "wb", buffering=_BLOCK) as spool:
             for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
+                first = len(seen)
                 for data in self._read(sources, config, self.facts[group]):
                     digest = _digest(data)
                     if digest in seen:
-                        self.skipped["repeated" if seen[digest][1] == group else "also_held_out"] += 1
+                        self.skipped["repeated" if seen[digest] >= first else "also_held_out"] += 1
                     else:
-                        seen[digest] = len(seen), group
-                        rows += np.array(
-                            (_key(digest, config.seed), len(data), group == "heldout"), _DOCUMENT
-                        ).tobytes()
+                        seen[digest] = len(seen)
+                        row = _key(digest, config.seed), len(data), group == "heldout"
+                        rows += np.array(row, _DOCUMENT).tobytes()
                         spool.write(data)
                     if group == "train":
-                        self.training.append(seen[digest][0])
+                        self.training.append(seen[digest])
         self.documents = np.frombuffer(rows, _DOCUMENT)
         """A `_DOCUMENT` for each."""
 

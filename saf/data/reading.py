@@ -159,7 +159,7 @@ def read_records(path: Path, field: str = "") -> Records | None:
 
 def read_json_lines(path: Path) -> Records:
     """Yield the objects of a JSON Lines file; blank lines are skipped."""
-    for number, line in enumerate(read_lines(path), 1):
+    for number, line in enumerate(text_lines(path), 1):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -183,7 +183,7 @@ def _read_json(path: Path, field: str) -> Records | None:
 def _read_table(path: Path, **dialect: Any) -> Records:
     """Yield the rows of a table, whose first line names the columns; raise DataError for an uneven row."""
     csv.field_size_limit(2**31 - 1)  # a field may be a book
-    reader = csv.reader(read_lines(path), **dialect)
+    reader = csv.reader(text_lines(path), **dialect)
     rows = filter(None, reader)  # without blank lines
     try:
         names = next(rows, [])
@@ -225,13 +225,13 @@ def _read_dataset(path: str, source: str, **options: Any) -> Records:
 
 def read_text(path: Path) -> str:
     """Read a text file as one string."""
-    text = "".join(read_lines(path))
+    text = "".join(text_lines(path))
     if (at := text.find("\0")) >= 0:
         raise DataError(f"{path}: not text: a NUL byte at {at:,}; convert UTF-16 to UTF-8")
     return text
 
 
-def read_lines(path: Path) -> Iterator[str]:
+def text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, line ends included, without a byte order mark."""
     with _open(path) as file:
         for number, line in enumerate(file, 1):

@@ -23,8 +23,8 @@ from torch import nn
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.models.adapter import longest_input
 from saf.opening import Encoder, OpenedModel
-from saf.tasks.answers import Continuation, TaskAnswers, TooLong, likelihoods
-from saf.tasks.questions import ZERO_SHOT, TaskName, read_questions
+from saf.tasks.base import Continuation, TaskAnswers, likelihoods
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
@@ -180,7 +180,7 @@ def _tasks(
 
 
 def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, Any]:
-    """Return one question's answer as `saf.tasks.answers` records it, from lm-eval's sample."""
+    """Return one question's answer as `saf.tasks.base` records it, from lm-eval's sample."""
     log_probs = [float(log_prob) for log_prob, _ in sample["filtered_resps"]]
     right, taken = int(sample["target"]), max(range(len(log_probs)), key=log_probs.__getitem__)
     answer = {

@@ -1,11 +1,10 @@
-"""What runs train on and models are measured by, a kind of task a file; questions with choices have three."""
+"""What runs train on and models are measured by, a kind of task a file."""
 
 from collections.abc import Callable
 
 from saf.tasks.base import Task
 from saf.tasks.mqar import MQARSettings, MQARTask
-from saf.tasks.multiple_choice import FinetuneSettings, FinetuneTask
-from saf.tasks.questions import EXAMPLE_FORMATS
+from saf.tasks.multiple_choice import EXAMPLE_FORMATS, FinetuneSettings, FinetuneTask
 from saf.tasks.text import TextTask, evaluate_perplexity
 
 TASKS: dict[str, Callable[..., Task]] = {

@@ -1,13 +1,17 @@
-"""`Task`: what a run trains on, what freezing calibrates on, and what the model is measured by.
+"""`Task`: what a run trains on and is measured by; and how any model is measured: batches, likelihoods, answers.
 
-A run assumes no text: its position in the data, and what must be equal to continue from a checkpoint, come from here.
-The second half runs a model on batches to measure it, and describes the model for records.
+A run assumes no text: its position in the data, and what must be equal to continue from a checkpoint, come from `Task`.
+Sequences of one length share a forward pass of likelihoods, and no token of padding enters: patterns of frozen heads
+count positions from a sequence's first token (paper, Appendix on pretrained models).
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +19,11 @@ from torch import Tensor, nn
 from saf.calibration import Batch
 from saf.calibration.capture import evaluation_mode
 from saf.distributed import map_over_ranks, rank_and_size
-from saf.errors import CheckpointError, InputError
+from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import EDITED
 from saf.machine import Execution, autocast, resolve_precision
 from saf.models import GPT
-from saf.models.adapter import Adapter, language_model, unwrap
+from saf.models.adapter import Adapter, language_model, longest_input, unwrap
 from saf.ops import FrozenHeads
 
 NO_TARGET = -100
@@ -28,6 +32,15 @@ PARENT = "parent"
 """Roles of the checkpoints that a model was derived from begin with this."""
 Progress = Callable[[int, int], None]
 """Called with (done, all)."""
+Tokens = tuple[int, ...]
+Answer = Mapping[str, Any]
+"""How one question is answered.
+
+Its `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), `right` where they are the same,
+`shortened`, and the log-probability of each choice in nats, summed over its tokens (`log_probs`). Questions of a run
+have the number of tokens of the right choice (`answer_tokens`); where a zero-shot task has it, `right_norm` goes by
+log-probabilities over the characters of choices.
+"""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -215,3 +228,114 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         facts["head_dim"] = sites[0].head_dim
         facts |= {kind: len(language.heads(kind)) for kind in EDITED}
     return facts
+
+
+# --- how likely choices are
+
+
+class Continuation(NamedTuple):
+    """Tokens whose log-probability is to be computed, and the tokens before them."""
+
+    context: Tokens
+    tokens: Tokens
+
+    @property
+    def inputs(self) -> Tokens:
+        """The model's inputs: all but the last token, which is only a target."""
+        return (*self.context, *self.tokens)[:-1]
+
+
+class Likelihood(NamedTuple):
+    """How likely a continuation is."""
+
+    log_prob: float
+    """Nats, summed over its tokens."""
+    greedy: bool
+    """Whether each of its tokens is the most likely one behind those before it."""
+
+
+def likelihoods(
+    model: nn.Module,
+    continuations: Sequence[Continuation],
+    *,
+    batch_size: int = 8,
+    precision: str = "auto",
+    progress: Progress | None = None,
+) -> list[Likelihood]:
+    """Compute how likely each continuation is, in order; processes of a group divide the batches among them.
+
+    Equal inputs are computed once: choices that differ in their last token alone. Logits are computed at the
+    continuations' positions, their softmax in float32. Raises InputError for an empty context or continuation or one
+    longer than the model takes, DivergenceError for a log-probability that is not finite.
+    """
+    longest, language = longest_input(model), language_model(model)
+    for each in continuations:
+        if not each.context or not each.tokens:
+            raise InputError(f"context and continuation must have a token or more, got {each}")
+        if longest is not None and len(each.inputs) > longest:
+            raise InputError(f"inputs must be at most {longest} tokens, got {len(each.inputs)}; shorten the context")
+
+    numbers: dict[Tokens, list[int]] = {}
+    for number, each in enumerate(continuations):
+        numbers.setdefault(each.inputs, []).append(number)
+    batches = [
+        rows[first : first + batch_size]
+        for rows in (list(same) for _, same in groupby(sorted(numbers, key=len, reverse=True), len))
+        for first in range(0, len(rows), batch_size)
+    ]
+
+    def measure(rows: list[Tokens]) -> dict[int, Likelihood]:
+        """Return the likelihoods of the continuations of a batch of inputs by their numbers."""
+        members = [(row, number) for row, inputs in enumerate(rows) for number in numbers[inputs]]
+        width = max(len(continuations[number].tokens) for _, number in members)
+        logits = language.last_logits(language.model, torch.tensor(rows, device=language.device), width)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {number: _likelihood(wide[row], continuations[number].tokens) for row, number in members}
+
+    if progress is not None:
+        progress(0, len(continuations))
+    sizes = [sum(len(numbers[inputs]) for inputs in rows) for rows in batches]
+    results = run_batches(model, measure, batches, precision=precision, sizes=sizes, progress=progress)
+    by_number = {number: likelihood for batch in results for number, likelihood in batch.items()}
+    return [by_number[number] for number in range(len(continuations))]
+
+
+def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
+    """Return the likelihood of `tokens`; `logits [W, V]` are of its inputs' last W positions, W >= len(tokens)."""
+    own, ids = logits[-len(tokens) :], torch.tensor(tokens, device=logits.device)
+    log_probs = own.log_softmax(-1).gather(1, ids[:, None])
+    total = float(log_probs.double().sum())
+    if not torch.isfinite(log_probs).all():
+        raise DivergenceError(f"a continuation of {len(tokens)} tokens has the log-probability {total}, not finite")
+    return Likelihood(total, bool((own.argmax(-1) == ids).all()))
+
+
+class TaskAnswers(NamedTuple):
+    """A model's answers to one task."""
+
+    record: Mapping[str, Any]
+    """The summary of the answers, and facts about the task."""
+    answers: Sequence[Answer]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
+        """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
+        record = {**facts, **summary(answers)}
+        if all("right_norm" in answer for answer in answers):
+            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
+        return cls(record, answers)
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
+    share, count = sum(each["right"] for each in answers) / len(answers), len(answers)
+    counts = {name: Counter(each[name] for each in answers) for name in ("answer", "taken")}
+    numbers = sorted(counts["answer"] | counts["taken"])
+    return {
+        "questions": count,
+        "accuracy": share,
+        "standard_error": math.sqrt(share * (1 - share) / count),
+        "answers": {str(number): counts["answer"][number] for number in numbers},
+        "taken": {str(number): counts["taken"][number] for number in numbers},
+        "shortened": sum(each["shortened"] for each in answers),
+    }

@@ -1,4 +1,4 @@
-"""Finetuning on questions with choices: examples as tokens, the settings, and the task that trains on the answers.
+"""Finetuning on questions with choices: the settings, the task that trains on answers, and files of examples.
 
 The loss is that of the answer's tokens, the measure is accuracy. Where the paper leaves it open: a stratified share of
 the training file is development, which no arm trains on; the rest is shuffled anew in each epoch by (seed, epoch), so
@@ -8,8 +8,10 @@ that arms see the same examples in the same order.
 import hashlib
 import json
 import math
+import re
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,20 +22,22 @@ from torch import Tensor
 
 from saf.data import Tokenizer
 from saf.data.loader import generator, permutation
+from saf.data.reading import JSON_LINES, bare_suffix, read_json_lines, read_records
 from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.machine import Execution
 from saf.models import GPT
 from saf.records.files import check_file, file_hash, read_lines, write_lines
 from saf.records.run import RecordedRun, absolute_path
-from saf.tasks.answers import Answer, Continuation, likelihoods, summary
-from saf.tasks.base import NO_TARGET, Task
-from saf.tasks.questions import Example, LeftOut, counted, read_examples
+from saf.tasks.base import NO_TARGET, Answer, Continuation, Task, likelihoods, summary
 
 ANSWERS = "answers.jsonl"
 """Name of a finetuned run's file of answers, a line a question."""
 PATHS = ("test", "tokenizer")
 """Fields of `FinetuneSettings` that name files; a fingerprint covers their contents wherever they lie."""
+Record = dict[str, Any]
+LeftOut = defaultdict[str, list[str]]
+"""The ids of examples that are not used, by reason."""
 _ORDER, _CALIBRATION = 17, 18
 """Random streams of the order of examples and of the calibration draw; `saf.data.loader` has others."""
 
@@ -254,6 +258,130 @@ def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
     """Read a finished run's answers; raise InputError where the file is not the one that its result names."""
     check_file(run.folder / ANSWERS, sha256=run.finished_result()["answers_sha256"])
     return read_lines(run.folder / ANSWERS)
+
+
+# --- files of examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A question with its choices: a model reads text and question, and says how likely each choice is to follow."""
+
+    id: str
+    text: str
+    """What comes first; its end may be cut off."""
+    question: str = ""
+    """What stands between text and answer, and is never shortened."""
+    choices: tuple[str, ...]
+    answer: int
+    """Number of the right choice; -1 when it is none of them."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why the example cannot be used; None for one that can."""
+        if not (self.text + self.question).strip() or not all(choice.strip() for choice in self.choices):
+            return "empty"
+        if len(set(self.choices)) < max(2, len(self.choices)):
+            return "fewer than two different choices"
+        if re.search("[\ud800-\udfff]", "".join((self.id, self.text, self.question, *self.choices))):
+            return "not Unicode"  # JSON's escapes can spell half of a surrogate pair
+        return None if 0 <= self.answer < len(self.choices) else "answer not among the choices"
+
+
+def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
+    """Read the examples of a file, compressed or not, in a task's format, and the ids of those that cannot be used.
+
+    Raises DataError when there is no such file, a line cannot be read, or no example can be used.
+    """
+    path, examples, left_out, seen = Path(path), list[Example](), LeftOut(list), set[str]()
+    field, examples_of = EXAMPLE_FORMATS[task]
+    for place, record in read_records(path, field) or read_json_lines(path):
+        try:
+            for example in examples_of(place, record):
+                reason = "duplicate id" if example.id in seen else example.problem
+                seen.add(example.id)
+                if reason is None:
+                    examples.append(example)
+                else:
+                    left_out[reason].append(example.id)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"no example of {task} ({type(error).__name__}: {error}): {str(record)[:160]}"
+            raise DataError(f"{path}, {place}: {problem}") from error
+    if not examples:
+        raise DataError(f"{path} has no example that can be used: {counted(left_out) or 'it is empty'}")
+    return examples, left_out
+
+
+def counted(left_out: LeftOut) -> str:
+    """Count the examples that were left out by reason, and name the first of them."""
+    shown = {reason: ", ".join(names[:3]) + ", ..." * (len(names) > 3) for reason, names in left_out.items()}
+    return "; ".join(f"{len(names)} {reason} ({shown[reason]})" for reason, names in left_out.items())
+
+
+def is_json_lines(name: str) -> bool:
+    """Whether a file's name says that it is JSON Lines, compressed or not."""
+    return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
+
+
+def _own_example(place: str, record: Record) -> Iterator[Example]:
+    """Yield a user's own example; null is the same as no "id" or "question"."""
+    choices, answer = record["choices"], record["answer"]
+    if not isinstance(choices, list):
+        raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
+    if type(answer) is not int:  # true is none
+        answer = choices.index(answer) if answer in choices else -1
+    name, question = place if record.get("id") is None else str(record["id"]), record.get("question") or ""
+    yield Example(id=name, text=record["text"], question=question, choices=tuple(choices), answer=answer)
+
+
+def _sst2_example(place: str, record: Record) -> Iterator[Example]:
+    sentence = record["sentence"].strip()
+    yield Example(
+        id=place,
+        text=f"Review: {sentence}" if sentence else "",
+        question="\nSentiment:" if sentence else "",
+        choices=(" negative", " positive"),
+        answer={"0": 0, "1": 1}.get(record["label"].strip(), -1),
+    )
+
+
+def _boolq_example(place: str, record: Record) -> Iterator[Example]:
+    label = record["label"]
+    yield Example(
+        id=str(record.get("idx", place)),
+        text=record["passage"].strip(),
+        question=f"\nQuestion: {record['question'].strip()}?\nAnswer:",
+        choices=(" no", " yes"),
+        answer=int(label) if isinstance(label, bool) else -1,
+    )
+
+
+def _quality_examples(place: str, record: Record) -> Iterator[Example]:
+    """Yield QuALITY's questions on one article; the choices are the letters of its options, listed before them."""
+    article = record["article"].strip()
+    for index, question in enumerate(record["questions"], 1):
+        options = question["options"]
+        if not isinstance(options, list) or len(options) > 10:
+            raise TypeError(f"question {index} has options {str(options)[:40]}")
+        letters = "ABCDEFGHIJ"[: len(options)]
+        listed = "".join(f"\n{letter}. {option.strip()}" for letter, option in zip(letters, options, strict=True))
+        yield Example(
+            id=str(question.get("question_unique_id", f"{place}, question {index}")),
+            text=article,
+            question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
+            choices=tuple(f" {letter}" for letter in letters),
+            answer=question["gold_label"] - 1,
+        )
+
+
+EXAMPLE_FORMATS: Mapping[str, tuple[str, Callable[[str, Record], Iterator[Example]]]] = {
+    "jsonl": ("text", _own_example),
+    "sst2": ("sentence", _sst2_example),
+    "boolq": ("question", _boolq_example),
+    "quality": ("article", _quality_examples),
+}
+"""The formats of files of examples, each a task of this name: a field that records of the format have, and the function
+that yields the examples of a record and its place in the file."""
 
 
 # --- examples as tokens

@@ -8,7 +8,7 @@ import torch
 import saf
 from saf.bench.models import synthetic_patterns
 from saf.models import GPT, GPTConfig
-from saf.tasks.answers import Continuation, likelihoods
+from saf.tasks.base import Continuation, likelihoods
 
 pytestmark = pytest.mark.gpu
 LENGTH, VOCAB = 320, 512

@@ -19,7 +19,7 @@ from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import language_model
 from saf.opening import Encoder, open_model
-from saf.tasks.questions import ZERO_SHOT
+from saf.tasks.zero_shot import ZERO_SHOT
 from tests.tasks.zero_shot_files import COUNT, expected, write_tasks
 from tests.transformers_models import make
 

@@ -11,9 +11,8 @@ from saf.errors import DataError, InputError, SafWarning
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.tasks import TASKS, FinetuneSettings
-from saf.tasks.answers import Continuation, likelihoods, summary
-from saf.tasks.multiple_choice import answer_loss, encode_examples, pad, stratified
-from saf.tasks.questions import read_examples
+from saf.tasks.base import Continuation, likelihoods, summary
+from saf.tasks.multiple_choice import answer_loss, encode_examples, pad, read_examples, stratified
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")

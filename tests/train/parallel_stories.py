@@ -27,7 +27,7 @@ from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
 from saf.records.files import tensors_hash
 from saf.schedules import ValidationBudget
-from saf.tasks.answers import Continuation, likelihoods
+from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
 from saf.train import TrainConfig, pretrain
 from saf.train.parallel import Parallel, Replicas, Shards

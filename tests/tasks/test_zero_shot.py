@@ -6,7 +6,7 @@ import json
 import pytest
 
 from saf.errors import DataError
-from saf.tasks.questions import ZERO_SHOT, read_questions, split_context
+from saf.tasks.zero_shot import ZERO_SHOT, read_questions, split_context
 
 LINES = {
     "hellaswag": ("hellaswag_val.jsonl", {"activity_label": "Roof", "endings": ["a", "b", "c", "d"], "label": 3}),
