@@ -346,14 +346,19 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
         if optimizer is not None and not parameter.numel():
             update_steps_(parameter, optimizer)
         for each, tensor in tensors.items():
-            parts = [tensor.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)]
-            tensors[each] = torch.cat(parts, dim=dimension)
-        replace_data_(parameter, tensors.pop("weight"))
-        if (gradient := tensors.pop("gradient", None)) is not None and parameter.numel():
-            parameter.grad = gradient  # a forward pass gives an empty weight none either
-        for each, tensor in tensors.items():
-            optimizer.state[parameter][each] = tensor  # type: ignore
+            rows = [tensor.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)]
+            _assign_(parameter, each, torch.cat(rows, dim=dimension), optimizer)
     return {role: rows for role, rows in removed.items() if rows}
+
+
+def _assign_(parameter: Tensor, name: str, value: Tensor, optimizer: Any) -> None:
+    """Give a parameter its weight, which drops the gradient, then a moment by name or its gradient."""
+    if name == "weight":
+        replace_data_(parameter, value)
+    elif name != "gradient":
+        optimizer.state[parameter][name] = value
+    elif parameter.numel():  # a forward pass gives an empty weight no gradient either
+        parameter.grad = value
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:
