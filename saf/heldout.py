@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ GUARD_SEQUENCES = 8
 MAX_REFUSED = 8
 """Heads beyond the budget before a search by joint cost ends: the heads that follow cost more."""
 _BLAME_SEQUENCES = 4
-"""Sequences that the costliest layer is found on: one pass over them for every layer that lost heads."""
+"""Sequences that show the costliest layer: one pass over them for every layer that lost heads."""
 _MOST_LOGITS = 2**28
 """Logits that a forward pass on a GPU may make: 1 GiB in float32."""
 
@@ -75,15 +76,10 @@ def measure_losses(model: nn.Module, batches: Iterable[Batch], *, together: bool
 
 def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
-    start = 0
-    while start < len(sequences):
-        length = sequences[start].shape[1]
+    for length, rows in groupby(sequences, key=lambda row: row.shape[1]):
         most = max(1, _MOST_LOGITS // (length * (language.vocab_size or 1))) if language.device.type == "cuda" else 1
-        end = start + 1
-        while end < min(start + most, len(sequences)) and sequences[end].shape[1] == length:
-            end += 1
-        yield torch.cat([*sequences[start:end]]).to(language.device)
-        start = end
+        for part in torch.cat([*rows]).split(most):
+            yield part.to(language.device)
 
 
 def perplexity_rise(before: float, after: float) -> float:

@@ -24,7 +24,8 @@ from saf.heads import Head, HeadSet
 class Freeze:
     """Freeze the lowest-scoring live heads. Fields that are None leave the choice to the run's FreezeConfig."""
 
-    kind: ClassVar[str] = "freeze"
+    kind: str = "freeze"
+    """A run changes it to prune where its settings say so."""
     count: int | None = None
     """Number of heads to choose."""
     first: int | None = None
@@ -39,12 +40,6 @@ class Freeze:
     """Text for the record of the event."""
 
 
-class Prune(Freeze):
-    """Remove heads that are chosen as by `Freeze`; where the settings prune, a run replaces every Freeze by this."""
-
-    kind: ClassVar[str] = "prune"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Undo:
     """Make the heads of an earlier event live again, with their rows as they were then."""
@@ -56,7 +51,7 @@ class Undo:
     reason: str = ""
 
 
-Event = Freeze | Prune | Undo
+Event = Freeze | Undo
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,14 +48,12 @@ optimizer = torch.optim.AdamW(model.parameters())
 tokens = torch.randint(64, (4, 33))
 model(tokens[:, :-1], tokens[:, 1:]).backward()
 optimizer.step()
-for backend in ("toeplitz", "reference"):
-    config = saf.FreezeConfig(rate=0.25, max_fit_kl=9, backend=backend)
-    print(saf.freeze_(model, [tokens[:, :32]], config, optimizer=optimizer))
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    with tempfile.TemporaryDirectory() as folder:
-        saf.save(model, folder + "/saved")
-        saf.load(folder + "/saved")
-    saf.uninstall_(model, optimizer=optimizer)
+print(saf.freeze_(model, [tokens[:, :32]], saf.FreezeConfig(rate=0.25, max_fit_kl=9), optimizer=optimizer))
+model(tokens[:, :-1], tokens[:, 1:]).backward()
+with tempfile.TemporaryDirectory() as folder:
+    saf.save(model, folder + "/saved")
+    saf.load(folder + "/saved")
+saf.uninstall_(model, optimizer=optimizer)
 assert main(["--help"]) == 0
 assert main(["pretrain", "--help"]) == 2
 """
@@ -83,5 +81,5 @@ def test_what_the_command_says_by_itself_needs_no_torch(arguments):
 def test_the_library_needs_no_extra_and_commands_name_theirs():
     done = run_fresh(WITHOUT_EXTRAS)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("4 of 16 heads frozen") == 2
+    assert "4 of 16 heads frozen" in done.stdout
     assert "pip install 'saf[cli]'" in done.stderr

@@ -20,7 +20,7 @@ from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution, Stopwatch
 from saf.ops.frozen_heads import choose_backend
 from saf.records.run import STATE_AFTER, EventRecord
-from saf.schedules import Event, Freeze, Gradual, OneTime, Outcome, Proposer, Prune, Undo, setting_of_moment
+from saf.schedules import Event, Freeze, Gradual, OneTime, Outcome, Proposer, Undo, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
@@ -73,8 +73,8 @@ class Change:
 
 def resolve_event(event: Event, config: Any) -> Event:
     """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
-    if type(event) is Freeze and config.freeze is not None and config.freeze.operation == Prune.kind:
-        return Prune(**vars(event))
+    if isinstance(event, Freeze) and config.freeze is not None:
+        return replace(event, kind=config.freeze.operation)
     return event
 
 
@@ -135,7 +135,7 @@ def settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
 def _undo(trainer: TrainerLike, event: Undo) -> Change:
     """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
     recorded = on_rank0(lambda: trainer.events)
-    undoable = {record.number: record for record in recorded if record.kind in (Freeze.kind, Prune.kind)}
+    undoable = {record.number: record for record in recorded if record.kind in ("freeze", "prune")}
     if event.event not in undoable:
         raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
     record = undoable[event.event]
