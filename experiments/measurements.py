@@ -124,9 +124,7 @@ class Number:
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
     if isinstance(step, Mapping):
         return [entry for entry in value if _meets(entry, step)]
-    if isinstance(step, int):
-        return [value[step]] if step < len(value) else []
-    return [value.get(step)]
+    return value[int(step) :][:1] if isinstance(value, list) else [value.get(step)]
 
 
 def _meets(value: Any, condition: Any) -> bool:

@@ -51,10 +51,8 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     paper's numbers. `more` are further columns of the same rows; `shared` are cells of every row.
     """
     table = []
-    for parts in zip(*map(lines, (text, *more)), strict=True):
-        cells: dict[str, Any] = {"label": "", **shared}
-        for part in parts:
-            cells |= part
+    for line in lines(text, *more):
+        cells: dict[str, Any] = {"label": "", **shared, **line}
         own = {name: cells.pop(name) for name in (*COLUMNS, "first_seed") if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
         table.append(Row(**own, companions=companions, paper=cells))

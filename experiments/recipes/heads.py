@@ -1,16 +1,8 @@
 """Recipes of analyses: which heads are chosen, what each costs, how they attend, and models pretrained elsewhere."""
 
 from experiments import paper
-from experiments.measurements import (
-    DATA,
-    QUESTIONS,
-    Measurement,
-    Number,
-    checkpoint,
-    record_of,
-    run_of,
-)
-from experiments.recipe import Recipe, Row
+from experiments.measurements import DATA, QUESTIONS, Measurement, Number, checkpoint, record_of, run_of
+from experiments.recipe import Recipe, rows
 
 RECIPES: dict[str, Recipe] = {}
 MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
@@ -18,8 +10,8 @@ MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
 # --- single heads: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)
 
 
-def _of_score(score: str, *quoted: str) -> tuple[Number, ...]:
-    title, path, (spearman, quarter, half) = score.replace("_", " "), ("quality", score), quoted
+def _of_score(score: str, spearman: str, quarter: str, half: str) -> tuple[Number, ...]:
+    title, path = score.replace("_", " "), ("quality", score)
     return (
         Number(f"{title}, Spearman", (*path, "spearman"), spearman, signed=True),
         Number(f"{title}, mean cost of the lowest 25%, %", (*path, "mean_cost", "0.25"), quarter),
@@ -27,12 +19,12 @@ def _of_score(score: str, *quoted: str) -> tuple[Number, ...]:
     )
 
 
-def _profile(title: str, name: str, *quoted: str | None, places: int) -> tuple[Number, ...]:
+def _profile(title: str, name: str, selected: str, others: str | None, places: int) -> tuple[Number, ...]:
     """Return the means of selected heads, then of unselected ones of the same layers."""
-    scale = 100.0 if title.endswith("%") else 1.0
-    return tuple(
-        Number(f"{title}, {side}", ("matched", name, place), number, places, scale=scale)
-        for place, (side, number) in enumerate(zip(("selected", "others of their layers"), quoted, strict=True))
+    scale, path = 100.0 if title.endswith("%") else 1.0, ("matched", name)
+    return (
+        Number(f"{title}, selected", (*path, 0), selected, places, scale=scale),
+        Number(f"{title}, others of their layers", (*path, 1), others, places, scale=scale),
     )
 
 
@@ -63,9 +55,9 @@ RECIPES["one_head"] = Recipe(
             settings={"selected": run_of("4k-mean-25"), "windows": 128},
             scaled={"smoke": {"windows": 2}},
             numbers=(
-                *_profile("normalised entropy", "entropy", "0.837", "0.678", places=3),
-                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7", places=1),
-                *_profile("mass of the first token, %", "first_token", "0.023", None, places=3),
+                *_profile("normalised entropy", "entropy", "0.837", "0.678", 3),
+                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7", 1),
+                *_profile("mass of the first token, %", "first_token", "0.023", None, 3),
                 Number("heads selected in the first four layers", ("in_first_layers",), "21 to 24 of 36", 1),
             ),
             label=paper.SELECTION_TEXT.label,
@@ -97,16 +89,13 @@ RECIPES["joint_cost"] = Recipe(
     title="Joint cost of two selections, immediate and after continuation",
     seeds=1,
     source=paper.SELECTION_TEXT,
-    rows=(
-        Row(arm="4k-ordinary", label="ordinary"),
-        Row(arm="4k-mean-25", label="variance", reference="4k-ordinary", paper={"delta": "+0.665"}),
-        Row(
-            arm="4k-residual-cosine-25",
-            label="residual cosine",
-            reference="4k-ordinary",
-            against="4k-mean-25",
-            paper={"delta": "+0.792", "relative": "+0.126"},
-        ),
+    rows=rows(
+        """
+        arm                   | label           | reference   | against    | delta  | relative
+        4k-ordinary           | ordinary        |             |            |        |
+        4k-mean-25            | variance        | 4k-ordinary |            | +0.665 |
+        4k-residual-cosine-25 | residual cosine | 4k-ordinary | 4k-mean-25 | +0.792 | +0.126
+        """
     ),
     metrics=("perplexity", "delta", "relative", "heads"),
     measurements=(
@@ -120,13 +109,8 @@ RECIPES["joint_cost"] = Recipe(
             },
             scaled={"smoke": {"sequences": 4, "windows": 2, "skip": 2}},
             numbers=(
-                *(
-                    Number(f"{words} at once, %", (place, "delta_ppl_percent"), paper.JOINT_COST[name], signed=True)
-                    for place, name, words in (
-                        ("first", "residual_cosine", "residual cosine"),
-                        ("second", "variance", "variance"),
-                    )
-                ),
+                Number("residual cosine at once, %", ("first", "delta_ppl_percent"), "+4.136%", signed=True),
+                Number("variance at once, %", ("second", "delta_ppl_percent"), "+5.092%", signed=True),
                 Number("heads in both", ("overlap",), "23", 0),
             ),
         ),
@@ -187,23 +171,30 @@ RECIPES["stability"] = Recipe(
 
 # --- recovery of the training loss; patterns over sequences
 
-_MOMENTS = {
-    **{0.25: "4k-mean-25-at-25", 0.4: "4k-mean-25-at-40", 0.5: "4k-mean-25", 0.6: "4k-mean-25-at-60"},
-    **{0.75: "4k-mean-25-at-75", 1.0: "4k-mean-25-at-100"},
-}
-# At once, %; gaps 200 updates after replacement and at the end, in nats.
-_RECOVERIES = {0.25: ("2.72", "0.0061", "0.0062"), 0.75: (None, "0.0123", "0.0086"), 1.0: ("7.99", None, None)}
+_RECOVERIES = paper.lines("""
+    arm               | at   | at_once | gap_after | gap_at_end
+    4k-mean-25-at-25  | 25%  | 2.72    | 0.0061    | 0.0062
+    4k-mean-25-at-40  | 40%  |         |           |
+    4k-mean-25        | 50%  |         |           |
+    4k-mean-25-at-60  | 60%  |         |           |
+    4k-mean-25-at-75  | 75%  |         | 0.0123    | 0.0086
+    4k-mean-25-at-100 | 100% | 7.99    |           |
+""")
+"""The cost at once, %; gaps 200 updates after replacement and at the end, in nats."""
 
 
-def _gaps(place: int, moment: float) -> tuple[Number, ...]:
-    once, later, end = _RECOVERIES.get(moment, (None, None, None))
-    title, path = f"at {moment:.0%}", ("runs", place)
-    numbers = (
-        Number(f"{title}, at once, %", (*path, "at_once"), once, 2, signed=True),
-        Number(f"{title}, 200 updates later", (*path, "gap_after"), later, 4, signed=True),
-        Number(f"{title}, at the end", (*path, "gap_at_end"), end, 4, signed=True),
-    )
-    return numbers[:1] if moment == 1 else numbers
+def _gaps(place: int) -> list[Number]:
+    papers, titles = _RECOVERIES[place], {"at_once": "at once, %", "gap_after": "200 updates later"}
+    if papers["at"] != "100%":
+        titles |= {"gap_at_end": "at the end"}
+    else:
+        del titles["gap_after"]
+    return [
+        Number(
+            f"at {papers['at']}, {title}", ("runs", place, name), papers.get(name), 4 - 2 * (name == "at_once"), True
+        )
+        for name, title in titles.items()
+    ]
 
 
 RECIPES["recovery"] = Recipe(
@@ -214,10 +205,10 @@ RECIPES["recovery"] = Recipe(
         Measurement(
             name="gaps",
             does="experiments.analyses recovery",
-            on=(run_of("4k-ordinary"), *map(run_of, _MOMENTS.values())),
+            on=(run_of("4k-ordinary"), *(run_of(line["arm"]) for line in _RECOVERIES)),
             settings={"window": 210, "after": 200},
             scaled={"smoke": {"window": 3, "after": 1}},
-            numbers=tuple(number for place, moment in enumerate(_MOMENTS) for number in _gaps(place, moment)),
+            numbers=tuple(number for place in range(len(_RECOVERIES)) for number in _gaps(place)),
         ),
     ),
     notes=(
@@ -263,58 +254,28 @@ RECIPES["distributions"] = Recipe(
 # --- models pretrained elsewhere
 
 _QWEN, _TEXT = "Qwen/Qwen3-4B", "qwen3-text"
-_SCORES, _RATES = ("variance", "forward_kl"), (0.1, 0.2, 0.3)
-_ARMS = [(score, rate) for score in _SCORES for rate in _RATES]
 # Four questions of each task, made up, in the layouts of the public files.
 _SMOKE = {"too_long": "cut", "batch_size": 4}
 
 
-def _arm(score: str, rate: float, *path: str | int) -> tuple:
-    return ("arms", {"score": score, "rate": rate}, *path)
-
-
-def _accuracies(task: str) -> list[Number]:
-    """Return a task's accuracies, ordinary and by score and rate; of the mean the changes."""
-    ordinary, *quoted = paper.QWEN_ACCURACY[task]
-    pairs = list(zip(_ARMS, quoted, strict=True))
-    if not ordinary:
-        return [
-            Number(f"{task}, {s} {r:.0%}, points", _arm(s, r, "mean_difference"), text, 2, signed=True, scale=100.0)
-            for (s, r), text in pairs
-        ]
-    place = ("tasks", task, "accuracy")
-    numbers = [Number(f"{task}, ordinary, %", ("ordinary", *place), ordinary, 2, scale=100.0)]
-    return numbers + [
-        Number(f"{task}, {s} {r:.0%}, %", _arm(s, r, *place), text, 2, scale=100.0) for (s, r), text in pairs
-    ]
-
-
-def _chosen() -> list[Number]:
-    """Return which heads the scores choose, and how they fit."""
+def _qwen_numbers() -> list[Number]:
+    """Return what the paper says of its model: as it was, and by score and rate."""
     numbers = [
-        Number(f"chosen by both at {rate:.0%}, %", ("overlap", f"{rate:g}"), quoted, 0, scale=100)
-        for rate, quoted in paper.QWEN_OVERLAP.items()
+        Number(f"chosen by both at {rate:.0%}, %", ("overlap", f"{rate:g}"), text, 0, scale=100)
+        for rate, text in paper.QWEN_OVERLAP.items()
     ]
-    for score in _SCORES:
-        for third, quoted in enumerate(paper.QWEN_THIRDS[score]):
-            title = f"{score} 10%, heads in third {third + 1} of the layers"
-            numbers.append(Number(title, _arm(score, 0.1, "layer_thirds", third), quoted, 0))
-        path = _arm(score, 0.1, "forward_kl_median")
-        numbers.append(Number(f"{score} 10%, median forward KL, nats", path, paper.QWEN_FORWARD_KL[score]))
-        # At which rate the paper took the median of the fits it does not say; the largest set holds the others.
-        path = _arm(score, 0.3, "fit_kl_median")
-        numbers.append(Number(f"{score} 30%, median fit KL, nats", path, paper.QWEN_FIT_KL[score]))
-    return numbers
-
-
-def _sst2() -> list[Number]:
-    """Return how often each label of SST-2 is predicted, by the ordinary model and with heads by forward KL."""
-    numbers = []
-    for rate, quoted in paper.QWEN_SST2.items():
-        name, at = ("ordinary", ("ordinary",)) if rate is None else (f"forward KL {rate:.0%}", _arm(_SCORES[1], rate))
-        for label, text in enumerate(quoted):
-            title = f"SST-2, {name}, says {('negative', 'positive')[label]}"
-            numbers.append(Number(title, (*at, "tasks", "sst2", "taken", str(label)), text, 0))
+    for line in paper.QWEN_NUMBERS:
+        for arm in paper.QWEN_ARMS:
+            score, _, rate = arm.partition(" ")
+            place = ("arms", {"score": score, "rate": float(rate)}) if rate else (score,)
+            if arm in line:
+                path, places, is_change = (
+                    (*place, *line["path"].split("/")),
+                    int(line["places"]),
+                    "change" in line["of"],
+                )
+                factor = 100.0 if places == 2 else 1.0  # shares
+                numbers.append(Number(f"{line['of']}, {arm}", path, line[arm], places, is_change, factor))
     return numbers
 
 
@@ -328,7 +289,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
             does="experiments.analyses zero-shot",
             on=(_QWEN,),
             settings={
-                **{"data": _TEXT, "scores": _SCORES, "rates": _RATES, "sequences": 512},
+                **{"data": _TEXT, "scores": ("variance", "forward_kl"), "rates": (0.1, 0.2, 0.3), "sequences": 512},
                 "task_data": QUESTIONS,
             },
             scaled={
@@ -338,7 +299,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
                     **{**_SMOKE, "data": None, "rates": (0.25, 0.5), "sequences": 8, "max_fit_kl": 10.0},
                 },
             },
-            numbers=(*(each for task in paper.QWEN_ACCURACY for each in _accuracies(task)), *_chosen(), *_sst2()),
+            numbers=tuple(_qwen_numbers()),
         ),
         Measurement(
             name="124M, 25%",
