@@ -86,7 +86,6 @@ class OneHead(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the scores and the paper's."""
         quality = record["quality"]
         rates = list(next(iter(quality.values()))["mean_cost"])
         columns = ["score", "Spearman", "paper"]
@@ -226,7 +225,6 @@ class PartialSpearman(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the correlations by score, the paper's behind those of variance."""
         rows = []
         for name, each in record["correlations"].items():
             papers = {key: text for key, text in paper.PARTIAL.items() if name == "variance" and key in each}
@@ -280,7 +278,6 @@ class JointCost(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the change in perplexity of each set."""
         rows, counts = [], [*map(len, record["heads"]), None]
         for name, count in zip(("first", "second", "difference"), counts, strict=True):
             values = (record[name]["delta_ppl_percent"], *record[name]["ci95"])

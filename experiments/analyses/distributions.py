@@ -79,7 +79,6 @@ class Distributions(ModelAnalysis):
     """Seed of generated rows, splits and the projection."""
 
     def measure(self) -> dict[str, Any]:
-        """Return the record."""
         if self.umap and importlib.util.find_spec("umap") is None:
             raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
         opened = self.open()
@@ -109,7 +108,6 @@ class Distributions(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the distances of generated rows beside the paper's, and those of the entry."""
         fitted, held = record["sequences"]
         rows = [
             [name, MISSING if value is None else f"{value:.3f}", paper.ROW_DISTANCES.get(name)]

@@ -72,7 +72,6 @@ class Geometry(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the distances by rate and pattern, and their correlations with the costs."""
         distances, notes = record["distances"], paper.notes(paper.GEOMETRY)
         rows = [
             [
@@ -187,7 +186,6 @@ class Storage(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the size of each form."""
         rows = [
             [words, f"{record['bytes'][name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()
         ]

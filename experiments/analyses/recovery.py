@@ -38,7 +38,6 @@ class Recovery(Analysis):
     """Updates after the intervention at which the gap is shown."""
 
     def measure(self) -> dict[str, Any]:
-        """Return the record."""
         ordinary = _metrics(self.ordinary)
         curves = [_curve(self, ordinary, path) for path in self.runs]
         files = {f"run {place}": path / METRICS for place, path in enumerate((self.ordinary, *self.runs))}
@@ -48,7 +47,6 @@ class Recovery(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return the cost of each intervention at once, and its gap afterwards."""
         rows = [
             [
                 percent(run["share"]),

@@ -82,7 +82,6 @@ class Stability(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return overlap, rank correlation, and the paper's."""
         papers = paper.STABILITY
         chance = f"{record['expected']:.2f} ± {record['standard_deviation']:.2f}"
         rows = [
@@ -148,7 +147,6 @@ class Profiles(ModelAnalysis):
     """Record of this analysis of a later checkpoint: adds the rank correlation of both variances."""
 
     def measure(self) -> dict[str, Any]:
-        """Return the record."""
         opened, selected = self.open(), head_set(self.selected)
         if selected:
             layer_matched(blank(adapter_for(opened.model).sites()), selected)  # raises now, not after the measurement
@@ -168,7 +166,6 @@ class Profiles(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return each profile over all heads, selected and layer-matched ones, and the paper's."""
         rows = []
         for name, values in record["profiles"].items():
             mean = np.nanmean(np.array(values, dtype=float))

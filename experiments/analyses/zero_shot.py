@@ -159,7 +159,6 @@ class ZeroShot(Computing):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return accuracies by arm, paired changes, perplexities, the heads, and counts of answers."""
         tasks, arms = record["ordinary"]["tasks"], record["arms"]
         columns = {"ordinary": tasks, **{arm["name"]: arm["tasks"] for arm in arms}}
         questions = sum(task["questions"] for task in tasks.values())

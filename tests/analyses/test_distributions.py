@@ -17,11 +17,8 @@ from experiments.analyses.distributions import (
     entry_samples,
     gaussian_rows,
     project_profiles,
-    query_positions,
     row_distances,
-    sample_profiles,
 )
-from saf.calibration import calibrate
 from saf.heads import HeadSet
 from saf.statistics import AttentionStatistics
 
@@ -118,20 +115,6 @@ def test_each_family_is_at_home_in_its_own_distribution(rng):
     assert found["medians"]["resampled"] == pytest.approx(np.median(by_family["resampled"]))
 
 
-def test_rows_measured_by_calibration(model, ids, run_dense):
-    """The diagnostics read what `calibrate` collects: causal keys only, the first sequences fitted, the others held."""
-    positions = query_positions(24)
-    batch = torch.cat([ids, ids.flip(1)])
-    found = calibrate(model, [batch], collect=("rows", "logit_rows"), heads=[(1, 2)], positions=positions)
-    apart = row_distances(found, [(1, 2)], fitted=6)
-    assert apart["quartile"].shape == (1, len(positions))
-    assert apart["rows"] == 3
-    rows, logits = (found.take(name, [(1, 2)])[0][:, -1] for name in ("rows", "logit_rows"))
-    samples, _ = entry_samples(rows, logits, 21, 5, 4.0, 0, (1, 2, 23))
-    flipped, _ = run_dense(model, torch.cat([ids.flip(1), ids[:, :1]], 1))
-    assert np.allclose(samples["measured"], flipped[1][:, 2, 23, 21].numpy(), atol=1e-6)
-
-
 @pytest.mark.parametrize("position", [0, 5, 2999])
 def test_mass_by_distance(rng, position):
     """Bins are 0; 1; 2 to 3; 4 to 7; ...; the last takes the rest."""
@@ -144,36 +127,19 @@ def test_mass_by_distance(rng, position):
         assert bins == pytest.approx(expected)
 
 
-def test_profiles_are_pooled_and_drawn_by_position(rng):
-    drawn = torch.from_numpy(rng.normal(size=(6, 2, 16)))
-    future = torch.arange(16) > torch.tensor([10, 15])[:, None]
-    rows = drawn.masked_fill(future, -torch.inf).softmax(-1)
-    found = sample_profiles(rows, (10, 15), count=9, seed=0, key=(0, 1))
-    binned = torch.cat([distance_profile(rows[:, 0], 10), distance_profile(rows[:, 1], 15)])
-    assert {tuple(row) for row in found["measured"].tolist()} <= {tuple(row) for row in binned.tolist()}
-    assert len(found["measured"]) == len(found["generated"]) == 9
-    assert torch.allclose(found["mean"][0], binned.mean(0))
-    many = sample_profiles(rows, (10, 15), count=4000, seed=0, key=(0, 1), scale=50.0)
-    assert len(many["measured"]) == 12, "no more than were measured"
-    assert ((many["generated"].mean(0) - binned.mean(0)).abs() < 0.01).all()
-
-
-class Recorder:
-    """Takes the first two coordinates, and keeps its input."""
-
-    def fit_transform(self, values):
-        self.fitted = values
-        return values[:, :2]
-
-    def transform(self, values):
-        return 10 + values[:, :2]
-
-
 def test_the_map_is_fitted_to_standardised_roots_of_measured_profiles():
+    class Reducer:
+        """Takes the first two coordinates."""
+
+        def fit_transform(self, values):
+            return values[:, :2]
+
+        def transform(self, values):
+            return 10 + values[:, :2]
+
     measured = torch.tensor([[0.25, 0.75, 0.0], [0.49, 0.51, 0.0], [0.81, 0.19, 0.0]])
-    reducer = Recorder()
-    found = project_profiles({"measured": measured, "generated": measured[:1], "mean": measured[:1]}, reducer)
+    found = project_profiles({"measured": measured, "generated": measured[:1], "mean": measured[:1]}, Reducer())
     roots = np.sqrt(measured.double().numpy())
     scaled = (roots - roots.mean(0))[:, :2] / roots.std(0, ddof=1)[:2]
-    assert np.allclose(reducer.fitted, np.pad(scaled, ((0, 0), (0, 1))))
+    assert np.allclose(found["measured"], scaled)
     assert np.allclose(found["generated"], 10 + scaled[:1])
