@@ -69,7 +69,7 @@ def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> 
 def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, aside: float, *, joined: bool) -> None:
     """Draw one line of a panel, `aside` of its ticks, and the paper's numbers as rings."""
     points = points.assign(x=[place + aside for place in range(len(points))])
-    known = points[points["mean"].notna()]
+    known: Any = points[points["mean"].notna()]
     error = known["standard_error"].fillna(0)
     off = [(known["mean"] - known["low"]).fillna(error), (known["high"] - known["mean"]).fillna(error)]
     style = {"fmt": "o-" if joined else "o", "markersize": 4, "color": colour, "label": name}

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -142,13 +143,7 @@ def numbers(records: Iterable[Record]) -> pd.DataFrame:
 
 def numbers_of(record: Record) -> dict[str, float]:
     """Return the numbers of one record by metric; those that it does not have are left out."""
-
-    def at(*path: str) -> float:
-        value: Any = record
-        for name in path:
-            value = (value or {}).get(name)
-        return math.nan if value is None else float(value)
-
+    at = partial(_number_at, record)
     losses, heads = dict(record.get("by_position") or ()), record["provenance"].get("heads")
     values = {
         "loss": at("report_loss") if "report_perplexity" in record else math.nan,
@@ -175,22 +170,34 @@ def numbers_of(record: Record) -> dict[str, float]:
     for test in (record.get("recall") or {}).get("tests", ()):
         values[recall_metric(test["length"], test["pairs"])] = 100 * test["accuracy"]
     if not record.get("shared"):  # times of a run that shared its device mean nothing
-        event, parts = (record.get("intervention") or {}).get("seconds"), (record.get("time") or {}).get("parts") or {}
-        before = (record.get("time") or {}).get("parent_parts")
-        stages = {"intervention": event, "capture": ("capture", "statistics"), "fit": ("fit",)}
-        values |= {
-            "minutes": at("time", "everything", "seconds") / 60,
-            # Earlier records have the latter name, and parts that neither total counted.
-            "compilation": parts.get("compile", parts.get("compilation", math.nan)),
-            "continuation": math.nan
-            if before is None
-            else sum(parts[name] for name in parts if name not in ("afterwards", "lost")) / 60,
-            "update": 1e3 * at("update_seconds", "median"),
-            "last_updates": 1e3 * at("last_updates_seconds"),
-        }
-        for name, of in stages.items() if event is not None else ():
-            values[name] = math.fsum(event.get(part, 0.0) for part in of or ())
+        values |= _times(record)
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _number_at(record: Record, *path: str) -> float:
+    value: Any = record
+    for name in path:
+        value = (value or {}).get(name)
+    return math.nan if value is None else float(value)
+
+
+def _times(record: Record) -> dict[str, float]:
+    """Return minutes of a run, seconds of its event, and milliseconds of its updates."""
+    time, event = record.get("time") or {}, (record.get("intervention") or {}).get("seconds")
+    parts = time.get("parts") or {}
+    times = {
+        "minutes": _number_at(record, "time", "everything", "seconds") / 60,
+        "compilation": parts.get("compile", parts.get("compilation", math.nan)),  # the latter in earlier records
+        "update": 1e3 * _number_at(record, "update_seconds", "median"),
+        "last_updates": 1e3 * _number_at(record, "last_updates_seconds"),
+    }
+    if time.get("parent_parts") is not None:
+        # Earlier records also have parts that neither total counted.
+        times["continuation"] = sum(parts[name] for name in parts if name not in ("afterwards", "lost")) / 60
+    if event is not None:
+        for name, of in (("intervention", event), ("capture", ("capture", "statistics")), ("fit", ("fit",))):
+            times[name] = math.fsum(event.get(part, 0.0) for part in of)
+    return times
 
 
 def _perplexity_to(last: int, losses: Mapping[int, float]) -> float:

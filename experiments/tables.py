@@ -375,7 +375,8 @@ class RecipeTable:
         notes += self.recipe.notes
         if source := self.recipe.source:
             notes.append(f"Paper, {source.label}: {source.conditions}.")
-        several, one = (self.summary[self.summary["seeds"] > 1], self.summary[self.summary["seeds"] == 1])
+        several: Any = self.summary[self.summary["seeds"] > 1]
+        one: Any = self.summary[self.summary["seeds"] == 1]
         if several["low"].isna().any():
             notes.append("± is the standard error over seeds.")
         if several["low"].notna().any():
@@ -399,7 +400,7 @@ class RecipeTable:
 
     def overtrained(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
-        gains = self.summary[self.summary["metric"] == "exchange"]
+        gains: Any = self.summary[self.summary["metric"] == "exchange"]
         highest = gains["high"].fillna(gains["mean"] + gains["standard_error"])
         return [*gains["row"][highest < 0]]
 
@@ -409,7 +410,9 @@ def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.Da
     lines = []
     for each in recipe.measurements:
         for number in each.numbers if records.get(each.name) else ():
-            values = pd.Series([value for record in records[each.name] for value in number.values(record)], dtype=float)
+            values: Any = pd.Series(
+                [value for record in records[each.name] for value in number.values(record)], dtype=float
+            )
             ours = text_of(number, values.mean(), float(values.sem())) if len(values) else "not run"
             lines.append([number.title, ours, number.paper or MISSING])
     return pd.DataFrame(lines, columns=["", "ours", "paper"]).set_index("")

@@ -1,6 +1,7 @@
 """Analyses of heads, selections and patterns: `python -m experiments.analyses NAME --help`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.analyses.common import Analysis
 from experiments.analyses.costs import JointCost, OneHead, PartialSpearman
@@ -31,5 +32,5 @@ ANALYSES: dict[str, type[Analysis]] = {each.kind: each for each in _KINDS}
 
 def analysis_figure(records: Sequence[Record]) -> str | None:
     """Return the figure of a record, or of the records of several seeds, as SVG; None for an analysis without one."""
-    analysis = ANALYSES.get(records[0]["kind"], Analysis)
+    analysis: Any = ANALYSES.get(records[0]["kind"], Analysis)
     return None if analysis.draw is Analysis.draw else svg(lambda: analysis.draw(to_json(records)))

@@ -267,6 +267,7 @@ class Study:
     def arm(self, title: str) -> dict[str, Any] | None:
         """Return what an arm froze, and the model's measurements; None for a control of an arm that froze nothing."""
         score, rate, of = self.plan[title]
+        event: dict[str, Any]
         if of is None:
             event = {**CHOICES[score], "count": budget(rate, self.eligible), "max_fit_kl": self.settings.max_fit_kl}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
