@@ -16,56 +16,10 @@ from saf.ops.operator import forbid_second_derivative, operator, uses_triton
 
 IGNORED = -100
 """The target of a token that is left out, as in PyTorch."""
-
-
-def _losses_like(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
-@operator("softmax_gradient_", fake=_losses_like, mutates=("logits",))
-def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    """Return `-log softmax(logits)[label]` by row and overwrite the logits with `(softmax - onehot) / count`.
-
-    `logits [N, V]` contiguous, `labels [N]`, `count` a scalar tensor; rows labelled -100 give zeros. Losses are
-    float32 or wider, as is all arithmetic between reading and writing the logits. A label that is no column raises
-    InputError on the CPU; elsewhere its loss is NaN and its gradients are zero, since the host does not wait.
-    """
-    if labels.shape != logits.shape[:1]:
-        raise InputError(f"labels must be [{logits.shape[0]}], one a row of logits, got {list(labels.shape)}")
-    if uses_triton(logits.device, logits.dtype):
-        from saf.ops.decoder_kernels import softmax_gradient
-
-        return softmax_gradient(logits, labels, count, ignored=IGNORED)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    known = known_labels(labels, logits.shape[1])
-    target = labels.where(known, 0)[:, None]
-    normaliser = wide.logsumexp(1, keepdim=True)
-    losses = (normaliser - wide.gather(1, target))[:, 0].where(known, torch.nan).where(labels != IGNORED, 0)
-    slope = (wide - normaliser).exp()
-    slope.scatter_add_(1, target, slope.new_full(target.shape, -1))
-    logits.copy_((slope / count).where(known[:, None], 0))
-    return losses
-
-
-def known_labels(labels: Tensor, vocab_size: int) -> Tensor:
-    """Return which labels are columns; raise InputError on the CPU for one that is neither a column nor -100."""
-    known = (labels >= 0) & (labels < vocab_size)
-    # Elsewhere the host would have to wait for the device.
-    on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and len(unknown := labels[~known & (labels != IGNORED)]):
-        raise InputError(f"targets are tokens 0 to {vocab_size - 1}, or -100 to leave one out; got {int(unknown[0])}")
-    return known
-
-
 CHUNK_LOGITS = 1 << 29
 """Logits held at once: a gigabyte of 16 bits, small beside a model in training; products stay large enough."""
 CHUNK_STEP = 256
 """Tokens of a chunk are a multiple of this, so that products have whole blocks of rows; not measured against others."""
-
-
-def chunk_rows(vocab_size: int) -> int:
-    """Return how many tokens' logits are held at once."""
-    return max(CHUNK_STEP, CHUNK_LOGITS // vocab_size // CHUNK_STEP * CHUNK_STEP)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -94,7 +48,12 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     rows, labels = _by_row(hidden, targets)
     size = chunk_rows(weight.shape[0])
     chunks = zip(rows.split(size), labels.split(size), strict=True)
-    return torch.cat([_log_prob(F.linear(h, weight.to(h.dtype)), t) for h, t in chunks]).view(targets.shape)
+    return torch.cat([_log_probs(F.linear(h, weight.to(h.dtype)), t)[0] for h, t in chunks]).view(targets.shape)
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Return how many tokens' logits are held at once."""
+    return max(CHUNK_STEP, CHUNK_LOGITS // vocab_size // CHUNK_STEP * CHUNK_STEP)
 
 
 def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,14 +61,6 @@ def _by_row(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if targets.shape != hidden.shape[:-1]:
         raise InputError(f"targets must be {list(hidden.shape[:-1])}, one a position; got {list(targets.shape)}")
     return hidden.flatten(0, -2), targets.flatten()
-
-
-def _log_prob(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label, `[N]`; zero for one that is left out, NaN for one that is no token."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    known = known_labels(labels, logits.shape[1])
-    chosen = wide.gather(1, labels.where(known, 0)[:, None])[:, 0]
-    return (chosen - wide.logsumexp(1)).where(known, torch.nan).where(labels != IGNORED, 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -136,6 +87,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         forbid_second_derivative()
         row_gradient, weight_gradient = ctx.saved_tensors
         return (row_gradient * gradient).to(row_gradient.dtype), weight_gradient * gradient, None
+
+
+def _losses_like(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@operator("softmax_gradient_", fake=_losses_like, mutates=("logits",))
+def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    """Return `-log softmax(logits)[label]` by row and overwrite the logits with `(softmax - onehot) / count`.
+
+    `logits [N, V]` contiguous, `labels [N]`, `count` a scalar tensor; rows labelled -100 give zeros. Losses are
+    float32 or wider, as is all arithmetic between reading and writing the logits. A label that is no column raises
+    InputError on the CPU; elsewhere its loss is NaN and its gradients are zero, since the host does not wait.
+    """
+    if labels.shape != logits.shape[:1]:
+        raise InputError(f"labels must be [{logits.shape[0]}], one a row of logits, got {list(labels.shape)}")
+    if uses_triton(logits.device, logits.dtype):
+        from saf.ops.decoder_kernels import softmax_gradient
+
+        return softmax_gradient(logits, labels, count, ignored=IGNORED)
+    log_probs, wide, normaliser, known = _log_probs(logits, labels)
+    slope, target = (wide - normaliser).exp(), labels.where(known, 0)[:, None]
+    slope.scatter_add_(1, target, slope.new_full(target.shape, -1))
+    logits.copy_((slope / count).where(known[:, None], 0))
+    return -log_probs
+
+
+def _log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return labels' log-probabilities `[N]`, logits in float32 or wider, their log-sum-exps, which labels are columns.
+
+    A label that is left out has log-probability zero, and one that is no column NaN; the latter raises InputError on
+    the CPU: elsewhere the host would have to wait for the device.
+    """
+    known = (labels >= 0) & (labels < logits.shape[1])
+    on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and len(unknown := labels[~known & (labels != IGNORED)]):
+        most = logits.shape[1] - 1
+        raise InputError(f"targets are tokens 0 to {most}, or -100 to leave one out; got {int(unknown[0])}")
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    normaliser = wide.logsumexp(1, keepdim=True)
+    own = (wide.gather(1, labels.where(known, 0)[:, None]) - normaliser)[:, 0]
+    return own.where(known, torch.nan).where(labels != IGNORED, 0), wide, normaliser, known
 
 
 def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:
