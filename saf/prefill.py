@@ -1,4 +1,4 @@
-"""Prefill of one shape: compiled, captured as a CUDA graph, replayed."""
+"""`Prefill`: the prefill of one shape, compiled, captured as a CUDA graph and replayed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,16 +26,16 @@ class LastToken(nn.Module):
         return self._last_logits(self.model, input_ids)
 
     def compiled(self) -> Callable[[Tensor], Tensor]:
-        """Return this as a compiled program of its own, which no other one is tried beside, or made more general for.
+        """Return this as a compiled program of its own: other shapes and models do not make it more general.
 
         It is one graph or raises where the model is written to be one. Calls and graphs take a program each: frozen
         layers compute in other ways in them (`saf.ops.for_graphs`).
         """
-        return partial(torch.compile(own_program(_logits), fullgraph=self._one_graph, dynamic=False), self)
 
+        def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
+            return model(input_ids)
 
-def _logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    return model(input_ids)
+        return partial(torch.compile(own_program(logits), fullgraph=self._one_graph, dynamic=False), self)
 
 
 class Prefill:

@@ -17,7 +17,7 @@ from saf.ops.operator import forbid_second_derivative, operator, uses_triton
 IGNORED = -100
 """The target of a token that is left out, as in PyTorch."""
 CHUNK_LOGITS = 1 << 29
-"""Logits held at once: a gigabyte of 16 bits, small beside a model in training; products stay large enough."""
+"""Logits held at once: a gigabyte of 16 bits, little next to a model in training; products stay large enough."""
 CHUNK_STEP = 256
 """Tokens of a chunk are a multiple of this, so that products have whole blocks of rows; not measured against others."""
 

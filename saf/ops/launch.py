@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 ALIGNMENT = 16
 """Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
 MOST = 4096
-"""Compiled kernels kept by argument; more than this means lengths that keep changing."""
+"""Compiled kernels in the cache; more than this means lengths that change again and again."""
 SHARED_MEMORY = 227 << 10
 """Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU."""
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
@@ -30,8 +30,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> None:
     """Run a kernel; Triton launches on the current device, so make that the tensors' one.
 
-    Triton inspects every argument of every call to find the compiled kernel. Here the kernel is kept by all that
-    Triton may inspect, and launched directly; the interpreter has none.
+    Triton inspects every argument of every call to find the compiled kernel. This finds it by all that Triton
+    may inspect, and launches it directly; the interpreter has none.
     """
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():

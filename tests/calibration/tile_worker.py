@@ -104,8 +104,8 @@ def poisoned() -> dict:
 
 def compiled() -> dict:
     """Return registers, spilled bytes and shared memory of what the rule chooses."""
-    from saf.calibration.kernels import UNSPECIALIZED, choose_tile_config, lse_kernel, tile_constants, tile_kernel
-    from tests.ops.sm90_rows import NAMES, Row
+    from saf.calibration.kernels import choose_tile_config, measure_by_kernel
+    from tests.ops.sm90_rows import NAMES, empty, recorded
     from tests.ops.sm90_worker import CUOBJDUMP, resources
 
     if not CUOBJDUMP.exists():
@@ -113,13 +113,10 @@ def compiled() -> dict:
     rows = {}
     for dtype, dim, shared in COMPILED:
         config = choose_tile_config(dim=dim, dtype=dtype, shared=shared << 10)
-        constants = tile_constants(config, 4096, dim) | {"num_warps": config.num_warps}
-        tile = constants | ({"maxnreg": config.max_registers} if config.max_registers else {})
-        kernels = {"lse": (lse_kernel, constants)}
-        kernels |= {name: (tile_kernel, tile | {"DIAGONAL": name == "edge"}) for name in ("tile", "edge")}
-        for label, (kernel, values) in kernels.items():
-            row = resources(Row(kernel, values, dtype), unaligned=UNSPECIALIZED)
-            rows[f"{label} {NAMES[dtype]} D{dim}"] = row | {"least": shared << 10}
+        heads = empty(2, 2, 4096, dim, dtype=dtype)
+        launches = recorded(measure_by_kernel, heads, heads, kv_head=[0, 1], config=config)
+        for label, launch in zip(("lse", "tile", "edge"), launches, strict=True):
+            rows[f"{label} {NAMES[dtype]} D{dim}"] = resources(launch) | {"least": shared << 10}
     return rows
 
 

@@ -1,42 +1,29 @@
-"""What is compiled for compute capability 9.0: every kernel, cut as the written rules do for shapes of models."""
+"""What is compiled for compute capability 9.0: every launch for shapes of models, recorded on the meta device."""
 
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from saf.ops import decoder_kernels as decoder
-from saf.ops.decode.kernels import (
-    decode_constants,
-    flash_decode_kernel,
-    keys_at_once,
-    merge_constants,
-    merge_kernel,
-)
-from saf.ops.fused.kernels import (
-    block_constants,
-    delta_kernel,
-    fused_forward_kernel,
-    key_block_kernel,
-    query_block_kernel,
-)
+from saf.ops.decode.kernels import decode
+from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.fused.kernels import choose_config as fused_config
-from saf.ops.launch import SHARED_MEMORY
-from saf.ops.linear.kernels import (
-    SCAN_COLUMNS,
-    STEP_COLUMNS,
-    fill_kernel,
-    linear_constants,
-    mix_kernel,
-    scan_kernel,
-    states_kernel,
-    step_kernel,
-)
-from saf.ops.linear.kernels import choose_config as linear_config
-from saf.ops.linear.op import CHUNK, TURNS
-from saf.ops.toeplitz import kernels as toeplitz
+from saf.ops.fused.kernels import fused_backward, fused_forward
+from saf.ops.fused.op import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
+from saf.ops.launch import launch as run
+from saf.ops.linear.kernels import fill, linear_matmul, step
+from saf.ops.linear.op import CHUNK, TURNS, LinearTables
+from saf.ops.toeplitz.kernels import ToeplitzConfig, choose_config, convolve, toeplitz_matmul
+from saf.ops.toeplitz.op import PAD, TILE
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
 OPERANDS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [
     (512, 1, 3, 64),
@@ -51,95 +38,67 @@ SHAPES = [
 """Positions, sequences, heads, channels."""
 HALF_SHAPES = [(512, 4, 3, 64), (512, 64, 3, 64), (4096, 2, 4, 192)]
 """Those of float16: its kernels are bfloat16's with another type, but for short inputs' scaling."""
-FUSED = {
-    ("keys", torch.bfloat16): (64, 96, 128, 192),
-    ("grouped", torch.bfloat16): (64, 96, 128),
-    ("forward", torch.bfloat16): (64, 128, 192),
-    ("few", torch.bfloat16): (64, 128),
-    ("queries", torch.bfloat16): (64, 128, 192),
-    ("keys", torch.float32): (64, 192),
-    ("forward", torch.float32): (64, 192),
-    ("queries", torch.float32): (128,),
-}
-"""Channels by kernel; grouped queries are a case of the key-block kernel alone, few tokens one of the forward."""
+FUSED = {torch.bfloat16: (64, 96, 128, 192), torch.float32: (64, 128, 192)}
+"""Channels of the fused kernels."""
 DECODE = {torch.bfloat16: (8, 64, 96, 128, 256), torch.float16: (128,)}
 """Channels of decoding: 8 are padded to 16, 96 to 128; float16 is bfloat16 by another name, so bfloat16 has all."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kernel to compile; `blocks` are those of its tensor descriptors."""
+class Launch(NamedTuple):
+    """A launch of a kernel: its arguments and its compile-time constants, with the options of the compiler."""
 
     kernel: Any
+    arguments: tuple[Any, ...]
     constants: dict[str, Any]
-    dtype: torch.dtype
-    blocks: dict[str, list[int]] | None = None
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of the tiles that are multiplied: query positions, key positions in the key-block kernel."""
-        return self.constants.get({key_block_kernel: "BK", mix_kernel: "C"}.get(self.kernel, "BM"), 0)
 
 
-def all_rows() -> dict[str, Row]:
-    """Return every row by name; equal ones, once."""
-    return toeplitz_rows() | linear_rows() | fused_rows() | decode_rows() | small_rows()
+def recorded(call: Callable, *operands: Any, **options: Any) -> list[Launch]:
+    """Return what a call launches, in order; of tensors on the meta device nothing is computed."""
+    launches: list[Launch] = []
+
+    def record(kernel, grid, *arguments, device, **constants) -> None:
+        launches.append(Launch(kernel, arguments, constants))
+
+    with ExitStack() as patched:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("saf.") and getattr(module, "launch", None) is run:
+                patched.enter_context(patch.object(module, "launch", record))
+        call(*operands, **options)
+    return launches
 
 
-def shapes(dtype: torch.dtype) -> list[tuple[int, int, int, int]]:
-    """The shapes of a dtype."""
-    return HALF_SHAPES if dtype == torch.float16 else SHAPES
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def toeplitz_rows() -> dict[str, Row]:
-    """The Toeplitz product, every distinct choice of the rule, with descriptors and without."""
+def all_rows() -> dict[str, Launch]:
+    """Return every launch by the name of its kernel and what sets it apart."""
     rows = {}
-    for dtype in OPERANDS:
-        for length, batch, heads, dim in shapes(dtype):
-            for hopper in (False, True):
-                shape = {"length": length, "columns": batch * dim, "heads": heads, "dtype": dtype}
-                config = toeplitz.choose_config(**shape, hopper=hopper)
-                for transpose in (False, True):
-                    constants = toeplitz.product_constants(config, length, batch * dim, dim, transpose, "ieee")
-                    name = f"{NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}"
-                    if config.descriptors:
-                        tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-                        blocks = {"x_desc": [1, config.block_k, config.block_n], "tiles_desc": tile}
-                        row = Row(toeplitz.toeplitz_descriptor_kernel, constants, dtype, blocks)
-                        rows[f"descriptor {name}"] = row
-                    else:
-                        rows[f"toeplitz {name}"] = Row(toeplitz.toeplitz_kernel, constants, dtype)
+    for cases in (toeplitz_rows, linear_rows, fused_rows, decode_rows, small_rows):
+        for name, launches in cases():
+            rows |= {f"{each.kernel.fn.__name__} {name}": each for each in launches}
     return rows
 
 
-def compiled_name(config: toeplitz.ToeplitzConfig) -> str:
+def toeplitz_rows() -> Iterator[tuple[str, list[Launch]]]:
+    """Every distinct choice of the rule, with descriptors and without."""
+    for dtype in OPERANDS:
+        for length, batch, heads, dim in HALF_SHAPES if dtype == torch.float16 else SHAPES:
+            x, scale = empty(batch, length, heads, dim, dtype=dtype).transpose(1, 2), empty(heads, length)
+            tiles = empty(heads, -(-length // PAD) * (PAD // TILE), TILE, TILE, dtype=dtype)
+            for hopper in (False, True):
+                config = choose_config(length=length, columns=batch * dim, heads=heads, dtype=dtype, hopper=hopper)
+                for transpose in (False, True):
+                    options = {"transpose": transpose, "config": config}
+                    scaling, product = recorded(toeplitz_matmul, x, tiles, scale, scale, **options)
+                    yield f"{NAMES[dtype]} D{dim}", [scaling] if config.fold == 1 else []
+                    yield f"{NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}", [product]
+
+
+def compiled_name(config: ToeplitzConfig) -> str:
     """A configuration's name without what the compiler never sees."""
     fold = f" f{config.fold}" if config.fold > 1 else ""
     return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{fold}"
-
-
-def linear_rows() -> dict[str, Row]:
-    """The linear product: bands of one chunk and of two."""
-    rows = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        for band in (CHUNK, 2 * CHUNK):
-            for dim in (96, 256):
-                config = linear_config(length=32768, columns=2 * dim, heads=3, dtype=dtype)
-                for reverse in (False, True):
-                    states, mix = linear_constants(
-                        config, rows=CHUNK, reach=1 + band // CHUNK, poles=16, powers=TURNS, dim=dim, columns=2 * dim,
-                        reverse=reverse, padded=dim == 96, precision="ieee",
-                    )  # fmt: skip
-                    name = f"{NAMES[dtype]} D{dim} band {band} {direction(reverse)}"
-                    rows[f"linear mix {name}"] = Row(mix_kernel, mix, dtype)
-                    rows[f"linear states {name}"] = Row(states_kernel, states, dtype)
-        inner = {"D": 64, "C": CHUNK, "P": 16, "BN": STEP_COLUMNS, "REACH": 3, "POWERS": TURNS}
-        inner |= {"PADDED": True, "PRECISION": "ieee", "num_warps": 4}
-        rows[f"linear fill {NAMES[dtype]}"] = Row(fill_kernel, inner | {"EVEN_N": True}, dtype)
-        rows[f"linear step {NAMES[dtype]}"] = Row(step_kernel, inner | {"ON_DEVICE": True}, dtype)
-        constants = {"P": 16, "BN": SCAN_COLUMNS, "POWERS": TURNS, "num_warps": 4}
-        rows[f"scan {NAMES[dtype]}"] = Row(scan_kernel, constants, dtype)
-    return rows
 
 
 def direction(transpose: bool) -> str:
@@ -147,53 +106,74 @@ def direction(transpose: bool) -> str:
     return "transposed" if transpose else "forward"
 
 
-def fused_rows() -> dict[str, Row]:
-    """The fused kernels with all three kinds of heads."""
-    states = {"HAS_LIVE": True, "HAS_COMPACT": True, "HAS_DENSE": True}
-    rows = {}
-    for (name, dtype), dims in FUSED.items():
+def linear_rows() -> Iterator[tuple[str, list[Launch]]]:
+    """The linear product with bands of one chunk and of two, and its state."""
+    heads, poles = 3, 16
+    for dtype in (torch.bfloat16, torch.float32):
+        for tiles in (2, 3):
+            near, write = (heads, tiles, CHUNK, CHUNK), (heads, 2 * poles, CHUNK)
+            tables = [empty(*shape, dtype=dtype) for shape in (near, write, (heads, CHUNK, 2 * poles))]
+            tables, scale = LinearTables(*tables, empty(heads, TURNS, 2, poles)), empty(heads, 32768)
+            for dim in (96, 256):
+                x = empty(2, 32768, heads, dim, dtype=dtype).transpose(1, 2)
+                pad = empty(2, dtype=torch.int64) if dim == 96 else None
+                for reverse in (False, True):
+                    options = {"transpose": reverse, "left_pad": pad}
+                    name = f"{NAMES[dtype]} D{dim} {tiles} tiles {direction(reverse)}"
+                    yield name, recorded(linear_matmul, x, tables, scale, scale, **options)
+        x, pad = empty(2, 32768, heads, 64, dtype=dtype).transpose(1, 2), empty(2, dtype=torch.int64)
+        state = empty(2, heads, 4, CHUNK, 64, dtype=dtype), empty(2, heads, 2, 2 * poles, 64)
+        yield f"{NAMES[dtype]} prompt", recorded(fill, x, tables, scale, pad, *state, precision="ieee")
+        row, first = x[:, :, :1], empty(dtype=torch.int64)
+        yield NAMES[dtype], recorded(step, row, tables, scale, scale, pad, first, *state, row, precision="ieee")
+
+
+def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
+    """Layers with all kinds of heads, each with its own value head or in a group; and few tokens."""
+    for dtype, dims in FUSED.items():
         for dim in dims:
-            config = fused_config(dim=dim, dtype=dtype, grouped=name == "grouped", few=name == "few")
-            kernel, blocks, more = {
-                "keys": (key_block_kernel, config.keys, states | {"GROUPED": False}),
-                "grouped": (key_block_kernel, config.keys, states | {"GROUPED": True}),
-                "forward": (fused_forward_kernel, config.forward, states),
-                "few": (fused_forward_kernel, config.forward, states | {"HAS_DENSE": False}),
-                "queries": (query_block_kernel, config.queries, {}),
-            }[name]
-            constants = block_constants(blocks, 4096, dim, pad=name != "queries") | more
-            rows[f"fused {name} {NAMES[dtype]} D{dim}"] = Row(kernel, constants, dtype)
-    return rows
+            query, value = (empty(2, 4096, heads, dim, dtype=dtype).transpose(1, 2) for heads in (2, 4))
+            pattern, lse = empty(1, 4096), empty(2, 2, 4096)
+            patterns = FusedPatterns.build(pattern, pattern, pattern, empty(1, 4096, 4096, dtype=dtype))
+            kinds, name = (LIVE, LIVE, COMPACT, DENSE), f"{NAMES[dtype]} D{dim}"
+            maps = HeadMaps.build(kinds, range(4), "meta")
+            config = fused_config(dim=dim, dtype=dtype)
+            yield name, recorded(fused_forward, query, query, value, maps, patterns, config=config)
+            operands = value, query, query, value, value, lse
+            yield name, recorded(fused_backward, *operands, maps, patterns)
+            if dtype == torch.bfloat16 and dim <= 128:
+                maps = HeadMaps.build(kinds[:3], range(3), "meta")
+                config = fused_config(dim=dim, dtype=dtype, few=True)
+                few = [x[:, :, :512] for x in (query, query, value[:, :3])]
+                yield f"few {name}", recorded(fused_forward, *few, maps, patterns, config=config)
+                maps = HeadMaps.build(kinds, (0, 0, 0, 0), "meta")
+                operands = value, query, query[:, :1], value[:, :1], value, lse
+                yield f"grouped {name}", recorded(fused_backward, *operands, maps, patterns)[1:2]
 
 
-def decode_rows() -> dict[str, Row]:
-    """Few queries: one of a head, and of an uneven group of four, with live heads and without."""
-    rows = {}
+def decode_rows() -> Iterator[tuple[str, list[Launch]]]:
+    """One query: live heads in pairs or in an uneven group of four, or none, and three frozen ones."""
+    whole, place = torch.int32, empty(dtype=torch.int64)
     for dtype, dims in DECODE.items():
         for dim in dims:
             for live, group, even in ((9, 1, True), (9, 4, False), (0, 1, True)):
-                how = {"even": even, "ordered": even, "on_device": True, "padded": True}
-                keys = keys_at_once(dim, dtype.itemsize, SHARED_MEMORY)
-                constants = decode_constants(live, live // group, group, 3, group, 1, dim, **how, keys=keys)
-                rows[f"decode {NAMES[dtype]} D{dim} {live}x{group}"] = Row(flash_decode_kernel, constants, dtype)
-            rows[f"merge {NAMES[dtype]} D{dim}"] = Row(merge_kernel, merge_constants(9, 3, 1, dim), dtype)
-    return rows
+                counts, keys = (live, live // group, 12), (1, 512, 512)
+                operands = [empty(2, t, n, dim, dtype=dtype).transpose(1, 2) for n, t in zip(counts, keys, strict=True)]
+                maps = (None, None) if even else (empty(live // group, dtype=whole), empty(3, group, dtype=whole))
+                frozen = empty(3 // group + 1, dtype=whole), empty(3, group, dtype=whole), 0
+                patterns = empty(3, 512, dtype=dtype), empty(3, 512), empty(3, 512)
+                at, out = (place, 0, empty(2, dtype=torch.int64)), empty(2, 1, live + 3, dim, dtype=dtype)
+                arguments = (*operands, *maps, group, *frozen, *patterns, *at, 2, 0.125, out.transpose(1, 2))
+                yield f"{NAMES[dtype]} D{dim} {live}x{group}", recorded(decode, *arguments, precision="ieee")
 
 
-def small_rows() -> dict[str, Row]:
-    """The kernels around the products: sums of tables, scaling, row sums, the loss, GELU."""
-    constants = {"BM": toeplitz.ROWS, "BK": toeplitz.COLUMNS, "num_warps": toeplitz.WARPS}
-    rows = {"convolution fp64": Row(toeplitz.causal_convolution_kernel, constants, torch.float64)}
+def small_rows() -> Iterator[tuple[str, list[Launch]]]:
+    """The loss, GELU, and the sums of normalisers."""
+    table = empty(2, 4096, dtype=torch.float64)
+    yield "fp64", recorded(convolve, table, table)
     for dtype in OPERANDS:
-        label = NAMES[dtype]
-        for dim in (64, 192):
-            constants = {"D": dim, "BT": 32, "BN": 128, "FOLD": 1, "FIRST": 0, "TILE": toeplitz.TILE, "num_warps": 4}
-            rows[f"prescale {label} D{dim}"] = Row(toeplitz.prescale_kernel, constants, dtype)
-            padded = 64 if dim == 64 else 256
-            rows[f"delta {label} D{dim}"] = Row(delta_kernel, {"D": dim, "DP": padded, "BM": 64, "num_warps": 4}, dtype)
-        constants = {"IGNORED": -100, "BLOCK": decoder.COLUMNS, "STAGES": decoder.STAGES, "num_warps": 8}
-        rows[f"softmax {label}"] = Row(decoder.softmax_gradient_kernel, constants, dtype)
-        for name in ("gelu_kernel", "gelu_backward_kernel"):
-            constants = {"BLOCK": decoder.BLOCK, "num_warps": decoder.WARPS}
-            rows[f"{name} {label}"] = Row(getattr(decoder, name), constants, dtype)
-    return rows
+        logits, labels = empty(64, 50304, dtype=dtype), empty(64, dtype=torch.int64)
+        count = empty(dtype=torch.int64)
+        yield NAMES[dtype], recorded(softmax_gradient, logits, labels, count, ignored=-100)
+        yield NAMES[dtype], recorded(gelu, logits)
+        yield NAMES[dtype], recorded(gelu_backward, logits, logits)

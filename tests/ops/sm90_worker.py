@@ -1,6 +1,5 @@
-"""Compile rows for compute capability 9.0, several at a time, and print registers, spills and memory as JSON."""
+"""Compile launches for compute capability 9.0, several at a time, and print registers, spills and memory as JSON."""
 
-import inspect
 import json
 import multiprocessing
 import os
@@ -8,83 +7,80 @@ import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import saf.ops
-from tests.ops.sm90_rows import NAMES, Row, all_rows
+from tests.ops.sm90_rows import NAMES, Launch, all_rows
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 PROCESSES = min(8, os.cpu_count() or 1)
-ALIGNED = (
-    "T", "rows", "scale", "H", "L", "num_m", "num_n", "num_h", "slabs", "num_value_heads", "place", "stretch",
-    "stretches", "power", "parts", "lowest", "back",
-)  # fmt: skip
-INTEGER_POINTERS = (
-    "state", "query", "key", "value", "pattern", "live", "group_start", "group_heads", "heads", "slots", "own",
-    "readers", "kv",
-)  # fmt: skip
-FLOAT_POINTERS = (
-    "lse", "delta", "alpha", "band", "log_z", "loss", "sums", "logs", "before", "after", "turns",
-    "states", "scalar", "row", "column", "diagonal",
-)  # fmt: skip
-LONG_POINTERS = ("labels", "count", "first", "pad")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
-def pointer_type(name: str, dtype: torch.dtype) -> str:
-    """Return the Triton type of an argument."""
-    if not name.endswith("_ptr"):
-        return "fp32" if name in ("scale", "floor") else "i32"
-    stem = name.removesuffix("_ptr")
-    if stem in INTEGER_POINTERS or stem in LONG_POINTERS:
-        return "*i32" if stem in INTEGER_POINTERS else "*i64"
-    return "*fp32" if stem in FLOAT_POINTERS else f"*{NAMES[dtype]}"
+def described(argument: Any, varies: bool) -> tuple[str, bool]:
+    """Return the Triton type of an argument, and whether it is compiled for multiples of 16."""
+    if isinstance(argument, torch.Tensor):
+        return f"*{NAMES[argument.dtype]}", True
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{NAMES[argument.base.dtype]}{list(argument.block_shape)}>", False
+    if isinstance(argument, float):
+        return "fp32", False
+    if argument == 1 and not varies:
+        return "constexpr", False
+    return "i32", argument % 16 == 0 and not varies
 
 
-def resources(row: Row, unaligned: Sequence[str] = ALIGNED) -> dict:
-    """Compile one kernel, with arguments that 16 divides but for some, and return what it takes."""
-    kernel, constants = row.kernel, dict(row.constants)
-    names = list(inspect.signature(kernel.fn).parameters)
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
-    signature = {name: "constexpr" if name in constants else pointer_type(name, row.dtype) for name in names}
-    described = {name: f"tensordesc<{NAMES[row.dtype]}{shape}>" for name, shape in (row.blocks or {}).items()}
-    attributes = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
-        if name not in constants and name not in unaligned and name not in described
-    }
-    signature |= described
-    source = ASTSource(
-        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+def source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
+    """Return what Triton would compile at a launch, and the options of the compiler."""
+    parameters, constants = launch.kernel.params, dict(launch.constants)
+    options = {key: constants.pop(key) for key in OPTIONS if key in constants}
+    signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
+    attributes = {}
+    for place, (parameter, argument) in enumerate(zip(parameters, launch.arguments, strict=False)):
+        signature[parameter.name], divisible = described(argument, parameter.do_not_specialize)
+        if signature[parameter.name] == "constexpr":
+            constants[parameter.name] = argument
+        if divisible:
+            attributes[place,] = [["tt.divisibility", 16]]
+    names = [parameter.name for parameter in parameters]
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return ASTSource(launch.kernel, {name: signature[name] for name in names}, values, attributes), options
+
+
+def resources(launch: Launch) -> dict[str, Any]:
+    """Compile what is launched, and return what it takes."""
+    ast, options = source(launch)
+    compiled = triton.compile(ast, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         dump = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
         usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert numbers, usage
     return {
-        "kernel": kernel.fn.__name__,
-        "registers": int(found[1]),
-        "stack": int(found[2]),
+        "kernel": launch.kernel.fn.__name__,
+        "half": any("16" in kind for kind in ast.signature.values()),
+        "registers": int(numbers[1]),
+        "stack": int(numbers[2]),
         "shared": compiled.metadata.shared,
         "warps": options["num_warps"],
-        "tile_rows": row.tile_rows,
+        "constants": {name: value for name, value in launch.constants.items() if isinstance(value, int)},
         "matrix_units": next((name for name in ("wgmma", "mma.sync") if name in compiled.asm["ptx"]), None),
         "long_sums": re.search(r"tt\.dot %\w+, %\w+, %(?!cst)", compiled.asm["ttir"]) is not None,
     }
 
 
-def named_resources(name: str) -> tuple[str, dict]:
-    """Compile the row of this name."""
+def named_resources(name: str) -> tuple[str, dict[str, Any]]:
+    """Compile the launch of this name."""
     return name, resources(ROWS[name])
 
 

@@ -7,15 +7,15 @@ SHARED_MEMORY = 232448
 
 REGISTER_FILE = 65536
 SPILLED = {
-    "fused keys": 128,
-    "fused grouped": 128,
-    "fused grouped bf16 D96": 520,
-    "fused grouped bf16 D128": 512,
-    "fused forward fp32 D192": 16,
-    "decode bf16 D128 9x4": 8,
-    "decode fp16 D128 9x4": 8,
-    "toeplitz bf16": 64,
-    "toeplitz fp16": 64,
+    "key_block_kernel bf16": 128,
+    "key_block_kernel grouped bf16": 128,
+    "key_block_kernel grouped bf16 D96": 520,
+    "key_block_kernel grouped bf16 D128": 512,
+    "fused_forward_kernel fp32 D192": 16,
+    "flash_decode_kernel bf16 D128 9x4": 8,
+    "flash_decode_kernel fp16 D128 9x4": 8,
+    "toeplitz_kernel bf16": 64,
+    "toeplitz_kernel fp16": 64,
 }
 """Bytes of local memory a thread, by start of name; compiler versions differ here.
 
@@ -25,9 +25,15 @@ that and take 1.9 times as long. The float32 forward at 192 channels has the sma
 """
 WGMMA_ROWS = 64
 """Rows of the smallest tile that Hopper's own matrix instructions take; smaller ones go through the older ones."""
+TILE_ROWS = {
+    "toeplitz_kernel": "BM", "toeplitz_descriptor_kernel": "BM", "fused_forward_kernel": "BM",
+    "query_block_kernel": "BM", "key_block_kernel": "BK", "flash_decode_kernel": "BM", "mix_kernel": "C",
+    "states_kernel": "P", "fill_kernel": "P", "step_kernel": "P",
+}  # fmt: skip
+"""The constant with the rows of its products, by kernel."""
 PROGRAMS = {
-    "toeplitz bf16 D64 128x128x64 w4 s3": 2,
-    "descriptor bf16 D64 128x128x64 w4 s3": 2,
+    "toeplitz_kernel bf16 D64 128x128x64 w4 s3": 2,
+    "toeplitz_descriptor_kernel bf16 D64 128x128x64 w4 s3": 2,
 }
 """Programs that must fit on one multiprocessor at a time, by start of name; one otherwise."""
 
@@ -58,9 +64,9 @@ def test_programs_fit(rows):
     """Registers and shared memory leave room for the intended number of programs."""
     short = {}
     for name, row in rows.items():
-        wanted = next((count for start, count in PROGRAMS.items() if name.startswith(start)), 1)
+        count = next((count for start, count in PROGRAMS.items() if name.startswith(start)), 1)
         registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
-        if registers * wanted > REGISTER_FILE or row["shared"] * wanted > SHARED_MEMORY:
+        if registers * count > REGISTER_FILE or row["shared"] * count > SHARED_MEMORY:
             short[name] = row
     assert short == {}
 
@@ -68,14 +74,10 @@ def test_programs_fit(rows):
 @pytest.mark.slow
 def test_half_precision_uses_matrix_units(rows):
     """16-bit products go through matrix instructions, Hopper's own in tiles large enough; float32 ones do not."""
-    wrong = {}
     for name, row in rows.items():
-        kinds = ("toeplitz", "linear", "descriptor", "fused", "decode")
-        half = name.split()[0] in kinds and "fp32" not in name.split()
-        expected = None if not half else "wgmma" if row["tile_rows"] >= WGMMA_ROWS else "mma.sync"
-        if row["matrix_units"] != expected:
-            wrong[name] = row
-    assert wrong == {}
+        constant = TILE_ROWS.get(row["kernel"]) if row["half"] else None
+        expected = constant and ("wgmma" if row["constants"][constant] >= WGMMA_ROWS else "mma.sync")
+        assert row["matrix_units"] == expected, name
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ read each KV head, in order; ORDERED that these are the first value heads; ON_DE
 of the first query, otherwise `place` is it; PADDED that sequences begin at `pad_ptr`. Names are those of launch.py.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -230,29 +228,6 @@ def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
     return keys
 
 
-def decode_constants(
-    live: int, kv: int, group: int, frozen: int, readers: int, rows: int, dim: int, *, even: bool = True,
-    ordered: bool = True, on_device: bool, padded: bool, precision: str = "ieee", keys: int = KEYS,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the constants of `flash_decode_kernel` for `live` slots of `kv` KV heads, `group` of each at most.
-
-    At most `readers` of the `frozen` slots read one value head.
-    """
-    return {
-        "LIVE": live, "KV": kv, "LIVE_GROUP": group, "EVEN": even, "ORDERED": ordered, "FROZEN": frozen, "ROWS": rows,
-        "GROUP": max(1, readers), "BLOCKS": cdiv(rows * max(1, readers), BLOCK_ROWS), "D": dim,
-        "DP": padded_channels(dim), "BM": BLOCK_ROWS, "BK": keys, "ON_DEVICE": on_device, "PADDED": padded,
-        "PRECISION": precision, "STAGES": STAGES, "num_warps": WARPS,
-    }  # fmt: skip
-
-
-def merge_constants(live: int, frozen: int, rows: int, dim: int) -> dict[str, Any]:
-    """Return the constants of `merge_kernel`; of more than 128 channels one warp would spill."""
-    warps = 1 if dim <= 128 else padded_channels(dim) // 64
-    shape = {"LIVE": live, "FROZEN": frozen, "ROWS": rows, "D": dim, "DP": padded_channels(dim)}
-    return shape | {"BP": PARTS, "num_warps": warps}
-
-
 def decode(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
@@ -265,12 +240,9 @@ def decode(
     sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
     logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
-    constants = decode_constants(
-        live, kv, group, frozen, 0 if frozen_readers is None else frozen_readers.shape[1], rows, dim,
-        even=live_readers is None, ordered=live_read is None, on_device=first is not None, padded=left_pad is not None,
-        precision=precision, keys=keys,
-    )  # fmt: skip
-    groups = 0 if frozen_read is None else frozen_read.shape[0] * constants["BLOCKS"]
+    readers = 1 if frozen_readers is None else frozen_readers.shape[1]
+    blocks = cdiv(rows * readers, BLOCK_ROWS)
+    groups = 0 if frozen_read is None else frozen_read.shape[0] * blocks
     part_keys = cdiv(cdiv(length, parts), keys) * keys
     optional = live_read, live_readers, frozen_read, frozen_readers, distance, key_scale, row_scale, first, left_pad
     launch(
@@ -278,7 +250,10 @@ def decode(
         *[value if one is None else one for one in optional],  # absent ones are never read
         sums, logs, place, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
         0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
-        device=value.device, **constants,
+        LIVE=live, KV=kv, LIVE_GROUP=group, EVEN=live_readers is None, ORDERED=live_read is None, FROZEN=frozen,
+        ROWS=rows, GROUP=readers, BLOCKS=blocks, D=dim, DP=padded_channels(dim), BM=BLOCK_ROWS, BK=keys,
+        ON_DEVICE=first is not None, PADDED=left_pad is not None, PRECISION=precision, STAGES=STAGES, num_warps=WARPS,
+        device=value.device,
     )  # fmt: skip
     merge(sums, logs, out)
 
@@ -286,8 +261,9 @@ def decode(
 def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:
     """Merge outputs of each part, `[parts, B, H, rows, D]`, by live heads' logarithms `[parts, B, L, rows]`."""
     parts, batch, heads, rows, dim = sums.shape
-    live = logs.shape[2]
+    live, width = logs.shape[2], padded_channels(dim)
+    warps = 1 if dim <= 128 else width // 64  # of more channels one warp would spill
     launch(
         merge_kernel, (batch * rows, heads), sums, logs, out, parts, sums.stride(0), logs.stride(0),
-        device=sums.device, **merge_constants(live, heads - live, rows, dim),
+        LIVE=live, FROZEN=heads - live, ROWS=rows, D=dim, DP=width, BP=PARTS, num_warps=warps, device=sums.device,
     )  # fmt: skip

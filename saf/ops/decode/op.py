@@ -34,7 +34,7 @@ def decode_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.de
     does (`cached_order`), both counted from the first one read. Where the layer's live slots are known, `live_readers`
     and `live_read` are the same for them, by the layer's order.
 
-    These maps are made before any pass: made during one, they would lie in the memory of the graph that captures it,
+    These maps exist before any pass: built during one, they would lie in the memory of the graph that captures it,
     and be overwritten.
     """
     slots = tuple(range(frozen)) if kv_head is None else kv_head

@@ -424,6 +424,14 @@ class Blocks(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def constants(self, length: int, dim: int) -> dict[str, Any]:
+        """Return the compile-time arguments that follow from sizes and shape; float32 products are exact."""
+        return {
+            "D": dim, "DP": padded_channels(dim), "BM": self.block_m, "BK": self.block_k,
+            "EVEN": length % max(self.block_m, self.block_k) == 0, "PRECISION": "ieee", "STAGES": self.num_stages,
+            "num_warps": self.num_warps, "num_stages": self.num_stages,
+        }  # fmt: skip
+
 
 class FusedConfig(NamedTuple):
     """Block sizes of the three fused kernels: forward, key blocks (dV and dK), query blocks (dQ)."""
@@ -452,23 +460,12 @@ def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: b
     return FusedConfig(Blocks(64, 64, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1))
 
 
-def _pattern_strides(patterns: FusedPatterns) -> tuple[int, ...]:
-    return (patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2])
-
-
-def state_constants(maps: HeadMaps) -> dict[str, bool]:
-    """Return which kinds of heads a layer has; code for absent kinds is left out."""
-    return dict(zip(("HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"), (count > 0 for count in maps.counts), strict=True))
-
-
-def block_constants(blocks: Blocks, length: int, dim: int, *, pad: bool = True) -> dict[str, Any]:
-    """Return the compile-time arguments that follow from block sizes and shape; float32 products are exact."""
-    constants = {
-        "D": dim, "DP": padded_channels(dim), "BM": blocks.block_m, "BK": blocks.block_k,
-        "EVEN": length % max(blocks.block_m, blocks.block_k) == 0, "PRECISION": "ieee", "STAGES": blocks.num_stages,
-        "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
-    }  # fmt: skip
-    return constants | ({"PAD": PAD} if pad else {})
+def _of_patterns(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the strides of patterns, and which kinds of heads a layer has: code for absent kinds is left out."""
+    names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
+    kinds = {name: count > 0 for name, count in zip(names, maps.counts, strict=True)}
+    own = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
+    return own, kinds | {"PAD": PAD}
 
 
 def fused_forward(
@@ -490,10 +487,10 @@ def fused_forward(
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
     blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
     grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E.value
-    operands = strides(query, key, value, result)
-    numbers = (heads, live, length, factor, *operands, *_pattern_strides(patterns))
+    own, constants = _of_patterns(maps, patterns)
+    numbers = (heads, live, length, factor, *strides(query, key, value, result), *own)
     arguments = query, key, value, result, lse, *maps[:5], *patterns, *numbers
-    constants = block_constants(blocks, length, dim) | state_constants(maps)
+    constants |= blocks.constants(length, dim)
     if visible:
         torch.library.wrap_triton(fused_forward_kernel)[grid](*arguments, **constants)
     else:
@@ -531,6 +528,7 @@ def fused_backward(
         return dq, dk, dv
     blocks = config or choose_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
+    own, constants = _of_patterns(maps, patterns)
     if live:
         launch(
             delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
@@ -539,14 +537,14 @@ def fused_backward(
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads, *patterns,
-        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv), *_pattern_strides(patterns),
-        **block_constants(blocks.keys, length, dim), **state_constants(maps), GROUPED=maps.grouped,
+        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv), *own,
+        **blocks.keys.constants(length, dim), **constants, GROUPED=maps.grouped,
         device=value.device,
     )  # fmt: skip
     if live:
         launch(
             query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)), *operands, delta, dq,
             maps.live, maps.key, maps.value, live, length, factor, *strides(query, key, value, grad, dq),
-            **block_constants(blocks.queries, length, dim, pad=False), device=value.device,
+            **blocks.queries.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv

@@ -119,7 +119,7 @@ def fused_product(
     query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
     grouped: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer, head order kept: `[B, H, T, D]`, and the live heads' row log-sum-exps `[B, L, T]`.
+    """Mix all heads of a layer, in head order, `[B, H, T, D]`, and return the live heads' row log-sum-exps `[B, L, T]`.
 
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
     `PATTERNS`; `counts` of live, compact and dense heads.

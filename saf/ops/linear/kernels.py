@@ -16,7 +16,7 @@ With REVERSE chunks are counted from the last position, so that the same kernels
 state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of saf/ops/launch.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -357,22 +357,27 @@ def linear_matmul(
         return out
     config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
     reach, rows, poles, powers = _sizes(tables)
-    options = {"reverse": transpose, "padded": left_pad is not None, "precision": precision}
-    shape = {"rows": rows, "reach": reach, "poles": poles, "powers": powers, "dim": dim, "columns": columns}
-    adding, mixing = linear_constants(config, **shape, **options)
+    constants = {
+        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": transpose,
+        "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
+    }  # fmt: skip
+    adding, mixing = (
+        constants | {"STAGES": stages, "num_warps": warps, "num_stages": stages, "device": x.device}
+        for warps, stages in zip(config.warps, config.stages, strict=True)
+    )
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
     pad = before if left_pad is None else left_pad  # never read then
     if stretches > 1:
         launch(
             states_kernel, (stretches - 1, heads, blocks), x, before, pad, tables.write, tables.turns, states,
-            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **adding, device=x.device,
+            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **adding,
         )  # fmt: skip
     if stretches > 2:
         _scan(states, tables.turns, stretches - 1, config.stretch)
     launch(
         mix_kernel, (stretches, heads, blocks), x, before, pad, after, *tables, states, out, length, columns,
-        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, device=x.device,
+        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, REACH=reach,
     )  # fmt: skip
     return out
 
@@ -389,22 +394,6 @@ def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
         scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, turns, columns, stretches, stretch,
         P=poles, BN=SCAN_COLUMNS, POWERS=turns.shape[1], num_warps=4, device=states.device,
     )  # fmt: skip
-
-
-def linear_constants(
-    config: LinearConfig, *, rows: int, reach: int, poles: int, powers: int, dim: int, columns: int, reverse: bool,
-    padded: bool, precision: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Return the compile-time arguments of `states_kernel` and of `mix_kernel`."""
-    both = {
-        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": reverse,
-        "PADDED": padded, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
-    }  # fmt: skip
-    adding, mixing = (
-        both | {"STAGES": stages, "num_warps": warps, "num_stages": stages}
-        for warps, stages in zip(config.warps, config.stages, strict=True)
-    )
-    return adding, mixing | {"REACH": reach}
 
 
 # --- the state of decoding: chunk c of u at c mod N + 1 of the ring, h_c at c mod 2 of the sums

@@ -94,8 +94,8 @@ def _chunked(tables: Tables) -> list[Tensor]:
 # --- the product and its gradient
 
 
-def _keep_tables(ctx, inputs, output) -> None:
-    """Keep the tables alone: the gradient does not depend on the values."""
+def _save_tables(ctx, inputs, output) -> None:
+    """Save the tables alone: the gradient does not depend on the values."""
     _, tables, before, after, left_pad, ctx.transpose = inputs
     ctx.save_for_backward(before, after, left_pad, *tables)
 
@@ -114,14 +114,14 @@ def _product_like(x, tables, before, after, left_pad, transpose) -> Tensor:
     return heads_like(x, x.shape[1])
 
 
-@operator("linear", fake=_product_like, gradient=value_gradient, context=_keep_tables)
+@operator("linear", fake=_product_like, gradient=value_gradient, context=_save_tables)
 def linear_product(
     x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, left_pad: Tensor | None, transpose: bool
 ) -> Tensor:
     """Return P x of frozen heads, `[B, F, T, D]` like x, or with `transpose` P^T x; stored as `[B, T, F, D]`.
 
-    P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction asked for,
-    `tables` those of `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
+    P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction, `tables`
+    those of `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
     stay where they are, since g knows distances alone; results before it are zero.
     """
     chunked = LinearTables(*tables)
@@ -139,9 +139,9 @@ def linear_product(
 class RecurrentState(NamedTuple):
     """What decoding reads in place of all earlier values of a layer's F linear heads, and the values that come next.
 
-    With N tiles, row i of chunk c reads u of chunks c - N + 1 to c, and the state h_c of (S.32). Kept are u of the last
-    N + 1 chunks in a ring, h_c and h_{c-1}: so up to C positions can be taken back. A step is the same sum as a whole
-    pass and takes the same time wherever it stands.
+    With N tiles, row i of chunk c reads u of chunks c - N + 1 to c, and the state h_c of (S.32). The state holds u of
+    the last N + 1 chunks in a ring, h_c and h_{c-1}, so that up to C positions can be taken back. A step is the same
+    sum as a whole pass and takes the same time wherever it stands.
 
     Attributes:
         ring: `[B, F, N + 1, C, D]`, u = exp(alpha) V, chunk c at c modulo N + 1.
@@ -355,9 +355,9 @@ def _head_tables(
     pattern: ExponentialPattern, largest: Tensor, rows: int, num_tiles: int, num_poles: int
 ) -> tuple[Tensor, ...]:
     """Return the tables of one head over its `largest` weight."""
-    width, missing = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
+    width, padding = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
     damping, frequency, cosine, sine = (
-        pad(x, (0, missing)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
+        pad(x, (0, padding)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
     )
     far = DampedCosines(damping, frequency, num_tiles * rows - width).sum(torch.cat([cosine, sine]))
     weights = torch.cat([pattern.band.exp(), far]) / largest
@@ -366,15 +366,15 @@ def _head_tables(
     near = torch.where(lag >= 0, weights[lag.clamp(min=0)], 0.0)
 
     pole = torch.complex(-damping, frequency)
-    kept = (pole[:, None] * (rows - 1 - row)).exp()
+    write = (pole[:, None] * (rows - 1 - row)).exp()
     # Read from the last row of chunk c - N, (N - 1) C + 1 before row 0.
     # c cos + s sin = Re((c - is) e^{iwt}); Re(r h) = Re r Re h - Im r Im h.
-    seen = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
+    read = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
     turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
     return (
         near,
-        torch.cat([kept.real, kept.imag]),
-        torch.cat([seen.real, -seen.imag], -1),
+        torch.cat([write.real, write.imag]),
+        torch.cat([read.real, -read.imag], -1),
         torch.stack([turns.real, turns.imag], 1),
     )
 

@@ -6,7 +6,7 @@ scales the input, one kernel multiplies, read through addresses or through Hoppe
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -105,7 +105,7 @@ def place_of(tile, num_m, num_n, num_h, slabs):
 
     A slab is a column block of one head: all its row blocks read the same input. `slabs` of them are computed before
     the next ones begin, so that what they read stays in the second-level cache; among them row blocks with the longest
-    sum come first, so that the last wave is made of short ones.
+    sum come first, so that the last wave has short ones.
     """
     first = tile // (num_m * slabs) * slabs
     together = tl.minimum(num_n * num_h - first, slabs)
@@ -218,9 +218,9 @@ def toeplitz_descriptor_kernel(
 ):  # fmt: skip
     """Compute one block of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
 
-    It has BM rows of BN columns of N. With FOLD it has the same columns of FOLD consecutive blocks of BM rows: what a
-    tile of the matrix is multiplied with for one of them lies a block further for the next, so that the scaled input
-    holds both beside one another (`prescale_kernel`) and a tile read once serves both.
+    It has BM rows of BN columns of N; with FOLD the same columns of FOLD consecutive blocks of BM rows. A tile of the
+    matrix meets the input one block further on for the next of them, so the scaled input has both as neighbouring
+    columns (`prescale_kernel`), and a tile read once serves both.
     """
     i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     n0 = i_n * BN
@@ -301,32 +301,24 @@ def toeplitz_matmul(
     num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
     grid = (num_m * num_n * heads,)
     blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
-    constants = product_constants(config, length, columns, dim, transpose, precision)
+    constants = {
+        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
+        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "device": x.device,
+    }  # fmt: skip
     if not config.descriptors:
+        even_t = length % max(config.block_m, config.block_k) == 0
+        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
         numbers = length, columns, *strides(out), tables.stride(0), after.stride(0), *blocks
-        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants, device=x.device)
+        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants)
         return out
     # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
     numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, device=x.device)
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
     return out
-
-
-def product_constants(
-    config: ToeplitzConfig, length: int, columns: int, dim: int, transpose: bool, precision: str
-) -> dict[str, Any]:
-    """Return the compile-time arguments of the kernel that a configuration takes."""
-    constants: dict[str, Any] = {
-        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
-        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
-    if config.descriptors:
-        return constants | {"FOLD": config.fold}
-    even_t = length % max(config.block_m, config.block_k) == 0
-    return constants | {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
 
 
 ROWS, COLUMNS, WARPS = 32, 128, 4
