@@ -14,6 +14,10 @@ from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
 from tests.ops.exponential_patterns import exponential_patterns
 
+Draw = Callable[..., torch.Tensor]
+ONE_SHAPE = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+"""What is checked of the operator that only code compiled for one shape has."""
+
 
 def registered() -> set[str]:
     """Return the names of all operators of the library; where Triton is, the one that compilers look into too."""
@@ -29,9 +33,13 @@ def runnable(device: str) -> set[str]:
     return registered() - (kernels if device == "cpu" else set())
 
 
-def operator(name: str):
-    """Return an operator by name."""
-    return getattr(torch.ops.saf, name).default
+def check(name: str, device: str, dtype: torch.dtype) -> None:
+    """Run `opcheck` on every sample of an operator; float32 losses and gradients of 16-bit logits may differ a bit."""
+    arguments = samples(device, dtype)[name]
+    assert arguments, f"saf::{name} has no sample; add one to tests/ops/operator_samples.py"
+    checks = {"test_utils": ONE_SHAPE} if name == "fused_visible" else {}
+    for each in arguments:
+        torch.library.opcheck(getattr(torch.ops.saf, name).default, each, **checks)
 
 
 def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
@@ -46,16 +54,11 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     values = [draw(3, 2, length, 16) for length in (48, 40)]
     trained = [(value.requires_grad_(), logits.alpha.float(), logits.rho.float()) for value in values]
     tables = torch.ops.saf.trainable(*trained[0])[1:]
-    convolved = toeplitz_samples(draw, device, dtype)
-    fused = fused_samples(draw, device, dtype) if "fused" in runnable(device) else []
     return {
-        "toeplitz": convolved,
-        "linear": linear_samples(draw, device, dtype),
-        **state_samples(draw, device, dtype),
-        **decode_samples(draw, device, dtype),
-        "fused": [arguments for arguments, _ in fused],
-        "fused_backward": [backward for _, backward in fused],
-        **({"fused_visible": visible_samples(fused)} if "fused_visible" in registered() else {}),
+        **toeplitz_samples(draw, device, dtype),
+        **linear_samples(draw, device, dtype),
+        **(fused_samples(draw, device, dtype) if "fused" in runnable(device) else {"fused": [], "fused_backward": []}),
+        **({"fused_visible": []} if "fused_visible" in registered() - runnable(device) else {}),
         "trainable": trained,
         "pattern_gradient": [(draw(3, 2, 48, 16), draw(3, 2, 48, 16), *(x.detach() for x in tables), 60)],
         "softmax_gradient_": [(draw(5, 11), labels, torch.tensor(4, device=device))],
@@ -64,76 +67,50 @@ def samples(device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     }
 
 
-def decode_samples(draw: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """Rows of two frozen heads, of their own value heads or of one, at a position that device or host knows."""
-    made = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
-    tables = made["distance"], made["key_scale"], made["row_scale"]
+def patterns(device: str) -> CompactPattern:
+    """Two patterns of 48 positions."""
+    logits = torch.randn(2, 2, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
+    return CompactPattern.from_parameters(*logits)
+
+
+def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """The product in both directions; decoding at a position that device or host knows, with and without live heads."""
+    tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
+    scales = tables["key_scale"], tables["row_scale"]
+    inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
     maps = decode_tables((0, 1, 2, 0), 2, torch.device(device))
+    pattern = maps["frozen_read"], maps["frozen_readers"], 0, tables["distance"], *scales
     value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
-    query, key, frozen = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (maps["frozen_read"], maps["frozen_readers"])
-    first = torch.tensor(30, device=device)
+    query, key, at = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (torch.tensor(30, device=device), 0, pad)
     return {
+        "toeplitz": [
+            (x.requires_grad_(), tables["table"], *scales, transpose)
+            for x, transpose in zip(inputs, (False, True, False), strict=True)
+        ],
         "flash_decode": [
-            (query, key, value, None, None, 1, *frozen, 0, *tables, first, 0, pad, 2, 0.25),
-            (query[:, :0], key[:, :0], value, None, None, 1, *frozen, 0, *tables, first, 0, pad, 2, 0.25),
+            (query, key, value, None, None, 1, *pattern, *at, 2, 0.25),
+            (query[:, :0], key[:, :0], value, None, None, 1, *pattern, *at, 2, 0.25),
             (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),
         ],
     }
 
 
-def visible_samples(fused: list) -> list[tuple]:
-    """Return the arguments of `fused_samples` without gradients."""
-    return [(*(x.detach() for x in arguments[:3]), *arguments[3:]) for arguments, _ in fused]
-
-
-ONE_SHAPE = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-"""What is checked of the operator that only code compiled for one shape has."""
-
-
-def check(name: str, device: str, dtype: torch.dtype) -> None:
-    """Run `opcheck` on every sample of an operator; float32 losses and gradients of 16-bit logits may differ a bit."""
-    known = samples(device, dtype)[name]
-    assert known, f"saf::{name} has no sample; add one to tests/ops/operator_samples.py"
-    checks = {"test_utils": ONE_SHAPE} if name == "fused_visible" else {}
-    for arguments in known:
-        torch.library.opcheck(operator(name), arguments, **checks)
-
-
-def patterns(device: str) -> CompactPattern:
-    """Two patterns of 48 positions."""
-    generator = torch.Generator().manual_seed(0)
-    return CompactPattern.from_parameters(
-        *(x.to(device) for x in torch.randn(2, 2, 48, generator=generator, dtype=torch.float64))
-    )
-
-
-def toeplitz_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
-    """Both directions, a strided and a contiguous input."""
-    tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
-    rest = (tables["table"], tables["key_scale"], tables["row_scale"])
-    inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
-    inputs = [x.requires_grad_() for x in inputs]
-    return [(x, *rest, transpose) for x, transpose in zip(inputs, (False, True, False), strict=True)]
-
-
-def linear_samples(draw, device: str, dtype: torch.dtype) -> list[tuple]:
-    """Both directions, of a contiguous and of a strided input, with padding and without."""
-    made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
-    samples, left_pad = [], torch.tensor([0, 4], device=device)
-    for pad, transpose in ((None, False), (left_pad, False), (left_pad, True)):
-        x = draw(2, 40, 2, 16).transpose(1, 2) if transpose else draw(2, 2, 40, 16)
-        samples.append((x.requires_grad_(), list(made[0]), *made[1:], pad, transpose))
-    return samples
-
-
-def state_samples(draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """A prompt of 40 positions and the next three, at a position that device or host knows, with padding or without."""
-    made = linear_tables(exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device)), dtype)
-    tables, before, after = list(made[0]), *made[1:]
-    value, pad = draw(2, 40, 2, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
-    state = RecurrentState.empty(value, (2, made[0].near.shape[1], 64, made[0].write.shape[1]))[:2]
-    first = torch.tensor(40, device=device)
+def linear_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """The product in both directions; a prompt of 40 positions and the next ones; with padding and without."""
+    exact = exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device))
+    chunked, before, after = linear_tables(exact, dtype)
+    tables, pad, first = list(chunked), torch.tensor([0, 4], device=device), torch.tensor(40, device=device)
+    value = draw(2, 40, 2, 16).transpose(1, 2)
+    state = RecurrentState.empty(value, (2, *chunked.near.shape[1:3], chunked.write.shape[1]))[:2]
     return {
+        "linear": [
+            (x.requires_grad_(), tables, before, after, left_pad, transpose)
+            for x, left_pad, transpose in (
+                (draw(2, 2, 40, 16), None, False),
+                (draw(2, 2, 40, 16), pad, False),
+                (draw(2, 40, 2, 16).transpose(1, 2), pad, True),
+            )
+        ],
         "linear_fill": [(value, tables, before, left_pad, *state) for left_pad in (None, pad)],
         "linear_step": [
             (draw(2, 2, 3, 16), tables, before, after, first, 0, pad, *state),
@@ -142,17 +119,16 @@ def state_samples(draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple
     }
 
 
-def fused_samples(draw, device: str, dtype: torch.dtype) -> list[tuple[tuple, tuple]]:
-    """A mixed layer and one with frozen heads alone, with what their backward passes take."""
+def fused_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """A mixed layer and one with frozen heads alone, and what their backward passes take."""
     frozen = FrozenHeads.from_patterns(patterns(device), backend="fused", dtype=dtype, device=device, kv_head=range(4))
-    tables = frozen.tables(dtype)
-    made = []
+    tables, results = frozen.tables(dtype), {"fused": [], "fused_backward": [], "fused_visible": []}
     for layout, live in (("mixed", 2), ("alone", 0)):
-        shapes = (live, live, live + 2)
-        inputs = [draw(2, 40, heads, 64).transpose(1, 2).requires_grad_() for heads in shapes]
+        inputs = [draw(2, 40, heads, 64).transpose(1, 2) for heads in (live, live, live + 2)]
         maps, stored = [tables[f"{layout}_{name}"] for name in MAPS], [tables[name] for name in PATTERNS]
         rest = (maps, stored, list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"][0], 0.125)
-        output, log_sums = torch.ops.saf.fused(*(x.detach() for x in inputs), *rest)
-        operands = (draw(*output.shape), *(x.detach() for x in inputs), output, log_sums)
-        made.append(((*inputs, *rest), (*operands, *rest)))
-    return made
+        output, log_sums = torch.ops.saf.fused(*inputs, *rest)
+        results["fused"].append((*(x.clone().requires_grad_() for x in inputs), *rest))
+        results["fused_backward"].append((draw(*output.shape), *inputs, output, log_sums, *rest))
+        results["fused_visible"].append((*inputs, *rest))
+    return results
